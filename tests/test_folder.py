@@ -72,7 +72,8 @@ def test_a_folder_with_results_is_refused_with_what_may_be_done(ran, plan, capsy
 def test_overwrite_removes_what_a_run_made_and_nothing_else(ran, plan):
     save(ran, plan, 2)
     attempted(plan, ran)
-    assert {p.name for p in ran.iterdir()} == {"logs", "notes.md"}
+    assert {p.name for p in ran.iterdir()} == {"logs", "inputs.json", "notes.md"}
+    assert (ran / "inputs.json").read_text() != "inputs.json"
     assert (ran / "logs" / "driver.log").read_text() == ""
 
 

@@ -23,11 +23,13 @@ from msrl_graph.runtime.process.shipped import File
 
 FILES = {"model policy": ["/m/config.json", "/m/model.safetensors"], "data source": ["/train.jsonl"]}
 SIZES = {"/m/config.json": 700, "/m/model.safetensors": 5000, "/train.jsonl": 90, "/out/.mark": 0}
+DIGESTS = {path: f"of {path}, {size}" for path, size in SIZES.items()}
 FACTS = facts.Facts(
     name="node-a",
     versions={"Python": "3.11.7", "msrl-graph": "0.1.0 0a1b2c3d", "torch": "2.13.0+cpu", "numpy": "2.4.6"},
     others={},
     sizes=SIZES,
+    digests=DIGESTS,
     cores=8,
     devices=0,
     variables={},
@@ -86,6 +88,19 @@ def test_what_hosts_differ_in_is_one_table(plan):
         "  10.0.0.3 (node-c)                     0.1.0 ffffffff !  - !         1 of 2 files !",
         "= install the same versions on every host, from the same constraints",
         "the same files belong at the same path on every host: in a folder that they share, or a copy on each",
+    ]
+
+
+def test_files_of_the_same_size_that_hold_something_else_are_told(plan):
+    other = {**DIGESTS, "/m/model.safetensors": "of another model"}
+    larger = {**SIZES, "/m/model.safetensors": 5001}
+    assert refused(hosts(plan, {"digests": other}, {"digests": other, "sizes": larger})) == [
+        "host-differs: model policy is not on every host that reads it, as it is here",
+        "  host               model policy",
+        "  10.0.0.1 (node-a)  there",
+        "  10.0.0.2 (node-b)  other contents !",
+        "  10.0.0.3 (node-c)  other sizes !",
+        "= the same files belong at the same path on every host: in a folder that they share, or a copy on each",
     ]
 
 

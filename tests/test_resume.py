@@ -1,6 +1,7 @@
 """Resuming: lines of metrics that were lost come back, and folders that are no checkpoints are left alone."""
 
 import json
+import re
 import shutil
 from contextlib import closing
 from dataclasses import replace
@@ -14,7 +15,7 @@ from test_checkpoint import lines, save
 from msrl_graph import compile
 from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import Fault
-from msrl_graph.runtime.driver import supervisor
+from msrl_graph.runtime.driver import inputs, supervisor
 from msrl_graph.runtime.driver.resuming import differences, program
 from msrl_graph.runtime.metrics.record import Recorder, restore
 from msrl_graph.runtime.process import points
@@ -246,3 +247,17 @@ def test_a_run_uses_its_files_as_they_were_when_it_began(place):
     assert err.count("worth.py was edited after the run began") == 1, err
     assert [line["reward"] for line in metrics(place.folder / "ran")] == [1.0] * 5
     place.assert_clean()
+
+    # Going on, it takes what is there, and says so in the warning and in the metrics; lines that were lost are back.
+    before = metrics(place.folder / "ran")
+    (place.folder / "ran" / "metrics.jsonl").unlink()
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "6", "--resume", "ran")
+    assert code == 0 and "metrics.jsonl is missing: its 5 lines come from" in err, err
+    (told,) = re.findall(
+        r"warning\[changed-program\]: what decides the result has changed since .* was written: (.*); ", err
+    )
+    assert told == "code worth.py holds something else (12 bytes as before)"
+    *again, last = metrics(place.folder / "ran")
+    assert again == before and last["reward"] == 7.0 and last["changed"] == [told]
+    kept = checkpoint.newest(place.folder / "ran")[1].inputs
+    assert kept == inputs.read(place.folder / "ran") and all(entry["sha256"] for entry in kept["files"].values())

@@ -53,6 +53,7 @@ METRICS = frozenset(
             "reshard_bytes",
             "evaluation",
             "after_iterations",
+            "changed",
         ),
         *("refills", "prompts_drawn", "prompts_kept", "turns", "policy_tokens", "environment_tokens", "failed"),
         *("left_out_answers", "left_out_tokens", "strayed"),

@@ -20,6 +20,7 @@ from ...files import private
 from ...ir.plan import Plan
 from ..data import recording as rows
 from ..weights import checkpoint
+from . import inputs
 
 DRIVER = "msrl_graph.runtime.driver.driver"  # the module that a driver's process runs
 ORPHAN = 15.0  # seconds that a driver is left to end after its supervisor
@@ -28,6 +29,7 @@ ORPHAN = 15.0  # seconds that a driver is left to end after its supervisor
 MADE = (
     "logs",
     "plan.json",
+    inputs.FILE,
     "metrics.jsonl",
     "curve.png",
     "tensorboard",

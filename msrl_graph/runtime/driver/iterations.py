@@ -90,7 +90,7 @@ class Driver:
             if data.left_out:
                 display.say(f"{name}: {data.left_out}")
         resumed = self._bring(out) if self.attempt.resume else None
-        self.recorder = Recorder(out, self.plan, self.attempt.lines)
+        self.recorder = Recorder(out, self.plan, self.attempt.lines, self.attempt.changed)
         display.knows(self.recorder.lines, self.recorder.evaluations)
         try:
             result = self._train({name: data.rows for name, data in loaded.items()}, out, resumed)

@@ -24,6 +24,7 @@ from ..metrics.record import Recorder
 from ..process import points
 from ..weights import checkpoint, parts
 from ..weights.checkpoint import File, Host, Manifest
+from . import inputs
 from .carried import FILE as STATES
 from .carried import Carried
 
@@ -64,7 +65,8 @@ class Parted:
             files = (*chain.from_iterable(of_ranks), *carried.save(written, says), metrics)
             steps = {name: count for _, steps, _ in found for name, count in steps.items()}
             known = (iteration, lines, steps, dict(program), files, carried.position)
-            manifest = self._signed(checkpoint.Manifest(checkpoint.FORMAT, *known), of_ranks)
+            read = inputs.read(out)
+            manifest = self._signed(checkpoint.Manifest(checkpoint.FORMAT, *known, inputs=read), of_ranks)
             points.reach("driver", f"written checkpoint {iteration}")
             for host in self.apart:  # one after the other, since some may have one disk
                 _check([self._got(self._ask(host, "name", str(written)))])
@@ -109,7 +111,7 @@ class Parted:
             for place in sorted(self.wrote, reverse=True)
         ]
         _check([self._got(answer) for answer in asked])
-        urls.send(run, url, ("metrics.jsonl", "plan.json"))
+        urls.send(run, url, ("metrics.jsonl", "plan.json", inputs.FILE))
         urls.send(folder, there, (checkpoint.DIGEST,))
         urls.send(folder, there, (checkpoint.MANIFEST,), whole=True)
         kept = {p.name for p in checkpoint.found(run)}

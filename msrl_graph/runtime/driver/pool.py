@@ -163,7 +163,17 @@ class Pool:
                 # One that only could not be reached for a while would go on beside.
                 ray.kill(self.functions.actors[self.functions.places.index((host, lane))])
             called = function_hosts.name(host, lane)
-            arguments = (packed, host, called, hosts[host].folder, logs, way, again, plan.docks.deadline)
+            arguments = (
+                packed,
+                host,
+                called,
+                hosts[host].folder,
+                logs,
+                way,
+                again,
+                self.attempt.data,
+                plan.docks.deadline,
+            )
             # Nobody asks for it by its name, which Ray might not have taken from a dead one yet.
             return start(functions.FunctionHost, called, host, *arguments, name=None)
 

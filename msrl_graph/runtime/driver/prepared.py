@@ -21,8 +21,9 @@ from ..data import recording as rows
 from ..metrics.record import METRICS, whole_lines
 from ..rank.tried import tried
 from ..weights import checkpoint
-from . import mirror, variables
+from . import inputs, mirror, variables
 from .folder import choose
+from .inputs import NO_INPUTS, Inputs
 from .needs import check
 from .resuming import resumed
 
@@ -59,6 +60,8 @@ class Prepared:
     url: str = ""
     copies: tuple[Path, ...] = ()
     origin: str = ""  # the URL that `begin` is from
+    inputs: Inputs = NO_INPUTS
+    changed: tuple[str, ...] = ()  # what has changed since `begin` was written, and decides the result
 
     def drop(self) -> None:
         """Removes the working copies of a run that is not started."""
@@ -90,6 +93,7 @@ class Prepared:
             *(f"{s.pool}: {x.name}={x.value}, {x.why}" for s in plan.surroundings for x in s.settings),
             f"data: {rows}",
             *left_out,
+            *(f"changed since the checkpoint: {what}" for what in self.changed),
             f"{saved}; processes that die are started anew {run.restarts} times; a wrong number: {run.on_nan}",
             f"results would be in {self.url or self.folder}; nothing was started",
         ]
@@ -115,14 +119,15 @@ def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options,
     for name, found in sizes.items():
         warnings += found.doubts(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
     plan, copied = absolute(plan), absolute(copied)
+    read = inputs.take(copied, options.replay)
     target = resume or plan.deploy.run.resume
     if not target:
         rows.check(plan, options.record, options.replay, 0)
         folder, url = _chosen(plan, out, options, copies)
-        return Prepared(plan, sizes, folder, out is not None, None, None, warnings, url)
+        return Prepared(plan, sizes, folder, out is not None, None, None, warnings, url, inputs=read)
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
     brought = mirror.bring(target, span, copies) if is_url(target) else None
-    whose = resumed(copied, str(brought.folder) if brought else target, span)
+    whose = resumed(copied, str(brought.folder) if brought else target, span, read)
     begin, manifest = whose.path, whose.manifest
     home, newest = (
         begin.parent.parent,
@@ -143,7 +148,9 @@ def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options,
     if stays and brought:
         urls.writable(url)
     origin = urls.under(brought.run, checkpoint.FOLDER, begin.name) if brought else ""
-    return Prepared(plan, sizes, folder, True, begin, manifest, [*warnings, *whose.warnings], url, origin=origin)
+    warnings += whose.warnings
+    known = (plan, sizes, folder, True, begin, manifest, warnings, url)
+    return Prepared(*known, origin=origin, inputs=read, changed=whose.changed)
 
 
 def _lost_lines(run: Path, begin: Path, manifest: checkpoint.Manifest, stays: bool, span: Span) -> list[Diagnostic]:

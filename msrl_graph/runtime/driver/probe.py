@@ -106,13 +106,13 @@ class Hosts:
             yield Column(python, cells, wrong, told=told, help=interpreters.MEND)
 
     def _files(self) -> Iterator[Column]:
-        own = {str(p): s for p, s in self.here["sizes"].items()}
+        own = self.here["digests"]
         for title in dict.fromkeys(title for asked in self.asked for title in asked):
             cells, wrong = [], set()
             for i, (asked, found) in enumerate(zip(self.asked, self.seen, strict=True)):
                 paths = asked.get(title, ())
                 there = [p for p in paths if found["sizes"][p] >= 0]
-                same = [p for p in there if own[p] == found["sizes"][p]]
+                same = [p for p in there if own[p] == found["digests"][p]]
                 cells.append(
                     "not read there"
                     if not paths
@@ -123,6 +123,8 @@ class Hosts:
                     else f"{len(there)} of {many(len(paths), 'file')}"
                     if len(there) < len(paths)
                     else "other sizes"
+                    if any(self.here["sizes"][p] != found["sizes"][p] for p in there)
+                    else "other contents"
                 )
                 wrong |= {i} if len(same) < len(paths) else set()
             told = f"{title} is not on every host that reads it, as it is here"

@@ -21,9 +21,12 @@ from ...ir.attributes import Update
 from ...ir.plan import Plan
 from ..weights import checkpoint
 from ..weights.checkpoint import Manifest
+from . import inputs
+from .inputs import Inputs
 
 MODEL = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "tied", "dtype")
 SHOWN = 20  # differences that the warning lists
+_SIZE = re.compile(r"data\.\w+\.bytes ")
 _CALL = re.compile(r"(?:.*/)?([^/]+\.py:\w+)")
 
 
@@ -37,14 +40,23 @@ class Resumed:
     warnings: tuple[Diagnostic, ...]
 
 
-def resumed(plan: Plan, target: str, span: Span) -> Resumed:
-    """The checkpoint that `target` names, a checkpoint's folder or a run's; Fault where it is unsound or another's."""
+def resumed(plan: Plan, target: str, span: Span, now: Inputs | None = None) -> Resumed:
+    """The checkpoint that `target` names, a checkpoint's folder or a run's; Fault where it is unsound or another's.
+    `now`: the inputs of the plan."""
     path, manifest = _sound(plan, target, span)
     help = "bring back what the run began with, or begin another run, without --resume"
     other = differences(manifest.program, program(plan))
     if foreign := [d for d in other if d.startswith(("models.", "algorithm.name "))]:
         what = f"the checkpoint {path} is of another program: {'; '.join(foreign)}"
         raise Fault(Diagnostic("bad-checkpoint", what, span, help))
+    before = inputs.recorded(manifest.inputs)
+    if before is not None and now is not None:
+        found = inputs.differences(before, now)
+        if found.model:
+            what = f"the checkpoint {path} is of another model: {'; '.join(found.model)}"
+            raise Fault(Diagnostic("bad-checkpoint", what, span, help))
+        # The data are compared by what they hold.
+        other = [*(d for d in other if not _SIZE.match(d)), *found.changed]
     if not other:
         return Resumed(path, manifest, (), ())
     shown = "; ".join(other[:SHOWN]) + (f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else "")

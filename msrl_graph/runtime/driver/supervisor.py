@@ -37,9 +37,10 @@ from ..process.heartbeat import Limits
 from ..process.joining import NoResources, own_ray
 from ..process.processes import MARK, Temporary, nicer, stopped, sweep
 from ..weights import checkpoint
-from . import mirror, shipping, vigil
+from . import inputs, mirror, shipping, vigil
 from .edited import Edited
 from .folder import DRIVER, check_own, clear, lock, make
+from .inputs import Digesting
 from .prepared import PLAIN, Options, Prepared, prepare
 
 # -P: the folder in which a run is started may be anybody's, and no module is to come from it.
@@ -93,6 +94,8 @@ class Attempt:
     edited: tuple[str, ...] = ()  # files that were changed since the run began, and that it has told of
     parent: int = -1  # a pipe, whose other end the supervisor has
     lock: int = -1  # of the folder `out`
+    changed: tuple[str, ...] = ()  # what has changed since the checkpoint of the run that it goes on with
+    data: dict[str, str] = field(default_factory=dict)  # digests of sampled blocks, as the run began
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,11 @@ class Supervisor:
                     clear(out, self.made.begin if self.made.goes_on else None)
                 self._begin(out)
                 self.files = shipping.files(self.plan, shipped=bool(os.environ.get("RAY_ADDRESS")))
-                return self._finished(out)
+                with suppress(OSError):  # a full disk: checkpoints have no room either
+                    inputs.write(out, self.made.inputs)
+                before = inputs.recorded(self.made.manifest.inputs) if self.made.manifest else None
+                with closing(Digesting(out, self.made.inputs, before, self.console.print)):
+                    return self._finished(out)
             except Fault:
                 if fresh or self.made.url:
                     shutil.rmtree(out, ignore_errors=True)
@@ -206,9 +213,11 @@ class Supervisor:
     def _attempts(self, out: Path) -> Outcome:
         limit, made = self.plan.deploy.run.restarts, self.made
         begin = (made.begin, made.manifest) if made.begin and made.manifest else None
-        known, before = begin, _size(out / METRICS)
+        known, before, died = begin, _size(out / METRICS), ""
         for restarts in itertools.count(1):
             sweep()
+            if restarts > 1 and (other := inputs.edited(made.inputs)):
+                raise RunFailed(f"{died}, and {other}: the run cannot go on as it began{self._left(out)}")
             result = self._attempt(out, known, restarts - 1, self.plan)
             if restarts > 1 and result.hosts:
                 result = self._without(result, out, known, restarts - 1)
@@ -224,17 +233,22 @@ class Supervisor:
                     raise (NoResources if missing else Fault)(*result.diagnostics)
                 result = Result("failed", "; ".join(d.message for d in result.diagnostics))
             if result.kind == "failed" or restarts > limit:
-                at = self.made.url or out
-                kept = f"; go on from its last checkpoint with --resume {at}" if checkpoint.found(out) else ""
                 tired = f" (started anew {limit} times already)" if result.kind == "died" and limit else ""
-                raise RunFailed(_first(result.message, f"{tired}; the files of the run so far are in {at}{kept}"))
+                raise RunFailed(_first(result.message, f"{tired}{self._left(out)}"))
             where = (
                 f"from the checkpoint after {many(known[1].iteration, 'iteration')}"
                 if known
                 else "from the beginning, for want of a checkpoint"
             )
+            died = result.message.partition("\n")[0]
             self.console.print(_first(result.message, f"; starting anew {where} ({restarts} of {limit})"))
         raise AssertionError
+
+    def _left(self, out: Path) -> str:
+        """Where the files of a run are that failed, and how to go on with it."""
+        at = self.made.url or out
+        kept = f"; go on from its last checkpoint with --resume {at}" if checkpoint.found(out) else ""
+        return f"; the files of the run so far are in {at}{kept}"
 
     def _without(
         self, result: Result, out: Path, known: tuple[Path, checkpoint.Manifest] | None, restarts: int
@@ -264,8 +278,10 @@ class Supervisor:
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
             shipped.lay_in(folder, self.files)
+            changed = self.made.changed if known and known[0] == self.made.begin else ()
             given = (answer.fileno(), resume, lines, self.options, self.doors.ports, restarts, self.made.url, patience)
-            attempt = Attempt(plan, str(out), str(folder), *given, self.edited, parent, self.lock)
+            of_run = (self.edited, parent, self.lock, changed, inputs.data(self.made.inputs))
+            attempt = Attempt(plan, str(out), str(folder), *given, *of_run)
             private.write(folder / "attempt.json", msgspec.json.encode(attempt))  # the token of the page is in it
             try:
                 why = self._drive(attempt, out / "logs", kept)

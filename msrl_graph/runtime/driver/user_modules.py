@@ -87,8 +87,8 @@ def _folders_of_user() -> list[Path]:
     """The folders in which Python looks for modules, without those of the library and of installed packages."""
     library = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
     found = []
-    for entry in dict.fromkeys([*sys.path, ""]):
-        folder = Path(entry or ".").absolute()
+    for entry in dict.fromkeys(filter(None, sys.path)):  # no process looks in the folder in which a run is started
+        folder = Path(entry).absolute()
         installed = any(part in _INSTALLED for part in folder.parts)
         if folder.is_dir() and not installed and not any(folder.is_relative_to(place) for place in library):
             found.append(folder)

@@ -32,6 +32,7 @@ from ..dock.readers import readers
 from ..dock.wire import Way
 from ..metrics.spread import Means
 from ..process import log
+from ..process.facts import sampled
 from ..process.report import Loaded, NextValues, Report, RunError
 from ..process.surroundings import settle
 from ..process.task import Task
@@ -73,7 +74,7 @@ class _Calls(Walker):
 @ray.remote(num_cpus=0)
 class FunctionHost:
     """The function nodes of one host, in a process that is `called` so; host 0 also runs the source. `again`: in the
-    place of a process that died."""
+    place of a process that died. `digests`: those of the data as the run began, of sampled blocks."""
 
     def __init__(
         self,
@@ -84,12 +85,13 @@ class FunctionHost:
         logs: str,
         way: Way,
         again: bool,
+        digests: Mapping[str, str],
         deadline: float = 0.0,
     ) -> None:
         settle(folder, logs, called, deadline)
         self.note = Note(Path(folder) / f"{called.replace(' ', '-')}.note", again)
         self.plan = from_json(zlib.decompress(plan))
-        self.host, self.called = host, called
+        self.host, self.called, self.digests = host, called, digests
         self.readers = {r.node: r for r in readers(self.plan)}
         found = list(self.readers.values())
         self.client = Client(called, found, way, host)
@@ -107,6 +109,9 @@ class FunctionHost:
         """Loads functions and data."""
         plan = self.plan = here(self.plan, data=self.host == 0)
         files = plan.deploy.data if self.host == 0 else {}
+        for name, file in files.items():  # one that takes a dead one's place must not read other rows
+            if self.digests.get(name) not in (None, "", sampled(file.path)):
+                raise RunError(f"the data {file.path} ({file.span.place}) were changed after the run began")
         self.data = {n: Dataset(d, plan) for n, d in files.items()}
         self.watch, self.means = Watch(plan), Means(plan)
         source = plan.graph.node("source")

@@ -11,6 +11,7 @@ import math
 import os
 import statistics
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,10 @@ def _sums(reports: list[Report]) -> dict[str, tuple[float, float]]:
 class Recorder:
     """Writes into `folder`."""
 
-    def __init__(self, folder: Path, plan: Plan, keep: int) -> None:
-        """Goes on after the first `keep` lines of the metrics that are there; on another host there may be none."""
-        self.folder, self.plan = folder, plan
+    def __init__(self, folder: Path, plan: Plan, keep: int, changed: Sequence[str] = ()) -> None:
+        """Goes on after the first `keep` lines of the metrics that are there. `changed`: what decides the result and
+        has changed since these lines, for the next iteration's line."""
+        self.folder, self.plan, self.changed = folder, plan, list(changed)
         self.lines: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self.trace = Trace(self._placed)
@@ -97,6 +99,8 @@ class Recorder:
         line["reshard_bytes"] = max((sum(r.bytes.get(e.name, 0) for e in edges) for r in reports), default=0)
         if len(edges) > 1:
             line |= {f"{e.dst}/reshard_bytes": max((r.bytes.get(e.name, 0) for r in reports), default=0) for e in edges}
+        if self.changed:
+            line["changed"], self.changed = self.changed, []
         self._write(line)
         self.lines.append(line)
         self.trace.add(iteration, reports)

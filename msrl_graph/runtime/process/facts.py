@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -25,6 +26,8 @@ PACKAGE = "msrl_graph"
 PATIENCE = 20.0  # seconds within which an interpreter tells its packages
 APART = 2.0  # seconds that clocks may differ by: a trace lays what hosts did together
 SOURCES = (".py", ".rlg", ".lark")
+BLOCK = 1 << 16  # bytes of a block of a large file that is sampled, from its beginning to its end
+SAMPLED = 16 * BLOCK  # bytes that are sampled of it
 Packages = Mapping[str, tuple[str, ...]]  # the names that each may be installed by
 
 
@@ -51,14 +54,16 @@ class Versions(TypedDict):
 
 class Facts(TypedDict):
     """`versions`: by package, "" where it is not installed, `others`: those of other interpreters; `sizes`: by path, -1
-    where nothing can be read; `memory`, `total`, `shared`: bytes that are free, that there are, and that are free in
-    /dev/shm; `variables`: those that are set in the environment in which Ray starts processes; `interface`: that of the
-    address, or the one that was asked for; "" where there is none; `speaks`: its own address."""
+    where nothing can be read; `digests`: by path, of sampled blocks, "" where nothing can be read; `memory`, `total`,
+    `shared`: bytes that are free, that there are, and that are free in /dev/shm; `variables`: those that are set in the
+    environment in which Ray starts processes; `interface`: that of the address, or the one that was asked for; "" where
+    there is none; `speaks`: its own address."""
 
     name: str
     versions: dict[str, str]
     others: dict[str, Versions]
     sizes: dict[str, int]
+    digests: dict[str, str]
     cores: int
     devices: int
     variables: dict[str, str]
@@ -95,6 +100,7 @@ def look(asked: Asked) -> Facts:
         versions=versions(asked["packages"]),
         others={python: told(command) for python, command in asked["others"].items()},
         sizes={path: _size(path) for path in asked["files"]},
+        digests=_sampled(asked["files"]),
         cores=os.cpu_count() or 1,
         devices=len([*Path("/dev").glob(asked["devices"])]) if asked["devices"] else 0,
         variables={name: value for name, value in begun_with().items() if name in asked["variables"]},
@@ -167,6 +173,32 @@ def own() -> str:
     for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCES):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return f"{_version(('msrl-graph',))} {digest.hexdigest()[:8]}"
+
+
+def sampled(path: str) -> str:
+    """A digest of a file's size and of sampled blocks, or of all of it where it is small. OSError."""
+    with Path(path).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256(b"%d:" % size)
+        blocks = SAMPLED // BLOCK
+        places = range(blocks) if size > SAMPLED else ()
+        for i in places:
+            file.seek((size - BLOCK) * i // (blocks - 1))
+            digest.update(file.read(BLOCK))
+        if not places:
+            digest.update(file.read())
+    return digest.hexdigest()[:32]
+
+
+def _sampled(paths: list[str]) -> dict[str, str]:
+    def one(path: str) -> str:
+        try:
+            return sampled(path)
+        except (OSError, ValueError):
+            return ""
+
+    with ThreadPoolExecutor(8) as pool:  # they wait for disks and networks
+        return dict(zip(paths, pool.map(one, paths), strict=True))
 
 
 def _size(path: str) -> int:

@@ -15,7 +15,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,8 @@ class Host:
 class Manifest:
     """`iteration`: how many are done. `lines`: how many lines of metrics belong to them. `steps`: optimizer steps by
     update. `position`: how many rows of the data's endless sequence were drawn (-1: as many as the iterations have
-    prompts). `hosts`: none where all of it lies in one folder."""
+    prompts). `hosts`: none where all of it lies in one folder. `inputs`: digests of the files that the run read, and
+    versions (driver/inputs.py); nothing of a version that kept none."""
 
     format_version: int
     iteration: int
@@ -78,6 +79,7 @@ class Manifest:
     files: tuple[File, ...]
     position: int = -1
     hosts: tuple[Host, ...] = ()
+    inputs: dict[str, Any] = field(default_factory=dict)
 
 
 class Unsound(Exception):
