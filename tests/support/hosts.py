@@ -44,9 +44,9 @@ class Hosts:
     """One or more hosts with a Ray cluster that asks for a token; `hidden` are folders that all but host 0 see empty.
     With a `rate`, as tc has it (100mbit; 12.5mbps are megabytes), their links take so much each way. `twice`: a second
     link to each, eth1, in a network of its own. Each has one CPU, or as many as `cpus` says, and the head Ray's
-    `dashboard` at this port (0: none)."""
+    `dashboard` at this port (0: none). Those that are `bare` have no Ray."""
 
-    def __init__(self, count, hidden=(), rate="", twice=False, cpus=(), dashboard=0):
+    def __init__(self, count, hidden=(), rate="", twice=False, cpus=(), dashboard=0, bare=False):
         self.rate, self.twice, self.cpus, self.dashboard = rate, twice, cpus, dashboard
         self.name = f"m{os.getpid() % 100000}"
         self.network = f"10.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
@@ -55,7 +55,7 @@ class Hosts:
         self.spaces = [f"{self.name}s", *(f"{self.name}h{i}" for i in range(count))]
         try:
             self._connect(count)
-            for i in range(count):
+            for i in range(0 if bare else count):
                 self._start(i, hidden if i else ())
         except BaseException:
             self.close()
@@ -72,6 +72,17 @@ class Hosts:
         """The start of a command in a folder of a host, which sees what Ray's node there sees."""
         spaces = ["--mount", "--net", "--pid", f"--wdns={folder}"]
         return ["nsenter", f"--target={inner(self.nodes[host].pid)}", *spaces]
+
+    def inside(self, host):
+        """The start of a command that sees the network as a host does."""
+        return ["ip", "netns", "exec", f"{self.name}h{host}"]
+
+    def listening(self, host):
+        """Of each listening TCP socket of a host the address, the port, and the names of the processes that have it."""
+        done = subprocess.run([*self.inside(host), "ss", "-ltnpH"], check=True, capture_output=True, text=True)
+        for line in done.stdout.splitlines():
+            address, _, port = line.split()[3].rpartition(":")
+            yield address.removeprefix("[::ffff:").rstrip("]"), int(port), line.partition("users:")[2]
 
     def left(self, within=10.0):
         """What runs have left among the hosts' temporary files, some seconds after their end."""

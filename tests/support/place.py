@@ -69,10 +69,10 @@ class Place:
         out, err = process.communicate(timeout=self.patience)
         return process.returncode, out, err
 
-    def wait_for_lines(self, out, count):
+    def wait_for_lines(self, out, count, within=120.0):
         """Until the run has written so many lines of metrics."""
         log = self.folder / out / "metrics.jsonl"
-        until = time.monotonic() + 120
+        until = time.monotonic() + within
         while not (log.exists() and log.read_text().count("\n") >= count):
             assert time.monotonic() < until, f"{out} has not written {count} lines"
             time.sleep(0.2)

@@ -37,6 +37,7 @@ T = TypeVar("T")
 _HEAD = struct.Struct("<IQ")  # how many buffers follow a message, and its own bytes
 _NAME = struct.Struct("<H")  # bytes of the name that a line begins with
 _SMALL = 1 << 12  # bytes of a buffer that is not worth a place of its own
+_PIECE = 1 << 18  # bytes that a coroutine sends at a time
 _TENDS = 0.5  # seconds between looks at a thread's own lines, while it waits for another thread
 _PAUSE = 0.05  # seconds between tries to reach a process that is being started again
 _PROVES = 30.0  # seconds for which what answers may be something else than the process that is meant
@@ -90,8 +91,7 @@ class Server:
             while True:
                 calls = await _read(reader)
                 self.messages += 1
-                _write(writer, framed([await self._called(*call) for call in calls]))
-                await writer.drain()
+                await _write(writer, framed([await self._called(*call) for call in calls]))
         except (OSError, asyncio.IncompleteReadError):
             pass  # who called is gone
         finally:
@@ -143,8 +143,7 @@ class Post:
             while True:
                 try:
                     reader, writer = self._streams = self._streams or await self._connect()
-                    _write(writer, framed([(method, arguments)]))
-                    await writer.drain()
+                    await _write(writer, framed([(method, arguments)]))
                     ((done, value),) = await _read(reader)
                     break
                 except (OSError, asyncio.IncompleteReadError):
@@ -315,9 +314,13 @@ def _send(connection: socket.socket, parts: list[Any]) -> None:
             sent -= len(views.popleft())
 
 
-def _write(writer: asyncio.StreamWriter, parts: list[Any]) -> None:
+async def _write(writer: asyncio.StreamWriter, parts: list[Any]) -> None:
+    """Sends a message in pieces, so that neither asyncio nor TLS holds copies of all of it."""
     for part in parts:
-        writer.write(part)
+        view = memoryview(part).cast("B")
+        for begin in range(0, len(view), _PIECE):
+            writer.write(view[begin : begin + _PIECE])
+            await writer.drain()
 
 
 def _exactly(connection: socket.socket, size: int) -> memoryview:
