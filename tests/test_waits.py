@@ -34,7 +34,7 @@ def controllers(ray, deadline, capacity=0):
     found = reader(node="filter", refilling=Sieve("filter", 1, 1, 3), loops=True)
     member = Member("dock", 0, 0, frozenset(found.hears))
     made = DockHost.options(name="dock").remote(
-        [member], 0, [found], deadline, Way({}, [], [], b"", capacity), f"msrl-test-{os.getpid()}", 0
+        [member], 0, [found], deadline, Way({}, [], [], b"", b"", capacity), f"msrl-test-{os.getpid()}", 0
     )
     ray.get(made.open.remote(TASK))
     return made

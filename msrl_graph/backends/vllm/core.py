@@ -241,6 +241,7 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
         import vllm._custom_ops as operators
 
         operators._supports_onednn = False  # else parameters are packed for its kernels, and what is written is lost
+    import torch
     from torch import distributed as dist
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
@@ -249,12 +250,14 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
 
     # Of the memory that the ranks of the replica share on a host: after the folder of temporary files, with which it is
     # cleared where a rank is killed before all have it open.
-    name = [f"{Path(tempfile.gettempdir()).name}-{uuid4().hex}"]
-    dist.broadcast_object_list(name, group=group, group_src=0)
+    name = f"{Path(tempfile.gettempdir()).name}-{uuid4().hex}".encode().ljust(255)
+    shared = torch.frombuffer(bytearray(name), dtype=torch.uint8)  # a name of a file has 255 bytes at most
+    dist.broadcast(shared, group=group, group_src=0)
+    memory = bytes(shared.tolist()).decode().strip()
 
     class Executor(ExecutorWithExternalLauncher):  # type: ignore[misc]
         def _distributed_args(self) -> tuple[str, int, int]:
-            return name[0], dist.get_rank(), devices.device.index
+            return memory, dist.get_rank(), devices.device.index
 
     # By its own rule vLLM gives layers that do not come out even to other stages than the plan.
     envs.VLLM_PP_LAYER_PARTITION = ",".join(map(str, work.layout.chunks(model.layers)))

@@ -5,6 +5,7 @@ Invariant: plain data, a function of the plan.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -130,6 +131,11 @@ def members(plan: Plan, found: Sequence[Reader], key: bytes = b"") -> tuple[list
     names = {host: f"dock of host {host}" for host in sorted({*at.values(), *stores})}
     hears = {h: frozenset(c for r in found if at[r.node] == h for c in r.hears) for h in names}
     way = Way(
-        {node: names[h] for node, h in at.items()}, [names[h] for h in stores], [*stores], key, plan.docks.capacity
+        {node: names[h] for node, h in at.items()},
+        [names[h] for h in stores],
+        [*stores],
+        key,
+        secrets.token_bytes(32),
+        plan.docks.capacity,
     )
     return [Member(name, h, stores.get(h, -1), hears[h]) for h, name in names.items()], way

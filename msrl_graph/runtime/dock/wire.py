@@ -32,6 +32,7 @@ class Way:
     - `controllers`: by node the name of the process that has its controller; `warehouses`: by the warehouse's index the
       name of the process that has it, and `hosts` its host.
     - `key`: what processes of the run on several hosts know each other by (channel.py); nothing on one host.
+    - `token`: what ranks know each other's objects by (rank/objects.py).
     - `capacity`: bytes of rows that a warehouse takes; 0: what its host's memory holds.
     """
 
@@ -39,6 +40,7 @@ class Way:
     warehouses: Sequence[str]
     hosts: Sequence[int]
     key: bytes
+    token: bytes
     capacity: int = 0
 
 

@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from ...backends.spec import Outputs
 from ..data.columns import Array, Column, concatenate, offsets_of
+from . import objects
 from .loss import Value
 from .packing import Given
 
@@ -50,10 +51,7 @@ class Joint:
         given = {name: [getattr(o, name) for o in outputs] for name in FIELDS}
         made = {name: _by_column(seen, micro, values) for name, values in given.items() if values[0] is not None}
         mine = _Part(rows, seen.strange, seen.lengths, seen.columns, made)
-        parts = [mine]
-        if group is not None:
-            parts *= dist.get_world_size(group)
-            dist.all_gather_object(parts, mine, group=group)
+        parts = [mine] if group is None else objects.all_gather(mine, group)
         everyone = np.concatenate([part.rows for part in parts])
         order = np.argsort(everyone)
         self.numbers = everyone[order]

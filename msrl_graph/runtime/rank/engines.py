@@ -36,6 +36,7 @@ from ..weights.published import Published
 from ..weights.reshard import Resharder, Swap
 from ..weights.routes import blocks
 from ..weights.send import Sender
+from . import objects
 from .failed import BUILT, telling
 from .proof import Proof, complete
 
@@ -122,14 +123,14 @@ class Engines:
     def _shared(self, node: Node, find: Callable[..., T], *arguments: Any) -> T:
         """What the first rank of a node's data-parallel group finds, on all of its ranks."""
         placement = self.plan.placement(node.name)
-        answer: list[Any] = [find(*arguments) if self._first(node) else None]
+        shared: Any = find(*arguments) if self._first(node) else None
         # Along one axis after the other, so that each rank hears it from one that knows.
         for axis, source in (("tp", 0), ("cp", 0), ("pp", placement.layout.pp - 1)):
             if getattr(placement.layout, axis) > 1:
                 group = self._mesh(placement)[axis].get_group()
-                dist.broadcast_object_list(answer, group=group, group_src=source)
-        shared: T = answer[0]
-        return shared
+                shared = objects.broadcast(shared, group, source)
+        found: T = shared
+        return found
 
     def _build(self, node: Node) -> None:
         plan, placement = self.plan, self.plan.placement(node.name)
@@ -266,8 +267,7 @@ class Engines:
         if worker in self.swaps:
             self.swaps[worker].wait()
         mine = [(s.name, s.box, s.tensor) for s in self.trainers[worker].shards()] if worker in self.trainers else []
-        everyone: list[Any] | None = [None] * dist.get_world_size() if self.rank == 0 else None
-        dist.gather_object(mine, everyone, dst=0)
+        everyone = objects.gather(mine)
         if everyone is None:
             return
         model = self.plan.model(next(n.name for n in self._updates() if n.worker == worker))

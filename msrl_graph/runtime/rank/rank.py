@@ -40,6 +40,7 @@ from ..process.task import Task
 from ..weights.published import Published
 from ..weights.reshard import Swap
 from ..weights.send import Sender
+from . import objects
 from .failed import telling
 from .generation import Generation
 from .training import Training
@@ -178,6 +179,7 @@ class Rank(Training, Generation):
         speak(plan.cluster)
         self.device.claim()
         self.client = Client(f"rank {self.rank}", readers(plan), way, host)
+        objects.seal_with(way.token)
         # Later than the dock's own deadline, which says who waits for what; a collective can only say that it waited.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         world = plan.cluster.devices

@@ -1,0 +1,51 @@
+"""Objects that ranks give each other: whole, and none that somebody else has made."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+import ranks
+import torch
+from torch import distributed as dist
+
+from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.rank import objects
+
+
+def everyone(rank, folder):
+    objects.seal_with(b"of this run")
+    value = {"rank": rank, "rows": np.arange(1000 * rank), "weights": torch.full((3,), float(rank))}
+    same = objects.broadcast(value if rank == 1 else None, dist.group.WORLD, 1)
+    assert same["rank"] == 1 and len(same["rows"]) == 1000 and (same["weights"] == 1).all()
+    assert [(v["rank"], len(v["rows"])) for v in objects.all_gather(value)] == [(0, 0), (1, 1000)]
+    found = objects.gather(value)
+    assert (found is None) == (rank == 1)
+    if found:
+        assert [float(v["weights"].sum()) for v in found] == [0.0, 3.0]
+
+
+def test_ranks_share_objects():
+    ranks.run(2, everyone)
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+def test_what_no_rank_of_the_run_has_made_is_not_unpickled(tmp_path):
+    objects.seal_with(b"of another run")
+    sealed = objects.seal(Bomb(tmp_path / "harm"))
+    objects.seal_with(b"of this run")
+    plain = torch.frombuffer(bytearray(pickle.dumps(Bomb(tmp_path / "harm"))), dtype=torch.uint8)
+    changed = objects.seal({"a": 1})
+    changed[-2] += 1
+    for false in (sealed, plain, changed, plain[:10], plain[:0]):
+        with pytest.raises(RunError, match="is not of this run"):
+            objects.unseal(false)
+    assert not (tmp_path / "harm").exists()
+    assert objects.unseal(objects.seal({"a": 1})) == {"a": 1}
