@@ -44,7 +44,8 @@ class Hosts:
     """One or more hosts with a Ray cluster that asks for a token; `hidden` are folders that all but host 0 see empty.
     With a `rate`, as tc has it (100mbit; 12.5mbps are megabytes), their links take so much each way. `twice`: a second
     link to each, eth1, in a network of its own. Each has one CPU, or as many as `cpus` says, and the head Ray's
-    `dashboard` at this port (0: none). Those that are `bare` have no Ray."""
+    `dashboard` at this port (0: none). Those that are `bare` have no Ray, and a
+    default route."""
 
     def __init__(self, count, hidden=(), rate="", twice=False, cpus=(), dashboard=0, bare=False):
         self.rate, self.twice, self.cpus, self.dashboard = rate, twice, cpus, dashboard
@@ -55,6 +56,8 @@ class Hosts:
         self.spaces = [f"{self.name}s", *(f"{self.name}h{i}" for i in range(count))]
         try:
             self._connect(count)
+            if bare:
+                self._route(count)
             for i in range(0 if bare else count):
                 self._start(i, hidden if i else ())
         except BaseException:
@@ -163,6 +166,12 @@ class Hosts:
                         check=True,
                         capture_output=True,
                     )
+
+    def _route(self, count):
+        """Gives each host a way out, by which programs find their own address."""
+        for i in range(count):
+            route = ["route", "add", "default", "via", self.ip((i + 1) % count)]
+            subprocess.run(["ip", "-n", f"{self.name}h{i}", *route], check=True, capture_output=True)
 
     def links(self):
         """By host the bytes that its link has taken from it, and brought to it, so far, as tc counts them; links need a
