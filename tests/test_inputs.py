@@ -1,6 +1,7 @@
 """What a resume compares: the files that a run read, by what they hold, and the versions that it computed with."""
 
 import json
+import os
 import re
 import shutil
 from contextlib import closing
@@ -272,6 +273,13 @@ def test_samples_of_a_large_file_are_of_its_size_its_ends_and_between(tmp_path):
     assert facts.sampled(str(large(path, blocks[7] + facts.BLOCK))) == whole
     path.write_bytes(path.read_bytes() + b"0")
     assert facts.sampled(str(path)) != whole
+
+
+def test_a_pipe_in_a_models_folder_holds_nobody(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    assert inputs._entry(tmp_path / "model.safetensors").bytes == -1
+    found = facts._sampled([str(tmp_path / "model.safetensors"), str(tmp_path / "none")])
+    assert [*found.values()] == ["", ""]
 
 
 def test_what_the_samples_do_not_show_is_reported_when_the_file_is_digested_whole(tmp_path):

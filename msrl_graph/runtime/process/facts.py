@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -176,9 +177,13 @@ def own() -> str:
 
 
 def sampled(path: str) -> str:
-    """A digest of a file's size and of sampled blocks, or of all of it where it is small. OSError."""
-    with Path(path).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    """A digest of a file's size and of sampled blocks, or of all of it where it is small. OSError, also for a pipe."""
+    # Without O_NONBLOCK a pipe that nobody writes into would hold the caller.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is not a regular file")
+        size = status.st_size
         digest = hashlib.sha256(b"%d:" % size)
         blocks = SAMPLED // BLOCK
         places = range(blocks) if size > SAMPLED else ()
