@@ -4,6 +4,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import pickle
 import resource
 import shutil
 import tempfile
@@ -66,6 +67,41 @@ def save(run, plan, iteration, keep=9, written=None, copy=True):
     return commit(
         partial, Manifest(**known | {"program": program(plan), "files": tuple(files)} | (written or {})), keep
     )
+
+
+def forge(path, **changes):
+    """Writes a manifest that is right of the files as they are now, but for `changes` of the first file."""
+    there = json.loads((path / "manifest.json").read_text())
+    for file in there["files"]:
+        content = (path / file["name"]).read_bytes()
+        file |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    there["files"][0] |= changes
+    text = json.dumps(there).encode()
+    (path / "manifest.json").write_bytes(text)
+    (path / "manifest.sha256").write_text(f"{hashlib.sha256(text).hexdigest()}  manifest.json\n")
+
+
+def test_a_pickle_in_a_checkpoint_is_no_file_of_tensors(tmp_path, plan):
+    """With digests that are right: who gives somebody a checkpoint has made all of it."""
+    path = save(tmp_path, plan, 3)
+    forge(path)
+    assert sound(path).iteration == 3
+    for name in (f.name for f in sound(path).files):
+        whole = (path / name).read_bytes()
+        (path / name).write_bytes(pickle.dumps(Path(tmp_path)))
+        forge(path)
+        with pytest.raises(Unsound, match=f"its file {name} holds no tensors"):
+            sound(path)
+        (path / name).write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "..", ""])
+def test_a_manifest_names_files_of_its_folder_only(tmp_path, plan, name):
+    """Hosts are sent files by these names."""
+    path = save(tmp_path, plan, 3)
+    forge(path, name=name)
+    with pytest.raises(Unsound, match="is no name of a file in its folder"):
+        sound(path)
 
 
 def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path, plan):

@@ -17,6 +17,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from ...files import private
 from .processes import hold, lent, sweep
 
 FILES = "files"
@@ -76,6 +77,7 @@ def use(folder: str) -> None:
     """This process finds what lies in the folder."""
     global _here
     if (Path(folder) / FILES).is_dir():
+        private.check_folder(Path(folder))
         _here = Path(folder) / FILES
         hold(Path(folder))
         sys.path_hooks.insert(0, _finder)

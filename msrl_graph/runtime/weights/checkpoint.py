@@ -241,6 +241,8 @@ def manifest_of(path: Path) -> Manifest:
         RecursionError,
     ) as error:  # no JSON of ours, no text, or brackets without end
         raise Unsound(f"its {MANIFEST} is damaged: {error}") from None
+    if outside := [f.name for f in manifest.files if "/" in f.name or not f.name.strip(".")]:
+        raise Unsound(f"its {MANIFEST} cannot be right: `{outside[0]}` is no name of a file in its folder")
     counts = {"iteration": manifest.iteration, "lines": manifest.lines, "position": manifest.position + 1}
     counts |= {f"steps of {name}": count for name, count in manifest.steps.items()}
     if below := next((what for what, count in counts.items() if count < 0), ""):
@@ -276,11 +278,14 @@ def amiss(path: Path, file: File) -> str:
 
 
 def _says(path: Path) -> dict[str, str]:
-    """What a file says of its checkpoint."""
-    from safetensors import safe_open
+    """What a file says of its checkpoint. Raises Unsound."""
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(path, framework="np") as file:
-        return file.metadata() or {}
+    try:
+        with safe_open(path, framework="np") as file:
+            return file.metadata() or {}
+    except SafetensorError as error:
+        raise Unsound(f"its file {path.name} holds no tensors: {error}") from None
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:

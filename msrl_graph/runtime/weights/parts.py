@@ -13,7 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import ParamSpec
 
-from ...files import urls
+from ...files import private, urls
 from . import checkpoint
 from .checkpoint import File
 
@@ -35,6 +35,9 @@ def _said(act: Callable[P, None]) -> Callable[P, str]:
 
 @_said
 def begin(run: str, iteration: int) -> None:
+    """Make the folder to write in. Nothing is written into a folder of another user, which may be at the run's path."""
+    Path(run).mkdir(parents=True, exist_ok=True)
+    private.check_folder(Path(run).resolve(), private.OTHERS_WRITE)
     checkpoint.begin(Path(run), iteration)
 
 
