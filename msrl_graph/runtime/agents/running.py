@@ -76,6 +76,7 @@ class Agents:
         self.columns = tuple(c for c in node.writes if c not in own)
         self.returned = Returned(plan, self.columns)
         self.speech = Speech(Tokens(plan.model(node.name).path), self._calls())
+        self.speech.prepare()
         self.model = plan.graph.worker(node.worker).model
         self.endpoint = Endpoint(self.model, self.speech, self.said.stop, self._draw)
         self.others = asyncio.new_event_loop()  # where agents with `async` run: they may block it, and nobody else

@@ -8,12 +8,14 @@ conversation does not go on: it begins anew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from ...data.chat import Messages
 from ..data import rendering
 from ..data.columns import Array
+from ..data.rendering import BadMessages
 from ..data.tokens import Tokens
 from .calls import Call, Calls, taught
 
@@ -25,6 +27,11 @@ class Speech:
     def __init__(self, tokens: Tokens, calls: Calls | None = None) -> None:
         self.tokens, self._calls = tokens, calls
         self.ends = {e: t for e in tokens.ends if (t := tokens.tokenizer.id_to_token(e))}
+
+    def prepare(self) -> None:
+        """Start what renders: a first request that waited for it would hold up all others."""
+        with suppress(BadMessages):  # whoever asks hears of it
+            rendering.template(self.tokens.folder)
 
     @cached_property
     def calls(self) -> Calls | None:
