@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
 
 
-def load_plan(name: str) -> Plan:
-    """The plan that msrl-compile wrote into a file. Raises Fault: there is none, or none of this version."""
+def load_plan(name: str, run: bool = False) -> Plan:
+    """The plan that msrl-compile wrote into a file; `run`: it is to be run. Raises Fault: there is none, or none of
+    this version."""
     from ..compiler.loading import load
 
     try:
-        return load(Path(name).read_bytes(), name)
+        return load(Path(name).read_bytes(), name, run)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise Fault(Diagnostic("missing-file", f"the plan {name} cannot be read: {why}")) from None

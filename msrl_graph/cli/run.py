@@ -112,7 +112,7 @@ def _run(argv: Sequence[str]) -> int:
         if options.file.endswith(".json"):
             if options.sets or options.deploy:
                 p.error("a plan is compiled already: `--set` and `--deploy` go with a program")
-            plan = load_plan(options.file)
+            plan = load_plan(options.file, run=True)
         else:
             from ..compiler.pipeline import no_deploy, translate
             from ..compiler.sources import read
@@ -155,7 +155,7 @@ def run_plan(text: str, out: str | None) -> int:
             metrics_port=None,
         )
         try:
-            return _execute(load(text.encode(), "the plan of this script"), options)
+            return _execute(load(text.encode(), "the plan of this script", run=True), options)
         except Fault as fault:
             tell(fault.diagnostics, None, options)
             return 3 if any(d.code in UNFIT for d in fault.diagnostics) else 1
