@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.diagnostics import Fault
+from msrl_graph.diagnostics import Fault, ProgramWarning
 from msrl_graph.ir.plan import Plan
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -179,3 +179,24 @@ def test_hosts_without_room_do_not_hide_what_fits_without_offloading() -> None:
     )
     plan = compile("offload.rlg", text=text.format(update="", reference=""))
     assert plan.search is not None and plan.search.optimal and chosen(plan) == {}
+
+
+@pytest.mark.parametrize("node", ["actor.update", "critic.update"])
+def test_activations_of_one_of_two_updates_may_be_offloaded(node, tmp_path):
+    """The planner counts each update alone on its devices, whatever the other offloads."""
+    text = f"""import ppo
+cluster laptop {{ device = "cpu", devices_per_node = 2 }}
+deploy ppo on laptop {{
+  set prompts = 256
+  set response_len = 5
+  model policy = "tiny"
+  model value = "tiny"
+  model reward_model = "tiny"
+  data source = "rows.jsonl" {{ prompt = "prompt" }}
+  engine {node} = fsdp {{ activations = offload }}
+}}
+"""
+    with pytest.warns(ProgramWarning, match="no-data|there is no file"):
+        plan = compile(tmp_path / "p.rlg", text=text)
+    update = next(m for m in plan.memory if m.place == "host" and m.phase == "update")
+    assert [i for i in update.items if i.endswith("update activations")] == [f"{node} activations"]

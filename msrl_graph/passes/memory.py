@@ -175,9 +175,11 @@ class CountMemory(Pass):
         cluster = plan.cluster
         items = dict(away)
         if phase == "update":
-            for node in plan.graph.verb("update"):
-                if size := holdings.activations_away(plan, self.engines, node.name):
-                    items[f"{node.name} activations"] = size * max(plan.on_hosts(plan.placement(node.name).pool))
+            there = {p.name for p in plan.pools}  # the planner counts one of them alone
+            for placement in map(plan.placement, (n.name for n in plan.graph.verb("update"))):
+                size = holdings.activations_away(plan, self.engines, placement.node) if placement.pool in there else 0
+                if size:
+                    items[f"{placement.node} activations"] = size * max(plan.on_hosts(placement.pool))
         # Frozen nodes infer while the weights are on their way back.
         if phase in ("reshard", "generate", "swap", "infer"):
             for r in plan.reshards:
