@@ -196,7 +196,7 @@ deploy ppo on laptop {{
   engine {node} = fsdp {{ activations = offload }}
 }}
 """
-    with pytest.warns(ProgramWarning, match="no-data|there is no file"):
+    with pytest.warns(ProgramWarning, match=r"rows\.jsonl"):
         plan = compile(tmp_path / "p.rlg", text=text)
     update = next(m for m in plan.memory if m.place == "host" and m.phase == "update")
     assert [i for i in update.items if i.endswith("update activations")] == [f"{node} activations"]

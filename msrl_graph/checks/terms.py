@@ -114,6 +114,46 @@ def one_column(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def joined_pair(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Updates that read a chosen and a rejected response as one text."""
+    found = []
+    for node in _typed_updates(graph):
+        read = sequences(graph, node)
+        if not {"chosen", "rejected"} <= {*read.context, *read.scored} or {"chosen", "rejected"} <= {*read.scored}:
+            continue
+        if any(signature.logps for _, signature in calls(node, library)):
+            continue  # which is told of its term
+        one, other = (c for c in (*read.context, *read.scored) if c in ("chosen", "rejected"))
+        message = (
+            f"`{node.name}` reads `chosen` and `rejected` as one text: it trains on `{other}` as what follows `{one}`"
+        )
+        help = (
+            f"to learn what was chosen, leave `rejected` out of what `{node.name}` reads; to learn from pairs, "
+            "`loss = dpo()`, with the log-probabilities of both by a reference"
+        )
+        found.append(Diagnostic("joined-pair", message, node.span, help, "warning"))
+    return found
+
+
+def scores_of_tokens(graph: Graph, library: Library) -> list[Diagnostic]:
+    """Reward models that write a number for each token: none of them is the score of the row."""
+    found = []
+    kinds = {w.name: w.kind for w in graph.workers}
+    for node in graph.verb("infer"):
+        for column in map(graph.column, node.writes):
+            if kinds.get(node.worker) == "reward_model" and column.element == "f32" and len(column.dims) == 1:
+                message = (
+                    f"`{column.name}` of `{node.name}` has a score of what stands before each token: the last token "
+                    "is in none of them, and none is the score of the row"
+                )
+                help = (
+                    f"for the score of the whole row declare `{column.name} : f32`; for a value of each state, let "
+                    f"`{node.worker}` be a `value` worker"
+                )
+                found.append(Diagnostic("token-scores", message, node.span, help, "warning"))
+    return found
+
+
 def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
     """Columns that an update reads and no term of its loss does: they are computed and moved for nothing."""
     found = []
