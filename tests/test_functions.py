@@ -58,7 +58,13 @@ GENERATE = Node("actor.generate", "actor", "generate", ("prompt",), ("response",
 SCORE = Node("host.score", "host", "score", ("response",), ("score",))
 
 
-def results(
+def results(tmp_path, source, writes, *arguments, **more):
+    """What a function in a file makes of four responses to two prompts."""
+    function, batch, task = prepared(tmp_path, source, writes, *arguments, **more)
+    return function(batch, task)
+
+
+def prepared(
     tmp_path,
     source,
     writes,
@@ -73,7 +79,7 @@ def results(
     given=(),
     **more,
 ):
-    """What a function in a file makes of four responses to two prompts."""
+    """A function in a file, and four responses to two prompts."""
     (tmp_path / "mine.py").write_text(source)
     keys = tuple(k for k, _ in arguments)
     node = Node(
@@ -109,7 +115,7 @@ def results(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "Tokens", Letters)
         function = Function(node, plan, reader)
-    return function(batch, Task("train", 7, prompts, states={"coef": 2.0}))
+    return function, batch, Task("train", 7, prompts, states={"coef": 2.0})
 
 
 def call(tmp_path, source, writes, per="row", arguments=(), **more):

@@ -316,9 +316,12 @@ HURRIED = [MINE, ("run { iterations", "dock { deadline = 3 s }\n  run { iteratio
 
 @pytest.mark.slow
 def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place):
-    place.function("time.sleep(600)\n    return 0.0")
+    # The first iteration's 32 rows take longer than the deadline together, a row of the second one takes for ever.
+    calls = "score.calls = getattr(score, 'calls', 0) + 1\n    time.sleep(0.25 if score.calls <= 37 else 600)\n"
+    place.function(f"{calls}    return 0.0")
     # Under tensor parallelism a rank waits in a collective while the first one asks.
-    place.write(*HURRIED, ("{ dp = 2, zero = 3 }", "{ tp = 2 }"), evaluated=False)
+    hurried = ("run { iterations", "dock { deadline = 5 s }\n  run { iterations")
+    place.write(MINE, hurried, ("{ dp = 2, zero = 3 }", "{ tp = 2 }"), evaluated=False)
     (
         stale := place.temporary / "msrl-run-x"
     ).mkdir()  # as a run leaves it of which all was killed: the next one removes it
@@ -326,15 +329,21 @@ def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place)
     code, _, err = place.run("p.rlg", *SMALL, "--out", "a")
     assert code == 3
     head = (
-        "error[run-failed]: `actor.update` (group 0) has waited 3 s in train/0 for `advantage` from "
-        "`host.advantage` (32 of 32 rows"
+        r"error\[run-failed\]: `actor\.update` \(group 0\) has waited \d+ s in train/1 for `advantage` from "
+        r"`host\.advantage` \(32 of 32 rows"
+    )
+    told = (
+        r"for 5 s no row has moved[^\n]*\n  functions of host 0 in host\.reward in train/1: 5 of 32 rows are done, the "
+        r"last \d s ago\n  if a row may take that long, state it: `dock \{ deadline = 10 s \}`"
     )
     # The wait-for graph is asked for after the deadline: a second may have begun.
     graph = (
-        r"\n  functions of host 0 has been in host\.reward in train/0 for [3-9] s\n  rank 0 has been in RUN "
-        r"actor\.update in train/0 for "
+        r"\n  functions of host 0 has been in host\.reward in train/1 for \d+ s: 5 of 32 rows are done, the last \d+ s "
+        r"ago\n  rank 0 has been in RUN actor\.update in train/1 for "
     )
-    assert head in err and re.search(graph, err), err
+    assert re.search(head, err) and re.search(told, err) and re.search(graph, err), err
+    (line,) = (place.folder / "a" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["iteration"] == 0
     assert not stale.exists()
     place.assert_clean()
 

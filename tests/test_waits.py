@@ -3,15 +3,19 @@ before."""
 
 import os
 import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 from test_dock import reader
 
 from msrl_graph.ir.rowsets import Sieve
+from msrl_graph.runtime.dock.channel import new_key
 from msrl_graph.runtime.dock.controller import Again, Question
 from msrl_graph.runtime.dock.host import DockFull, DockHost, DockTimeout
+from msrl_graph.runtime.dock.segments import Activity, Room
 from msrl_graph.runtime.dock.wire import Member, News, Place, Way
 from msrl_graph.runtime.process.task import Task
 
@@ -31,12 +35,21 @@ def ray():
 
 def controllers(ray, deadline, capacity=0):
     """The controllers of a host: of a filter that may ask three times for two more prompts with four responses each."""
+    (made,) = docks(ray, 1, deadline, capacity)
+    return made
+
+
+def docks(ray, hosts, deadline, capacity=0):
+    """As `controllers`, of several hosts, the first of which has the controllers."""
     found = reader(node="filter", refilling=Sieve("filter", 1, 1, 3), loops=True)
-    member = Member("dock", 0, 0, frozenset(found.hears))
-    made = DockHost.options(name="dock").remote(
-        [member], 0, [found], deadline, Way({}, [], [], b"", b"", capacity), f"msrl-test-{os.getpid()}", 0
-    )
-    ray.get(made.open.remote(TASK))
+    hears = frozenset(found.hears)
+    members = [Member(f"dock {host}", host, host, hears if host == 0 else frozenset()) for host in range(hosts)]
+    way = Way({}, [], [], new_key() if hosts > 1 else b"", b"", capacity)
+    made = []
+    for host, member in enumerate(members):
+        of = (members, host, [found] if host == 0 else [], deadline, way, f"msrl-test-{os.getpid()}-{host}", 0)
+        made.append(DockHost.options(name=member.name).remote(*of))
+    ray.get([dock.open.remote(TASK) for dock in made])
     return made
 
 
@@ -77,6 +90,26 @@ def test_a_wait_is_told_though_another_process_was_answered_about_an_earlier_rou
     assert ray.get(made.ask.remote(Again("filter", TASK.key, 1)))
     with pytest.raises(DockTimeout, match=r"`filter` has waited \d s in train/0 for .*and for 3 s no row has moved"):
         ray.get(late)
+
+
+def test_a_row_that_is_computed_on_another_host_moves(ray):
+    """Whoever waits does so for as long as rows are done, though none is written, and hears then how far it came."""
+    made, other = docks(ray, 2, 3.0)
+    activity = Activity(Room(Path(ray.get(other.folder.remote()))), "functions of host 1")
+    activity.say("host.reward in train/0")
+    late, begin = made.ask.remote(Again("filter", TASK.key, 1)), time.monotonic()
+    moves = ray.get(other.status.remote()).moves
+    for row in range(8):
+        time.sleep(0.75)
+        activity.computed(row, 24)
+    assert not ray.wait([late], timeout=0)[0] and ray.get(other.status.remote()).moves == moves + 7
+    where = (
+        r"and for 3 s no row has moved\n  functions of host 1 in host\.reward in train/0: 7 of 24 rows are done, the "
+    )
+    fix = r"last \d s ago\n  if a row may take that long, state it: `dock \{ deadline = 6 s \}`"
+    with pytest.raises(DockTimeout, match=where + fix):
+        ray.get(late)
+    assert time.monotonic() - begin > 8.5
 
 
 def test_a_question_of_ones_own_is_passed_on_and_waits_like_those_that_there_are(ray):

@@ -168,7 +168,8 @@ class DockOptions(Declared):
     deadline: float = attr(
         TIME,
         600.0,
-        "How long a wait may last, from when a row last moved, before the run ends with who waits for what.",
+        "How long a wait may last, from when a row was last computed, written or handed out on any host, before the "
+        "run ends with who waits for what.",
     )
     capacity: int = attr(
         SIZE,

@@ -18,7 +18,7 @@ import numpy as np
 from ...ir.instruction import Instruction, Walk, Walker
 from ...ir.rowsets import Numbers
 from ..data.columns import Array, Column, Piece, concatenate, joined
-from ..process import log, points
+from ..process import log, points, row_progress
 from ..process.report import Event, Report
 from ..process.task import Task
 from .channel import Address
@@ -30,6 +30,7 @@ from .warehouse import SPLIT, payload, taken
 from .wire import Batch, Share, Way
 
 T = TypeVar("T")
+OFTEN = 1.0  # seconds between two messages about progress
 DOCK = "dock"  # what a process has with the dock beside its work, in the trace
 
 
@@ -54,6 +55,8 @@ class Client:
         self.events: list[Event] = []  # of the task: waits for answers and for rows of other hosts
         self.waited = 0.0  # seconds spent waiting for shares
         self.moving = 0.0  # seconds spent fetching and writing rows
+        self._what, self._sent = "", 0.0  # what it does, and when a host without a warehouse last sent how far it is
+        row_progress.listen(self.computed)
 
     def _reach(self, what: str, task: Task) -> None:
         points.reach(self.process, f"{what} in {task.key}")
@@ -72,10 +75,19 @@ class Client:
     def at(self, what: str) -> None:
         """Tells what this process begins to do; nobody waits for it."""
         log.at(what)
+        self._what = what
         if self._here() is None:
             self.pending.append(self._line(self.home).send("at", self.process, what))
         elif self.activity is not None:
             self.activity.say(what)
+
+    def computed(self, rows: int, of: int, where: str = "") -> None:
+        """Reports how many rows of its share this process has computed."""
+        if self.activity is not None:
+            self.activity.computed(rows, of, where)
+        elif self._what and time.monotonic() - self._sent >= OFTEN:
+            self._sent = time.monotonic()
+            self.pending.append(self._line(self.home).send("at", self.process, self._what, rows, of, where))
 
     def _ask(self, question: Question[T]) -> T:
         """The answer of a node's controller, as soon as it has one."""

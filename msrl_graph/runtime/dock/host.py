@@ -30,7 +30,8 @@ from .warehouse import SPLIT, Warehouse
 from .wire import Doing, Known, Member, News, Round, Said, Status, Wait, Way
 
 T = TypeVar("T")
-SERVED = ("ask", "at", "folder", "free", "get", "heard", "known", "leave", "place", "promise", "put", "whole")
+REACH = 3.0  # seconds that other hosts have to say when a row last moved there
+SERVED = ("ask", "at", "folder", "free", "get", "heard", "known", "leave", "place", "promise", "put", "still", "whole")
 
 
 class DockTimeout(RunError):
@@ -76,6 +77,7 @@ class DockHost:
         self.stale = ray.get_runtime_context().was_current_actor_reconstructed
         self.restoring = asyncio.Lock()
         self.changed = asyncio.Condition()
+        self.looking = asyncio.Lock()
         self.waits: dict[Question[Any], float] = {}  # since when somebody waits for the answer
         self.doing: dict[str, Said] = {}  # by process of a host without a room
         self.told: list[asyncio.Future[Any]] = []
@@ -149,15 +151,16 @@ class DockHost:
 
     async def status(self, watched: bool = False) -> Status:
         """`watched`: with what only those ask for who watch a run."""
-        now = time.monotonic()
+        now, said = time.monotonic(), self._said()
         waits = tuple(self._wait(q) for q in sorted(self.waits, key=lambda q: (q.node, q.of_group, q.key)))
-        said = self.doing | self.room.said()
-        doing = {p: Doing(s.what, now - s.since) for p, s in said.items()}
+        doing = {p: Doing(s.what, now - s.since, s.progress(now)) for p, s in said.items()}
         has, place = self.warehouse.index >= 0, self.warehouse
         seen = look(self.process, self.host, self.controllers, place if has else None, said) if watched else None
         ended = heartbeat.ended(self.run_folder) if self.run_folder else {}
         moved = heartbeat.moved(self.run_folder) if self.run_folder else 0
-        return Status(self.last, self.moves, waits, doing, seen, ended, moved)
+        # A row that is computed moves too: whoever looks for movement compares this number with the one before.
+        moves = self.moves + sum(s.rows for s in said.values())
+        return Status(self.last, moves, waits, doing, seen, ended, moved)
 
     # What ranks, function hosts and the other hosts' docks call.
 
@@ -233,7 +236,7 @@ class DockHost:
 
     async def ask(self, question: Question[T]) -> T:
         """What the controller of a node answers, as soon as it does. A wait may last the deadline from when a row last
-        moved: whoever asks ahead of time does not wait while others are at work."""
+        moved or was computed, on any host: whoever asks ahead of time does not wait while others are at work."""
         await self._ready()
         answer = await self._answer(question, self.controllers[question.node])
         if isinstance(question, Take):
@@ -251,21 +254,60 @@ class DockHost:
                         self.changed.wait(), max(begin, self.moved) + self.deadline - time.monotonic()
                     )
                 except TimeoutError:
+                    if time.monotonic() < max(begin, self.moved) + self.deadline:
+                        continue
+                    self.changed.release()  # while others are asked, news must get past
+                    try:
+                        told = await self._looked()
+                    finally:
+                        await self.changed.acquire()
                     if time.monotonic() >= max(begin, self.moved) + self.deadline:
-                        raise DockTimeout(
-                            f"{self._wait(question)}, and for {self.deadline:g} s no row has moved"
-                        ) from None
+                        what = f"{self._wait(question)}, and for {self.deadline:g} s no row has moved"
+                        raise DockTimeout(what + self._slow(told)) from None
         self.waits.pop(question, None)  # several may have asked it: ranks, and who takes a dead one's place
         return answer
+
+    async def still(self) -> tuple[float, list[str]]:
+        """For how many seconds no row has moved on this host, nor was one computed there; and of its processes that
+        count their rows, how far they are."""
+        now, said = time.monotonic(), self._said()
+        last = max([self.moved, *(s.moved for s in said.values())])
+        rows = [f"{name} in {s.what}: {words}" for name, s in sorted(said.items()) if (words := s.progress(now))]
+        return now - last, rows
+
+    async def _looked(self) -> list[str]:
+        """Looks on all hosts that answer when a row last moved, and keeps the latest time; how far those are that count
+        their rows."""
+        async with self.looking:  # all that wait here come to their end at once
+            asked = [asyncio.ensure_future(post.send("still")) for _, post in self.others]
+            found = [await self.still()]
+            if asked:
+                answered, left = await asyncio.wait(asked, timeout=min(REACH, self.deadline))
+                found += [future.result() for future in answered if future.exception() is None]
+                for future in left:  # of a process that does not answer: it is not waited for
+                    future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            self.moved = max(self.moved, time.monotonic() - min(seconds for seconds, _ in found))
+            return [line for _, rows in found for line in rows]
+
+    def _slow(self, rows: list[str]) -> str:
+        """Whose rows may only be slow, and what to state then."""
+        if not rows:
+            return ""
+        longer = 2 * self.deadline
+        stated = f"{longer / 60:g} min" if longer >= 60 and longer % 60 == 0 else f"{longer:g} s"
+        fix = f"if a row may take that long, state it: `dock {{ deadline = {stated} }}`"
+        return "".join(f"\n  {line}" for line in [*rows, fix])
 
     async def get(self, key: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Rows for a process of another host, by segment and column."""
         points.reach(self.process, f"get in {key}")
         return self.warehouse.get(key, wanted)
 
-    async def at(self, process: str, what: str) -> None:
-        """A process of a host without a room tells what it begins to do."""
-        self.doing[process] = Said(what, time.monotonic())
+    async def at(self, process: str, what: str, rows: int = 0, of: int = 0, where: str = "") -> None:
+        """A process of a host without a room tells what it begins to do, or how far it is with that."""
+        now, before = time.monotonic(), self.doing.get(process)
+        since = before.since if of and before else now
+        self.doing[process] = Said(what, since, rows=rows, of=of, moved=now if rows else 0.0, where=where)
 
     async def folder(self) -> str:
         """Where processes of this host write and read rows."""
@@ -277,6 +319,10 @@ class DockHost:
 
     async def whole(self, key: str) -> dict[str, Piece]:
         return self.warehouse.whole(key)
+
+    def _said(self) -> dict[str, Said]:
+        """What the processes of this host say of themselves."""
+        return self.doing | self.room.said()
 
     def _move(self) -> None:
         self.moves += 1

@@ -44,6 +44,7 @@ LOCK, SPARE = ".held", ".spare"
 _LARGE = 1 << 20  # bytes of a file whose memory is kept for the next one
 # A note: how many units of bytes its text takes, and from where on it lies.
 _SAYS, _UNIT, _BEGIN = ".says-", 16, 1
+_OFTEN = 0.05  # seconds between two notes of how many rows are done
 
 
 class Room:
@@ -123,11 +124,21 @@ class Activity:
             os.close(descriptor)
         self._memory[0] = 0
         self._what, self._since, self._key = "", time.monotonic(), ""
+        self._rows: tuple[int, int, float, str] = (0, 0, 0.0, "")  # as the last fields of Said
+        self._wrote = 0.0
         self._done: dict[str, int] = {}  # by node, of the task of this key
 
     def say(self, what: str) -> None:
         self._what, self._since = what[:500], time.monotonic()
+        self._rows = (0, 0, self._rows[2], "")
         self._write()
+
+    def computed(self, rows: int, of: int, where: str = "") -> None:
+        """Has computed so many rows `of` its share; written at most every _OFTEN seconds."""
+        now, (before, _, moved, _) = time.monotonic(), self._rows
+        self._rows = (rows, of, now if rows != before else moved, where[:200])
+        if rows == 0 or now - self._wrote >= _OFTEN:
+            self._write()
 
     def did(self, key: str, node: str, rows: int) -> None:
         """Is done with so many more rows of a node that writes none."""
@@ -138,9 +149,10 @@ class Activity:
 
     def _write(self) -> None:
         said = [self.process, self._what, self._since, os.getpid()]
-        text = json.dumps([*said, self._key, self._done]).encode()
+        self._wrote = time.monotonic()
+        text = json.dumps([*said, self._key, self._done, *self._rows]).encode()
         if len(text) > 255 * _UNIT:  # what it does comes first
-            text = json.dumps(said).encode()
+            text = json.dumps([*said, "", {}, *self._rows]).encode()
         size = -(-len(text) // _UNIT)
         self._memory[:1] = b"\0"  # who looks between these sees nothing
         self._memory[_BEGIN : _BEGIN + size * _UNIT] = text.ljust(size * _UNIT)

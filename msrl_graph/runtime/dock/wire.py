@@ -132,21 +132,40 @@ class Batch:
 
 @dataclass(frozen=True)
 class Doing:
-    """What a process began to do, and how many seconds ago."""
+    """What a process began to do, how many seconds ago, and how far it is with its rows, in words (empty: it does not
+    count them)."""
 
     what: str
     seconds: float
+    rows: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}{', ' * bool(self.rows)}{self.rows}"
 
 
 class Said(NamedTuple):
     """What a process says of itself: what it does, since when (time.monotonic), its id on its host (0: not told), and
-    how many rows it is done with of nodes that write none, by node, in the task of this key."""
+    how many rows it is done with of nodes that write none, by node, in the task of this key.
+
+    `rows` are those that it has computed `of` its share (0: it does not count), `moved` is when it had the last one
+    (time.monotonic; 0: it had none yet), `where` says more of where it is."""
 
     what: str
     since: float
     pid: int = 0
     key: str = ""
     done: Mapping[str, int] = {}
+    rows: int = 0
+    of: int = 0
+    moved: float = 0.0
+    where: str = ""
+
+    def progress(self, now: float) -> str:
+        """How far it is with its rows, in words; empty if it does not count them."""
+        if not self.of:
+            return self.where
+        last = f", the last {now - self.moved:.0f} s ago" if self.rows and self.moved else ""
+        return f"{self.rows} of {self.of} rows are done{last}{', ' * bool(self.where)}{self.where}"
 
 
 @dataclass(frozen=True)

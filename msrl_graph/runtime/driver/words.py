@@ -11,7 +11,7 @@ def places(statuses: Sequence[Status], names: Iterable[str]) -> list[str]:
     """What these processes did when they were last heard of, as far as they said."""
     # A process tells the dock of its host what it does; that of another may know of a share that it has taken since.
     heard = sorted((item for s in statuses for item in s.doing.items()), key=lambda item: -item[1].seconds)
-    doing = {name: told.what for name, told in heard}
+    doing = {name: str(told) for name, told in heard}
     return [f"in {doing[name]}" for name in names if name in doing]
 
 
@@ -19,7 +19,9 @@ def waits(statuses: Sequence[Status], told: str) -> list[str]:
     """The wait-for graph in lines, without the wait that was `told` already."""
     lines = [str(wait) for s in statuses for wait in s.waits if str(wait).split(" has waited ")[0] not in told]
     return lines + [
-        f"{name} has been in {d.what} for {d.seconds:.0f} s" for s in statuses for name, d in sorted(s.doing.items())
+        f"{name} has been in {d.what} for {d.seconds:.0f} s{': ' * bool(d.rows)}{d.rows}"
+        for s in statuses
+        for name, d in sorted(s.doing.items())
     ]
 
 

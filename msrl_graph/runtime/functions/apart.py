@@ -19,6 +19,7 @@ from contextlib import suppress
 from itertools import pairwise
 from multiprocessing.connection import wait
 
+from ..process import row_progress
 from ..process.report import RunError
 from .blame import Told
 from .instances import Answer, Ask, Failure
@@ -105,8 +106,8 @@ class Apart:
         self.processes = [_Process(nest, memory, part) for part in parts]
         self.of = {position: process for process in self.processes for position in process.rows}
 
-    def answers(self, asked: Mapping[int, Ask], stops: bool = False) -> dict[int, Answer | Failure]:
-        """What each says; of one whose process is no more, why."""
+    def answers(self, asked: Mapping[int, Ask], stops: bool = False, where: str = "") -> dict[int, Answer | Failure]:
+        """What each says; of one whose process is no more, why. `where` is for reports of progress."""
         parts: dict[_Process, dict[int, Ask]] = {}
         for position, ask in asked.items():
             parts.setdefault(self.of[position], {})[position] = ask
@@ -121,6 +122,7 @@ class Apart:
                     process.kill()
         until = time.monotonic() + self.timeout + PATIENCE
         while waiting:
+            row_progress.report(len(found), len(asked), where)
             left = until - time.monotonic()
             ready = wait([*waiting], None if left == math.inf else max(left, 0))
             if not ready and left <= 0:

@@ -7,9 +7,11 @@ unit), so that neither the host nor the order of arrival changes what it returns
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -21,12 +23,13 @@ from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 from ...ir.rowsets import Sieve, rowsets
 from ...ir.sequences import is_tokens
-from ..data.columns import Array, Column, Piece, Verdicts
+from ..data.columns import Array, Column, Piece, Verdicts, joined
 from ..data.dataset import Dataset
 from ..data.tokens import of_column
 from ..data.wrong import not_finite
 from ..dock.readers import Reader
 from ..dock.wire import Batch
+from ..process import row_progress
 from ..process.report import NextValues, RunError
 from ..process.task import Task
 from .blame import BadResult, blame
@@ -46,12 +49,28 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass
 class Results:
-    """What a node made of a batch: rows by column (of a filter its verdicts), and next values by state; by the
-    unit what failed and left, and its rows."""
+    """What a node made of a batch, or of a part of its `rows`: rows by column (of a filter its verdicts), and next
+    values by state; by the unit what failed and left, and its rows. `last`: nothing comes after it."""
 
     columns: dict[str, Piece] = field(default_factory=dict)
     states: dict[str, NextValues] = field(default_factory=dict)
     failed: dict[str, tuple[Failure, int]] = field(default_factory=dict)
+    rows: int = 0
+    last: bool = True
+
+    @classmethod
+    def joined(cls, parts: Sequence[Results]) -> Results:
+        """The results of all parts of a batch."""
+        found = cls(rows=sum(part.rows for part in parts))
+        for name in parts[0].columns:
+            found.columns[name] = joined([part.columns[name] for part in parts])
+        for part in parts:
+            found.failed |= part.failed
+            for name, some in part.states.items():
+                values = found.states.setdefault(name, NextValues())
+                values.units += some.units
+                values.values += some.values
+        return found
 
 
 class _OfUnit(list[Any]):
@@ -102,18 +121,25 @@ class Function:
         )
 
     def __call__(self, batch: Batch, task: Task) -> Results:
+        """What it makes of a batch."""
+        return Results.joined([*self.parts(batch, task)])
+
+    def parts(self, batch: Batch, task: Task, often: float = math.inf) -> Iterator[Results]:
+        """What it makes of a batch, in parts of so many seconds: rows that are done do not wait for those that are not.
+        How a batch is parted changes no value."""
         if self.comparison is not None:
-            return self._verdicts(batch, self._compare(batch, task).astype(np.int32))
+            yield self._verdicts(batch.rows, self._compare(batch, task).astype(np.int32))
+            return
         grouped = self.node.per != "row"
         sizes = batch.share.sizes if grouped else np.ones(len(batch.rows), np.int64)
         numbers = self.reader.numbers(task)
-        made: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in self.node.gives or self.node.writes}
-        times: list[Array] = []
-        failed: dict[str, tuple[Failure, int]] = {}
-        stay = np.ones(len(batch.rows), np.int32)
-        start, seen = 0, self._seen(batch, task)
+        part, start, seen = _Part(self), 0, self._seen(batch, task)
+        row_progress.report(0, len(batch.rows))
         results = self._at_once(batch, task, seen) if self.many and (sizes == 1).all() else None
         for unit, size in zip(batch.share.units if grouped else batch.rows, sizes, strict=True):
+            if start > part.begin and time.monotonic() - part.since >= often:
+                yield part.results(batch, start, last=False)
+                part = _Part(self, start)
             rows = slice(start, start := start + int(size))
             where, given = f"{self.scope} {unit}", [(p, self._of_unit(values, rows)) for p, values in seen]
             mine: list[tuple[str, int, Any]] = []  # name, row or unit, value
@@ -122,7 +148,8 @@ class Function:
                     raise BadResult(f"`{self.signature.name}` is of one row, and there are {size}")
                 result = next(results) if results else self._called(given, task, int(unit), where)
                 if self.sieve is not None:
-                    times.append(self._times(result, int(size), numbers.repeats[self.reader.rows]))
+                    part.times.append(self._times(result, int(size), numbers.repeats[self.reader.rows]))
+                    row_progress.report(start, len(batch.rows))
                     continue
                 for name, value in self._by_column(result):
                     if name not in self.written:
@@ -148,19 +175,13 @@ class Function:
                 if not self.drops:
                     raise RunError(told) from error
                 failure = Failure.of(error, "exited" if isinstance(error, ProcessDied) else None)
-                failed[where], stay[rows] = (failure, int(size)), 0
-                continue
+                part.fail(where, rows, failure)
+                mine = []
             for name, of, value in mine:
-                made[name][0].append(of)
-                made[name][1].append(value)
-        if self.sieve is not None:
-            return self._verdicts(batch, np.concatenate(times) if times else np.zeros(0, np.int32))
-        columns = {
-            c: Piece(np.asarray(made[c][0], np.int64), self.returned.column(c, made[c][1])) for c in self.node.writes
-        }
-        if self.drops:
-            columns[self.drops] = Verdicts(batch.rows, Column(stay))
-        return Results(columns, {name: NextValues(*made[name]) for name in self.node.sets}, failed)
+                part.made[name][0].append(of)
+                part.made[name][1].append(value)
+            row_progress.report(start, len(batch.rows))
+        yield part.results(batch, start, last=True)
 
     def _seen(self, batch: Batch, task: Task) -> list[tuple[str, Any]]:
         """Each parameter, or column of `*columns`, with what the function sees there: a value for each row, or one
@@ -240,9 +261,9 @@ class Function:
             )
         return times
 
-    def _verdicts(self, batch: Batch, times: Array) -> Results:
+    def _verdicts(self, rows: Array, times: Array) -> Results:
         assert self.sieve is not None
-        return Results({self.sieve.column: Verdicts(batch.rows, Column(times))})
+        return Results({self.sieve.column: Verdicts(rows, Column(times))}, rows=len(rows))
 
     def _by_column(self, result: Any) -> list[tuple[str, Any]]:
         """The result for each name that the node writes."""
@@ -272,6 +293,41 @@ class Function:
         if number.ndim or (self.returned.stops and not np.isfinite(number)):
             raise BadResult(f"it returned {brief(value)} for the state `{name}`, where one finite number belongs")
         return float(number)
+
+
+class _Part:
+    """What a function has made of the rows of a batch from the position `begin` on: by name rows or units and their
+    values, how often each row goes on, and which rows failed."""
+
+    def __init__(self, function: Function, begin: int = 0) -> None:
+        self.function, self.begin, self.since = function, begin, time.monotonic()
+        names = function.node.gives or function.node.writes
+        self.made: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in names}
+        self.times: list[Array] = []
+        self.failed: dict[str, tuple[Failure, int]] = {}
+        self.gone: list[slice] = []
+
+    def fail(self, where: str, rows: slice, failure: Failure) -> None:
+        self.failed[where] = (failure, rows.stop - rows.start)
+        self.gone.append(rows)
+
+    def results(self, batch: Batch, end: int, last: bool) -> Results:
+        """As results, of the rows before the position `end`."""
+        function, rows = self.function, batch.rows[self.begin : end]
+        if function.sieve is not None:
+            found = function._verdicts(rows, np.concatenate([*self.times, np.zeros(0, np.int32)]))
+            return replace(found, last=last)
+        columns = {
+            c: Piece(np.asarray(self.made[c][0], np.int64), function.returned.column(c, self.made[c][1]))
+            for c in function.node.writes
+        }
+        if function.drops:
+            stay = np.ones(len(batch.rows), np.int32)
+            for some in self.gone:
+                stay[some] = 0
+            columns[function.drops] = Verdicts(rows, Column(stay[self.begin : end]))
+        states = {name: NextValues(*self.made[name]) for name in function.node.sets}
+        return Results(columns, states, self.failed, len(rows), last)
 
 
 def _array(result: Any) -> Array:

@@ -167,7 +167,8 @@ class Episodes:
         said: dict[int, tuple[str, bool]] = {}
         stops = not self.environment.verdicts
         assert self.instances is not None
-        for position, answer in self.instances.answers(alive, stops).items():
+        where = f"`{self.environment.name}` in {when} of {wrong.listed(self.rows[[*alive]])}"
+        for position, answer in self.instances.answers(alive, stops, where).items():
             if isinstance(answer, Answer):
                 said[position], self.values[position] = (answer.said, answer.over), answer.values
             else:

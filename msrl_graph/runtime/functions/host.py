@@ -6,6 +6,7 @@ a task left. The values that outlive an iteration come with the task, and go bac
 
 from __future__ import annotations
 
+import math
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -37,8 +38,10 @@ from ..process.report import Loaded, NextValues, Report, RunError
 from ..process.surroundings import settle
 from ..process.task import Task
 from .blame import blame
-from .calling import Function, Weigher, scarce
+from .calling import Function, Results, Weigher, scarce
 from .note import Note, ProcessDied
+
+OFTEN = 1.0  # seconds after which rows that are done are written, though others of their share are not
 
 
 @dataclass
@@ -217,8 +220,16 @@ class FunctionHost:
             if not len(batch.rows):
                 continue
             log.at(f"{node.name} in {task.key}")
+            # With a `capacity` all of a share has one place, whoever writes it again after a death.
+            often, parts = math.inf if self.client.way.capacity else OFTEN, list[Results]()
             with report.phase(node.name):
-                made = function(batch, task)
+                for part in function.parts(batch, task, often):
+                    parts.append(part)
+                    if not part.last:
+                        self.client.put(node.name, task, part.columns)
+                        if not part.columns:
+                            self.client.did(node.name, task, part.rows)
+            made = Results.joined(parts)
             for figure, amount in told().items():
                 report.count(figure, amount, 0)
             for where, (failure, size) in made.failed.items():
@@ -242,9 +253,9 @@ class FunctionHost:
                     units = reader.numbers(task).above(np.asarray(units, np.int64), reader.unit, 0).tolist()
                 all_.units += units
                 all_.values += found.values
-            self.client.put(node.name, task, made.columns, asks=True)
+            self.client.put(node.name, task, parts[-1].columns, asks=True)
             if not made.columns:
-                self.client.did(node.name, task, len(batch.rows))
+                self.client.did(node.name, task, parts[-1].rows)
 
     def _kept(self, function: Function, task: Task, verdicts: Verdicts, report: Report) -> None:
         """Counts what a filter lets pass."""

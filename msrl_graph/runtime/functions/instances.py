@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...data.characters import half_character
+from ..process import row_progress
 from .blame import BadResult, Told
 from .own_process import ProcessExit, call_of
 from .values import Filled, brief, pure_numbers
@@ -90,11 +91,14 @@ class Instances:
         methods = (getattr(called.make, name, None) for name in ("reset", "step"))
         self.waits = any(map(inspect.iscoroutinefunction, methods))
 
-    def answers(self, asked: Mapping[int, Ask], stops: bool) -> dict[int, Answer | Failure]:
-        """What each says; where a failure `stops` the others, only those up to the first of them."""
+    def answers(self, asked: Mapping[int, Ask], stops: bool, where: str = "") -> dict[int, Answer | Failure]:
+        """What each says; where a failure `stops` the others, only those up to the first of them. `where` is for
+        reports of progress."""
+        row_progress.report(0, len(asked), where)
         calls = {position: _Call(self, position, ask) for position, ask in asked.items()}
         found: dict[int, Answer | Failure] = {}
         for position, call in calls.items():
+            row_progress.report(len(found), len(calls), where)
             found[position] = call.answer()
             if stops and isinstance(found[position], Failure):
                 for other in calls.values():

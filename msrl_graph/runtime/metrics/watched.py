@@ -187,7 +187,7 @@ class Facts:
         for s in seen:
             names = dict.fromkeys([*s.memory, *(n for st in statuses if st.seen is s for n in st.doing)])
             processes = tuple(
-                Process(n, s.memory.get(n, 0), doing[n].what, doing[n].seconds)
+                Process(n, s.memory.get(n, 0), str(doing[n]), doing[n].seconds)
                 if n in doing
                 else Process(n, s.memory.get(n, 0), "", 0.0)
                 for n in sorted(names, key=_order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 from pathlib import Path
@@ -32,3 +33,4 @@ def settle(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:
         Heart(folder, process, Limits.of(deadline))
     shipped.use(folder)
     log.divert(str(Path(logs) / f"{process.replace(' ', '-')}.log"), process)
+    faulthandler.enable(all_threads=False)  # where the code of a user or of an engine dies of a signal, the log says it

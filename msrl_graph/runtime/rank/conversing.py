@@ -18,6 +18,7 @@ from ...ir.graph import Node
 from ...ir.plan import Plan
 from ..agents.beside import Beside
 from ..agents.wire import Begin, Drawn, Over, Wanted
+from ..process import row_progress
 from ..process.report import Report
 from ..process.task import Task
 from .engines import Engines
@@ -46,13 +47,15 @@ class Conversing(Engines):
         """What comes of the agents of a batch."""
         if self._first(node):
             self.agents[node.name].begin(begin)
-        drawn: list[Drawn] = []
+        drawn, answers = list[Drawn](), 0
         while True:
             with report.phase("agent"):
                 found = self._shared(node, self._wanted, node, drawn)
             if isinstance(found, Over):
                 return found
             drawn = self._drawn(node, task, found, sampling)
+            answers += len(drawn)
+            row_progress.report(answers, 0, f"the policy has given agents {answers} answers")
 
     def _wanted(self, node: Node, drawn: list[Drawn]) -> list[Wanted] | Over:
         return self.agents[node.name].next(drawn)

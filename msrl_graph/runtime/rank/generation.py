@@ -32,12 +32,20 @@ from ..functions.environments import Environment
 from ..functions.standing import Standing
 from ..functions.values import Returned
 from ..metrics.spread import Means
+from ..process import row_progress
 from ..process.report import Report
 from ..process.task import Task
 from .conversing import Conversing
 from .packing import distinct, kept
 from .rollout import Rollout
 from .turns import Responses
+
+
+def _counted(ended: Iterator[Response], of: int) -> Iterator[Response]:
+    """Responses as they end, which are counted for who waits for them."""
+    for number, response in enumerate(ended, 1):
+        row_progress.report(number, of)
+        yield response
 
 
 class Generation(Conversing):
@@ -110,7 +118,7 @@ class Generation(Conversing):
                 of = (node, (response, as_drawn), task.number, context, rows, sampling.samples)
                 ended = map(Response, range(len(rows)), *self.recording.responses(*of))
             else:
-                ended = self.generators[node.name].generate(context, keys, sampling)
+                ended = _counted(self.generators[node.name].generate(context, keys, sampling), len(rows))
             for part in self._parts(node, ended):
                 places, (tokens, logps) = np.sort([r.place for r in part]), collected(part)
                 for place, drawn in zip(places, tokens, strict=True):
