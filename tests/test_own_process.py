@@ -11,6 +11,9 @@ from test_agents_running import made, played
 from test_environments import tool
 from test_failing_environments import begun, planned
 from test_functions import call
+from test_gymnasium import file
+from test_gymnasium import planned as gym_planned
+from test_gymnasium import played as gym_played
 
 from msrl_graph.runtime.process.report import RunError
 
@@ -80,6 +83,12 @@ def test_a_reward_that_is_a_coroutine_is_run_as_the_help_says(tmp_path):
     source = "import asyncio\n\nasync def waits(score):\n    return float(score)\n\n"
     fix = "def f(score): return asyncio.run(waits(score))"
     assert call(tmp_path, source + fix, ("reward",))["reward"].values.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("close", ["__import__('os')._exit(3)", "__import__('os').fork()", "raise SystemExit(4)"])
+def test_an_instance_that_is_closed_ends_and_doubles_nothing(close, tmp_path):
+    (_, _, two), columns, stay, _ = gym_played(gym_planned(file(tmp_path, close=close)))
+    assert stay.all() and len(two) == len(columns["reward"].values) == 8
 
 
 EXITS = """

@@ -109,11 +109,15 @@ class Instances:
     def end(self) -> None:
         """Lets go of all of them; a class as gymnasium has it may `close`."""
         closing = [made.close for made in self.made.values() if self.called.gym and hasattr(made, "close")]
-        doing = [self.threads.submit(close) for close in closing if not inspect.iscoroutinefunction(close)]
+        doing = [self.threads.submit(self._close, c) for c in closing if not inspect.iscoroutinefunction(c)]
         doing += [asyncio.run_coroutine_threadsafe(c(), _loop()) for c in closing if inspect.iscoroutinefunction(c)]
         wait(doing, None if self.called.timeout == math.inf else self.called.timeout)
         self.made = {}
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _close(self, close: Callable[[], object]) -> None:
+        with call_of(self.process):
+            close()
 
     def begun(self, position: int, ask: Ask) -> Any:
         """What the user's method gives, which may be to be waited for."""
