@@ -64,13 +64,16 @@ class Faults:
         self.names = options.only or names
         self.planned: dict[Path, str] = {}  # faults at points that were not reached yet
 
-    def draw(self, lines: list[dict[str, Any]]) -> str:
-        """Does a fault to whatever process is there now, or plans one; its name, nothing where there is none."""
+    def draw(self, lines: list[dict[str, Any]], calm: bool) -> str:
+        """Does a fault to whatever process is there now, or plans one; its name, nothing where there is none. Where it
+        is not `calm`, a driver may be stopped, which then would not end with keeper and supervisor."""
         how = self.chance.choice(self.options.how or (KILL, STOP))
         if self.points and self.chance.random() < 1 / 3 and not self.planned:
             return self._plan(lines, how)
         name = self.chance.choice(self.names)
         if name in ("supervisor", BOTH) and KILL not in (self.options.how or (KILL,)):
+            return ""
+        if name == BOTH and not calm:
             return ""
         if name in ("supervisor", BOTH):
             how = KILL
@@ -203,7 +206,7 @@ def chaos(
         name = faults.happened()
         if not name and now > due and left and not faults.planned:
             drivers = place.drivers()
-            if not (name := faults.draw(place.read(out))):
+            if not (name := faults.draw(place.read(out), pending is None)):
                 due = now + 0.2
                 continue
         if name:
