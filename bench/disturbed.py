@@ -177,6 +177,7 @@ class Place:
 
         os.environ["TMPDIR"] = str(self.temporary)
         tempfile.tempdir = None
+        (self.temporary / "ray").mkdir()  # where Ray writes the cluster's address
         ray = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))
         before = set(self.processes())
         cluster = Cluster(
@@ -241,7 +242,7 @@ def clean(place: Place, count: Count, out: str) -> None:
     while (left := place.left()) and time.monotonic() < until:
         time.sleep(0.1)
     shared = {path for path in SHARED.iterdir() if not held(path)}  # what is held is another run's
-    files = [*place.temporary.iterdir(), *(shared - place.shared)]
+    files = [*(p for p in place.temporary.iterdir() if p.name != "ray"), *(shared - place.shared)]
     if left or files:
         count.leftovers += len(left) + len(files)
         count.remarks.append(f"{out} left {left} {files}")
