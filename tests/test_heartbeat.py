@@ -23,6 +23,7 @@ print("ready", flush=True)
 WAITS = "time.sleep(300)"
 HOLDS_THE_LOCK = "ctypes.PyDLL(None).sleep(300)"  # as C code does that never returns
 LOOPS = "while True: pass"
+SPINS = "sum(range(10**15))"  # in C, without an end
 WRITES = """
 sys.setswitchinterval(1e6)  # as C code does that writes a large file: the heart's thread has no turn
 libc = ctypes.PyDLL(None)
@@ -154,6 +155,23 @@ time.sleep(300)
 
 
 def test_a_limit_passes_before_the_docks_deadline():
-    for deadline in (2.0, 60.0, 600.0, 36000.0):
+    for deadline in (60.0, 600.0, 36000.0):
         limits = Limits.of(deadline)
         assert limits.stopped <= 60 and limits.stopped < limits.silent < deadline
+    assert Limits.of(3.0) == (5.0, 40.0)  # a wait for rows may be shorter than loading a library takes
+
+
+def test_who_gets_no_processor_is_not_silent(tmp_path):
+    """As on a machine with far more to do than it can: what it computed counts, not how long it was."""
+    with beating(tmp_path, holds=SPINS, starved=SPINS) as made:
+        pid = made["starved"].pid
+        slow = f"import os, signal, time\nwhile True:\n    os.kill({pid}, 19)\n    time.sleep(0.19)\n"
+        slow += f"    os.kill({pid}, 18)\n    time.sleep(0.01)"
+        with subprocess.Popen([sys.executable, "-c", slow]) as holding:
+            watch, told, until = Watch(tmp_path, Limits(3600, 1.0)), [], time.monotonic() + 60
+            while not told and time.monotonic() < until:
+                told = look(watch, 0.5)
+            holding.kill()
+        os.kill(pid, signal.SIGCONT)
+        assert [words.split()[0] for words in told] == ["holds"]
+        assert made["starved"].poll() is None

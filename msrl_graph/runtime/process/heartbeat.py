@@ -33,13 +33,15 @@ NOTE = ".ended-"
 _HEART = struct.Struct("<qqq")  # process id, its start (clock ticks since boot), beats
 _BEATS = slice(16, 24)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Limits(NamedTuple):
     """Seconds without a beat after which a process is killed: `stopped` by a signal, or `silent` for another reason.
 
-    Both pass before the dock's deadline does, so that a wait is not blamed on the process that waits. Silent is the
-    longer one: loading a library from a slow disk holds the interpreter's lock, and so do some regular expressions.
+    Both pass before the dock's deadline does, unless that is shorter than a minute, so that a wait is not blamed on the
+    process that waits. Silent is the longer one: loading a library holds the interpreter's lock, and so do some regular
+    expressions. A process that wants a processor and gets none is not silent: of it, seconds of a processor count.
     """
 
     stopped: float
@@ -47,23 +49,25 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, deadline: float) -> Limits:
-        return cls(min(60.0, deadline / 2), 0.75 * deadline)
+        return cls(max(5.0, min(60.0, deadline / 2)), max(40.0, 0.75 * deadline))
 
 
 class Stat(NamedTuple):
-    """What the system knows of a process: its state (`T`: stopped, `Z`: dead, `D`: waits for a disk) and its start."""
+    """What the system knows of a process or of a thread: its state (`T`: stopped, `Z`: dead, `D`: waits for a disk,
+    `R`: computes or would), its start in clock ticks, and how many seconds of a processor it has had."""
 
     state: str
     start: int
+    computed: float
 
 
-def stat(pid: int) -> Stat | None:
-    """The state of a process, None where there is none."""
+def stat(pid: int | str) -> Stat | None:
+    """The state of a process, or of a thread as `PID/task/ID`; None where there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return Stat(fields[0].decode(), int(fields[19]))
+    return Stat(fields[0].decode(), int(fields[19]), (int(fields[11]) + int(fields[12])) / _TICKS)
 
 
 class Heart:
@@ -109,6 +113,7 @@ class _Patient:
 
     beats: int = -1
     bytes: int = 0
+    computed: float = 0.0  # seconds of a processor
     silent: float = 0.0
     stopped: float = 0.0
 
@@ -137,10 +142,15 @@ class Watch:
                 continue
             moved = _bytes(pid) if beats >= 0 else 0
             if beats != patient.beats or moved - patient.bytes > RATE * seconds:
-                self._seen[name, pid, start] = _Patient(beats, moved)
+                self._seen[name, pid, start] = _Patient(beats, moved, now.computed)
                 continue
             patient.bytes = moved
-            patient.silent += seconds
+            states = {t.state for t in map(stat, _threads(pid)) if t is not None}
+            if "R" in states:
+                patient.silent += min(seconds, now.computed - patient.computed)
+            elif not states & {"D", "T"}:
+                patient.silent += seconds
+            patient.computed = now.computed
             patient.stopped = patient.stopped + seconds if now.state == "T" else 0.0
             if patient.stopped >= self.limits.stopped:
                 killed.append(self._end(name, pid, patient.stopped, "stopped"))
@@ -203,8 +213,7 @@ def moved(folder: Path | str) -> int:
     total, waits = 0, False
     for pid, _, _ in _hearts(Path(folder, FOLDER)).values():
         total += _bytes(pid)
-        with suppress(OSError):
-            waits = waits or any((t := stat(int(p.name))) and t.state == "D" for p in _threads(pid))
+        waits = waits or any((t := stat(thread)) and t.state == "D" for thread in _threads(pid))
     return total + (_flushed() if waits else 0)
 
 
@@ -237,19 +246,22 @@ def _flushed() -> int:
     return 0
 
 
-def _threads(pid: int) -> list[Path]:
-    return [*Path(f"/proc/{pid}/task").iterdir()]
+def _threads(pid: int) -> list[str]:
+    """The threads of a process, as `stat` knows them; none where it has ended."""
+    try:
+        return [f"{pid}/task/{path.name}" for path in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
 
 
 def _children(pid: int) -> list[int]:
     """The processes below a process that run a program of this package."""
     found = []
-    with suppress(OSError):
-        for thread in _threads(pid):
-            with suppress(OSError):
-                for child in map(int, (thread / "children").read_text(encoding="ascii").split()):
-                    if OURS in _command(child):
-                        found += [child, *_children(child)]
+    for thread in _threads(pid):
+        with suppress(OSError):
+            for child in map(int, Path(f"/proc/{thread}/children").read_text(encoding="ascii").split()):
+                if OURS in _command(child):
+                    found += [child, *_children(child)]
     return found
 
 
