@@ -56,7 +56,7 @@ def batch(questions):
     rows = np.arange(len(questions))
     columns = {"out_question": texts(questions)}
     contexts = [np.zeros(0, np.int32)] * len(questions)
-    return Begin(3, Batch(None, rows, columns), rows, contexts, 40)
+    return Begin("train", 3, Batch(None, rows, columns), rows, contexts, 40)
 
 
 async def played(agents, questions):
