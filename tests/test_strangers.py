@@ -238,6 +238,15 @@ def opened(pids):
     return found
 
 
+def secret(pid):
+    """The values in a process's environment that nobody else is to know."""
+    try:
+        lines = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended
+        return []
+    return [line.partition(b"=")[2] for line in lines if line.startswith(b"RAY_AUTH_TOKEN=")]
+
+
 @pytest.mark.slow
 @stranger.needed
 def test_another_user_finds_nothing_of_a_run_that_is_on(public):
@@ -263,6 +272,8 @@ def test_another_user_finds_nothing_of_a_run_that_is_on(public):
         reached = stranger.act(WALKS, folder, *rooms, *(p for p in opened(pids) if not p.startswith(str(public))))
         told = [p for p in (public / "out").rglob("*") if p.is_file() and token.encode() in p.read_bytes()]
         theirs = stranger.act(WALKS, public / "out")
+        secrets = {token.encode(), *(v for pid in pids for v in secret(pid))}
+        shown = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids if Path(f"/proc/{pid}").exists())
         modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (folder, *rooms, folder / "attempt.json")}
     finally:
         run.send_signal(signal.SIGINT)
@@ -271,6 +282,7 @@ def test_another_user_finds_nothing_of_a_run_that_is_on(public):
     assert len(rooms) == 1 and modes == {folder.name: 0o700, rooms[0].name: 0o700, "attempt.json": 0o600}
     assert re.fullmatch(rf"{folder.name}-rows-0-[0-9a-f]{{32}}", rooms[0].name)
     assert not told and "written" not in theirs
+    assert len(secrets) == 2 and not any(value in shown for value in secrets)
     assert not (public / "harmed").exists()
     place.assert_clean()
     assert not [p for p in rooms if p.exists()]
