@@ -504,7 +504,7 @@ class Dry:
         }
         with patch.multiple(functions, **instead):
             plan = zlib.compress(self.plan.to_json().encode())
-            made = CLASSES[functions.FunctionHost](plan, host, called, "", "", self.way, False)
+            made = CLASSES[functions.FunctionHost](plan, host, called, "", "", self.way, False, {})
             made.start()
         made._source = lambda *arguments: self._source(made, *arguments)
         return self.world.actor(called, made)
