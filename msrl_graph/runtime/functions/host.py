@@ -113,7 +113,8 @@ class FunctionHost:
         plan = self.plan = here(self.plan, data=self.host == 0)
         files = plan.deploy.data if self.host == 0 else {}
         for name, file in files.items():  # one that takes a dead one's place must not read other rows
-            if self.digests.get(name) not in (None, "", sampled(file.path)):
+            digest = self.digests.get(name)
+            if digest and digest != sampled(file.path):
                 raise RunError(f"the data {file.path} ({file.span.place}) were changed after the run began")
         self.data = {n: Dataset(d, plan) for n, d in files.items()}
         self.watch, self.means = Watch(plan), Means(plan)
