@@ -144,6 +144,10 @@ class Computed:
     def spoilt(self, batch: Batch) -> Array:
         return np.zeros(len(batch.rows), bool)
 
+    def parts(self, batch: Batch, task: Task, often: float) -> Iterator[Results]:
+        """All of a batch at once: no time passes."""
+        yield self(batch, task)
+
     def __call__(self, batch: Batch, task: Task) -> Results:
         self.dry.work(self.node.name, task)
         for unit in batch.share.units:
@@ -157,13 +161,14 @@ class Computed:
             times = np.array([truth.verdict(self.node.name, k) for k in keys], np.int32)
             failed = {self.sieve.column: Verdicts(batch.rows, Column(times))}
             if not self.sieve.failures:
-                return Results(failed)
+                return Results(failed, rows=len(batch.rows))
             rows = batch.rows[times > 0]
         states = {}
         for name in self.node.sets:
             old = task.states.get(name, 0.0)
             states[name] = NextValues([int(u) for u in batch.share.units], [old + 1] * len(batch.share.units))
-        return Results(failed | self.dry.written(self.node, reader.rows, numbers, rows), states)
+        columns = failed | self.dry.written(self.node, reader.rows, numbers, rows)
+        return Results(columns, states, rows=len(batch.rows))
 
 
 class Versions:
@@ -461,7 +466,7 @@ class Dry:
             try:
                 driver = self._driver(rows)
                 data = dict.fromkeys(("source", *(e.data for e in self.plan.deploy.evaluations)), rows)
-                self.world.run(lambda: driver._train(data, Path()), self._words)
+                self.world.run(lambda: driver._train(data, Path(), None), self._words)
                 return driver.carried
             finally:
                 self.world.close()
@@ -484,7 +489,7 @@ class Dry:
             lanes(plan),
         )
         attempt = SimpleNamespace(
-            plan=plan, resume="", url="", lines=0, options=Options(), ports=Ports(), out="", folder=""
+            plan=plan, resume="", url="", lines=0, options=Options(), ports=Ports(), out="", folder="", edited=()
         )
         pool = SimpleNamespace(ranks=ranks, functions=hosted, docks=docks, parted=Mute(), nodes=[])
         driver = Driver(attempt, pool, Mute(), SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
