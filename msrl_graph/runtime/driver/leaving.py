@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import suppress
 from typing import NoReturn
 
 import msgspec
 
-from ..process.processes import end
+from ..process.processes import MOST, hand_over
 from .pool import Pool
 from .standstill import Fates
 from .supervisor import Attempt, Result
@@ -34,7 +35,9 @@ def with_parent(attempt: Attempt) -> None:
     with suppress(OSError):
         os.read(attempt.parent, 1)
     _leaving.acquire()
-    end(attempt.folder, os.getsid(0))
+    # Not from here: when Ray's servers are killed, Ray ends this process, in the middle of it.
+    hand_over(attempt.folder, os.getsid(0))
+    time.sleep(2 * MOST)
     os._exit(1)
 
 
