@@ -64,8 +64,9 @@ def _column(graph: Graph, name: str) -> ast.Column:
 
 
 def _source(node: Node) -> ast.Source:
-    said = {key: value for key, value in node.attributes.items() if key != "count"}
-    return ast.Source(expression(node.attributes["count"]), _names(node.writes), _attrs(said), NOWHERE)
+    stated = dict(node.attributes)
+    count = stated.pop("count")  # stands before the block, and may be wrong in a plan from a file
+    return ast.Source(expression(count), _names(node.writes), _attrs(stated), NOWHERE)
 
 
 def _node(node: Node) -> ast.Node:
