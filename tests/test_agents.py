@@ -253,7 +253,7 @@ EVERY = range(8)  # rows, of which any may be told of first
             (2, 3),
             "TimeoutError: it takes longer than 10 s, its `timeout`",
         ),
-        ("import os; os._exit(3)", (), "the process of its agents has ended, with exit status 3"),
+        ("import os; os._exit(3)", range(8), "ProcessExit: it ends its process with status 3, at {path}:18"),
         ("import os; os.kill(os.getpid(), 9)", (), "the process of its agents has ended, with signal SIGKILL"),
     ],
 )

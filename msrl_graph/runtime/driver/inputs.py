@@ -107,14 +107,14 @@ def _entry(path: Path) -> Entry:
         entry = Entry(str(path), status.st_size, status.st_mtime_ns, sampled)
         if status.st_size <= SMALL:
             content = path.read_bytes()
-            keys = _config_keys(content) if path.suffix == ".json" and status.st_size <= _KEYS else {}
+            keys = _entries(content) if path.suffix == ".json" and status.st_size <= _KEYS else {}
             entry = replace(entry, sha256=hashlib.sha256(content).hexdigest(), keys=keys)
     except OSError:
         return Entry(str(path), -1, 0, "")
     return entry
 
 
-def _config_keys(content: bytes) -> dict[str, str]:
+def _entries(content: bytes) -> dict[str, str]:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
