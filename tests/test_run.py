@@ -322,9 +322,9 @@ def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place)
     # Under tensor parallelism a rank waits in a collective while the first one asks.
     hurried = ("run { iterations", "dock { deadline = 5 s }\n  run { iterations")
     place.write(MINE, hurried, ("{ dp = 2, zero = 3 }", "{ tp = 2 }"), evaluated=False)
-    (
-        stale := place.temporary / "msrl-run-x"
-    ).mkdir()  # as a run leaves it of which all was killed: the next one removes it
+    # As a run leaves it of which all was killed: the next one removes it.
+    stale = place.temporary / "msrl-run-k1lled00"
+    stale.mkdir(mode=0o700)
     os.utime(stale, (0, 0))
     code, _, err = place.run("p.rlg", *SMALL, "--out", "a")
     assert code == 3

@@ -251,7 +251,7 @@ def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawin
     # Of the memory that the ranks of the replica share on a host: after the folder of temporary files, with which it is
     # cleared where a rank is killed before all have it open.
     name = f"{Path(tempfile.gettempdir()).name}-{uuid4().hex}".encode().ljust(255)
-    shared = torch.frombuffer(bytearray(name), dtype=torch.uint8)  # a name of a file has 255 bytes at most
+    shared = torch.tensor(list(name), dtype=torch.uint8)  # a name of a file has 255 bytes at most
     dist.broadcast(shared, group=group, group_src=0)
     memory = bytes(shared.tolist()).decode().strip()
 

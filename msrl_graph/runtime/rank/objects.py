@@ -10,6 +10,7 @@ import hmac
 import pickle
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import distributed as dist
 
@@ -29,7 +30,8 @@ def seal_with(token: bytes) -> None:
 def seal(value: Any) -> torch.Tensor:
     """Return the bytes of a value behind their digest."""
     data = pickle.dumps(value, protocol=5)
-    return torch.frombuffer(bytearray(hmac.digest(_token, data, "sha256") + data), dtype=torch.uint8)
+    sealed = bytearray(hmac.digest(_token, data, "sha256") + data)
+    return torch.from_numpy(np.frombuffer(sealed, np.uint8))
 
 
 def unseal(sealed: torch.Tensor) -> Any:
@@ -57,26 +59,22 @@ def broadcast(value: T, group: dist.ProcessGroup, source: int) -> T:
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return on each rank the values of all ranks of a group, in their order."""
-    sizes, padded = _padded(value, group)
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    return [unseal(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+    return [unseal(sealed) for sealed in _all_sealed(value, group)]
 
 
 def gather(value: T) -> list[T] | None:
     """Return on rank 0 the values of all ranks, in their order; None on the others."""
-    sizes, padded = _padded(value, None)
-    parts = [torch.empty_like(padded) for _ in sizes] if dist.get_rank() == 0 else None
-    dist.gather(padded, parts, dst=0)
-    if parts is None:
-        return None
-    return [unseal(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+    sealed = _all_sealed(value, None)
+    return [unseal(each) for each in sealed] if dist.get_rank() == 0 else None
 
 
-def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[list[int], torch.Tensor]:
-    """The sizes of all ranks' values, and this rank's value, as long as the largest."""
+def _all_sealed(value: Any, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Return the sealed values of all ranks of a group, in their order."""
     sealed = seal(value)
     told = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(told, torch.tensor([len(sealed)]), group=group)
     sizes = [int(size) for size in told]
-    return sizes, torch.nn.functional.pad(sealed, (0, max(sizes) - len(sealed)))
+    padded = torch.nn.functional.pad(sealed, (0, max(sizes) - len(sealed)))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
