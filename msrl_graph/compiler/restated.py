@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..diagnostics import NOWHERE
 from ..dsl import ast
+from ..hardware.device_kinds import HOST
 from ..ir.declared import Declared
 from ..ir.graph import Edge, Expr, Graph, Node
 from ..ir.kinds import Counts, Flag, Name, Quantity, String, ValueKind, Words
@@ -24,7 +25,7 @@ def restated(plan: Plan) -> ast.File:
     graph, deploy = plan.graph, plan.deploy
     items = (
         _algorithm(graph),
-        ast.Cluster(_name(plan.cluster.name), (ast.Attr(_name("device"), _string("cpu"), NOWHERE),), NOWHERE),
+        ast.Cluster(_name(plan.cluster.name), (ast.Attr(_name("device"), _string(HOST.name), NOWHERE),), NOWHERE),
         _deploy(graph, deploy, plan.cluster.name),
     )
     return ast.File("", items, NOWHERE)
