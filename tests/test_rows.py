@@ -14,7 +14,7 @@ from stage import EXAMPLE, PROMPTS, Stage, one_rank
 from test_engines import sampling
 from tokenizers import Tokenizer
 
-from msrl_graph import compile
+from msrl_graph import compile, noise
 from msrl_graph.cli import run_main
 from msrl_graph.ir.attributes import Generate
 from msrl_graph.runtime.data import recording as rows
@@ -276,7 +276,8 @@ def rolled(folder, takes, groups=2):
     said, found = sampling(samples=2, max_tokens=5), []
     for mine in np.array_split(np.arange(4), groups):
         context = [PROMPTS[i] for i in mine]
-        rollout = Rollout(task, mine, context, said, Generate.of(node), takes, 0, lambda of: of)
+        stream = noise.Stream(0, "token", node.name, "train")
+        rollout = Rollout(task, mine, context, said, Generate.of(node), takes, 0, lambda of: of, stream)
         taken = rollout.replay(rows.Recording(plan, folder), node, ("response", "response.logp"))
         tokens = {row: [g.tokens.tolist() for g in rollout.grown[row]] for row in taken}
         found.append((tokens, [(c.position, c.cuts, len(c.responses)) for c in rollout.cut(taken)]))
