@@ -239,7 +239,7 @@ def test_a_run_of_a_model_with_a_link_out_of_its_folder_is_refused_with_the_way_
     assert "same.json" not in told and "help: remove the link, or copy the file into the folder" in told
     plan = compile("program.rlg")
     sent = shipping.files(plan)
-    assert str(source / "same.json") in sent and not [p for p, content in sent.items() if b"secret" in content]
+    assert str(source / "same.json") in sent and not [p for p, file in sent.items() if b"secret" in file.content]
     # The fix that the message names.
     for name in ("again.txt", "secret.txt", "additional_chat_templates"):
         (source / name).unlink()
@@ -264,7 +264,7 @@ def test_what_links_of_a_model_at_a_url_lead_out_to_is_not_fetched(
 def test_a_shipped_file_is_laid_inside_the_runs_folder_whatever_its_path_is(tmp_path: Path) -> None:
     up = "../" * (len(tmp_path.parts) + 8)
     path = f"{tmp_path}/{up}planted/one.py"
-    folder = shipped.lay({path: b"planted"})
+    folder = shipped.lay({path: shipped.File(b"planted", 0)})
     assert (folder / shipped.FILES / "planted" / "one.py").read_bytes() == b"planted"
 
 
