@@ -473,7 +473,8 @@ def test_when_an_update_is_due(judge):
     assert [i for i in range(12) if late.due(i)] == [2, 5, 8, 11] and all(always.due(i) for i in range(12))
 
 
-@pytest.mark.parametrize(("most", "cut"), [(2, 8), (3, 0)])  # the example's answers are two digits and the end token
+# The example's answers are two digits and the end token: of these draws one goes on.
+@pytest.mark.parametrize(("most", "cut"), [(2, 8), (3, 1)])
 def test_what_is_told_of_responses_and_steps(most, cut):
     stage = Stage(
         one_rank(

@@ -6,6 +6,7 @@ plan's places, nor of the order in which it is asked for.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,12 @@ def keys(prefix: Sequence[int], numbers: range) -> list[int]:
     """The keys of `prefix` and each of the numbers."""
     state = key(*prefix) + 0x9E3779B97F4A7C15 & _MASK
     return [_mix(state ^ _mix(n + 0x9E3779B97F4A7C15 & _MASK)) for n in numbers]
+
+
+def stream(seed: int, purpose: str, name: str) -> int:
+    """The key of a run's stream, as `noise.Stream` makes it; that module needs numpy, which is not loaded here."""
+    digest = hashlib.blake2b(f"{purpose}\0{name}".encode(), digest_size=8).digest()
+    return key(seed, int.from_bytes(digest, "little"))
 
 
 def share(bits: int) -> float:
@@ -89,8 +96,6 @@ class Draws:
 
     def mini_batches(self, node: str, iteration: int, epoch: int, units: int, size: int) -> list[list[int]]:
         """The units of each round of an update, ascending."""
-        order = [
-            u
-            for _, u in sorted(zip(keys((self.specs.seed, iteration, epoch), range(units)), range(units), strict=True))
-        ]
+        drawn = keys((stream(self.specs.seed, "mini_batch", node), iteration, epoch), range(units))
+        order = [u for _, u in sorted(zip(drawn, range(units), strict=True))]
         return [sorted(order[i : i + size]) for i in range(0, units, size)]
