@@ -62,6 +62,7 @@ def test_a_run_takes_what_a_file_imports_from_the_users_folders(reward, tmp_path
 def test_a_process_uses_the_files_as_they_were_taken(reward, tmp_path):
     """Whatever was written into them since, and though some are gone."""
     run = tmp_path / "run"
+    run.mkdir(mode=0o700)
     shipped.lay_in(run, {str(p): File(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(reward)})
     for name in TAKEN:
         (tmp_path / name).write_text("raise RuntimeError('this was written later')\n")
