@@ -54,11 +54,13 @@ class Limits(NamedTuple):
 
 class Stat(NamedTuple):
     """What the system knows of a process or of a thread: its state (`T`: stopped, `Z`: dead, `D`: waits for a disk,
-    `R`: computes or would), its start in clock ticks, and how many seconds of a processor it has had."""
+    `R`: computes or would), its start in clock ticks, how many seconds of a processor it has had, and how many pages it
+    had to wait for, as of a file that it has mapped."""
 
     state: str
     start: int
     computed: float
+    faults: int
 
 
 def stat(pid: int | str) -> Stat | None:
@@ -67,7 +69,7 @@ def stat(pid: int | str) -> Stat | None:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return Stat(fields[0].decode(), int(fields[19]), (int(fields[11]) + int(fields[12])) / _TICKS)
+    return Stat(fields[0].decode(), int(fields[19]), (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[9]))
 
 
 class Heart:
@@ -229,13 +231,15 @@ def _hearts(home: Path) -> dict[str, tuple[int, int, int]]:
 
 def _bytes(pid: int) -> int:
     """What a process has read and written, pages of mapped files included."""
+    now = stat(pid)
     try:
         lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
-        faults = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[9])
-    except (OSError, IndexError):
+    except OSError:
+        return 0
+    if now is None:
         return 0
     told = {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
-    return told.get("rchar", 0) + told.get("wchar", 0) + faults * _PAGE
+    return told.get("rchar", 0) + told.get("wchar", 0) + now.faults * _PAGE
 
 
 def _flushed() -> int:

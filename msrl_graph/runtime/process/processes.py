@@ -20,12 +20,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from ...files import private
+from .heartbeat import stat
 
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
 NICENESS = "RAY_worker_niceness"  # Ray's setting
@@ -62,10 +64,15 @@ def alive(pid: int) -> bool:
 
 def stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal."""
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
+    now = stat(pid)
+    return now is not None and now.state == "T"
+
+
+def wait_for_end(pids: Collection[int], seconds: float) -> None:
+    """Wait until none of these processes is alive, at most so long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and any(map(alive, pids)):
+        time.sleep(0.005)
 
 
 class Temporary:
@@ -129,9 +136,7 @@ class Temporary:
         """Ends the keeper without the work that it is for."""
         with suppress(ProcessLookupError):
             os.kill(self.keeper, signal.SIGKILL)
-        until = time.monotonic() + 2
-        while alive(self.keeper) and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_for_end([self.keeper], 2.0)
         with suppress(OSError):
             self._stdin.close()
         self._stdout.close()
@@ -147,9 +152,7 @@ class Temporary:
                 self._drop()
                 end(str(self.folder), self._session)
             os.close(self._held)
-        until = time.monotonic() + 2
-        while alive(self.keeper) and time.monotonic() < until:
-            time.sleep(0.005)
+        wait_for_end([self.keeper], 2.0)
 
     def _ended(self) -> bool:
         """Waits until the keeper has done its work; whether it has."""
@@ -232,9 +235,7 @@ def end(folder: str, session: int = 0) -> None:
         if not left:
             time.sleep(0.02)
         # Dead is enough: who is nobody's child here stays a zombie until the system's first process has time for it.
-        wait = time.monotonic() + 2
-        while time.monotonic() < min(wait, until) and any(alive(process.pid) for process in left):
-            time.sleep(0.02)
+        wait_for_end([process.pid for process in left], min(2.0, until - time.monotonic()))
     _remove_shared(Path(folder).name)
     shutil.rmtree(folder, ignore_errors=True)
 
