@@ -100,7 +100,7 @@ def test_a_manifest_names_files_of_its_folder_only(tmp_path, plan, name):
     """Hosts are sent files by these names."""
     path = save(tmp_path, plan, 3)
     forge(path, name=name)
-    with pytest.raises(Unsound, match="is no name of a file in its folder"):
+    with pytest.raises(Unsound, match="is not the name of a file in its folder"):
         sound(path)
 
 

@@ -39,18 +39,18 @@ def lines(place):
         (
             (("ray::FunctionHost", KEEPER), ("ray::RankHost",), ("driver.driver",)),
             [
-                "functions of host 0 does not move for 10 s (stopped); killed; started again",
-                "the keeper does not move for 10 s (stopped); killed; another one was started",
-                "rank 0 does not move for 10 s (stopped); killed; starting anew from ",
-                "the driver does not move for 10 s (stopped); killed; starting anew from ",
+                "functions of host 0 has not moved for 10 s (stopped); killed; started again",
+                "the keeper has not moved for 10 s (stopped); killed; another one was started",
+                "rank 0 has not moved for 10 s (stopped); killed; starting anew from ",
+                "the driver has not moved for 10 s (stopped); killed; starting anew from ",
             ],
         ),
         pytest.param(
             (("ray::DockHost",), ("raylet/raylet",), ("gcs/gcs_server",)),
             [
-                "dock of host 0 does not move for 10 s (stopped); killed; started again",
-                "Ray's raylet does not move for 10 s (stopped); killed; starting anew from ",
-                "Ray's gcs_server does not move for 10 s (stopped); killed; starting anew from ",
+                "dock of host 0 has not moved for 10 s (stopped); killed; started again",
+                "Ray's raylet has not moved for 10 s (stopped); killed; starting anew from ",
+                "Ray's gcs_server has not moved for 10 s (stopped); killed; starting anew from ",
             ],
             marks=pytest.mark.long,
         ),

@@ -72,10 +72,10 @@ def test_who_is_stopped_or_holds_the_interpreter_is_killed_and_who_moves_is_not(
         assert made["stopped"].wait(5) == made["holds"].wait(5) == -signal.SIGKILL
         assert made["waits"].poll() is None and made["loops"].poll() is None
         assert sorted(told) == [
-            "holds does not move for 2 s (none of its Python code runs); killed",
-            "stopped does not move for 1 s (stopped); killed",
+            "holds has not moved for 2 s (none of its Python code runs); killed",
+            "stopped has not moved for 1 s (stopped); killed",
         ]
-        assert ended(tmp_path)[made["stopped"].pid] == ("stopped", "stopped does not move for 1 s (stopped); killed")
+        assert ended(tmp_path)[made["stopped"].pid] == ("stopped", "stopped has not moved for 1 s (stopped); killed")
 
 
 def test_who_writes_moves_though_no_python_code_runs(tmp_path):
@@ -146,8 +146,8 @@ time.sleep(300)
         told = look(Watch(tmp_path, LIMITS, lambda: {"Ray's raylet": server.pid}), 2)
         assert server.wait(5) == -signal.SIGKILL
         assert sorted(told) == [
-            "Ray's raylet does not move for 1 s (stopped); killed",
-            "a process of rank 1 (nest) does not move for 1 s (stopped); killed",
+            "Ray's raylet has not moved for 1 s (stopped); killed",
+            "a process of rank 1 (nest) has not moved for 1 s (stopped); killed",
         ]
         assert stopped(other) and not stopped(nest)
         os.kill(other, signal.SIGKILL)

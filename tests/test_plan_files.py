@@ -65,7 +65,7 @@ EDITS = {
         lambda p: p["docks"].update(deadline=0.0),
         "`docks.deadline` is not what the compiler makes of its program",
     ),
-    "a deploy named as another folder": (lambda p: p["deploy"].update(name="../../x"), "`../../x` is no name"),
+    "a deploy named as another folder": (lambda p: p["deploy"].update(name="../../x"), "`../../x` is not a name"),
     "a function that is not in the file": (
         lambda p: node(p, "actor.generate")["attributes"]["environment"].update(value=f"{__file__}:Nothing"),
         "has no class `Nothing`",

@@ -179,7 +179,7 @@ while True:
     keeper, leader, marked = map(int, pids)
     os.kill(keeper, number)
     told = process.stdout.readline()
-    what = "died" if number == signal.SIGKILL else "does not move for 0 s (stopped); killed"
+    what = "died" if number == signal.SIGKILL else "has not moved for 0 s (stopped); killed"
     assert told.startswith(f"the keeper {what}; another one was started "), told
     other = int(told.split()[-1])
     assert not alive(keeper) and alive(other) and all(map(alive, (leader, marked))) and Path(folder).is_dir()

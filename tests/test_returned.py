@@ -124,8 +124,8 @@ def test_numbers_of_other_types_are_the_same_numbers(value, dtype, made):
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
-        ("{1: 'a', '1': 'b'}", "a key that is no text: int 1"),
-        ("[{'a': {True: 1}}]", "a key that is no text: bool True"),
+        ("{1: 'a', '1': 'b'}", "a key that is not text: int 1"),
+        ("[{'a': {True: 1}}]", "a key that is not text: bool True"),
         ("float('nan')", "what JSON does not know"),
         ("{'a': [float('inf')]}", "what JSON does not know"),
         ("{'a': {1, 2}}", "what JSON does not know (Object of type set is not JSON serializable)"),

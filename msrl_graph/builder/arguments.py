@@ -72,7 +72,7 @@ class Arguments:
         if text in RESERVED:
             self.fail(f"`{text}` is a reserved word", span, "choose another name")
         if not NAME.fullmatch(text):
-            self.fail(f"`{text}` is no name", span, "a name is letters, digits and `_`, and begins with no digit")
+            self.fail(f"`{text}` is not a name", span, "a name is letters, digits and `_`, and begins with no digit")
         return ast.Name(text, span)
 
     def name(self, parameter: str, text: str) -> ast.Name:

@@ -131,7 +131,7 @@ def _program(plan: Plan) -> Iterator[str]:
 def _lowered(plan: Plan) -> Lowered:
     """What comes of the program that says what a plan says. Raises Fault."""
     if odd := next((n for n in _names(plan) if not NAME.fullmatch(n)), ""):
-        raise Fault(Diagnostic("bad-plan", f"`{odd}` is no name"))
+        raise Fault(Diagnostic("bad-plan", f"`{odd}` is not a name"))
     context = Context(
         load=lambda target, of_file, span: parse("", target),
         library=algorithms.library(),

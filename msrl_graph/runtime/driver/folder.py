@@ -22,7 +22,7 @@ from ..data import recording as rows
 from ..weights import checkpoint
 from . import inputs
 
-DRIVER = "msrl_graph.runtime.driver.driver"  # the module that a driver's process runs
+DRIVER_MODULE = "msrl_graph.runtime.driver.driver"  # the module that a driver's process runs
 ORPHAN = 15.0  # seconds that a driver is left to end after its supervisor
 
 # All that a run makes in its folder.
@@ -192,5 +192,5 @@ def _same(handle: Path, folder: os.stat_result) -> bool:
 def _supervises(pid: int) -> bool:
     """Whether a process that has a run's folder open is not just the driver, which ends with its supervisor."""
     with suppress(OSError):
-        return DRIVER.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return DRIVER_MODULE.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

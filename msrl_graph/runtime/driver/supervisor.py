@@ -39,12 +39,12 @@ from ..process.processes import MARK, Temporary, nicer, stopped, sweep
 from ..weights import checkpoint
 from . import inputs, mirror, shipping, vigil
 from .edited import Edited
-from .folder import DRIVER, check_own, clear, lock, make
+from .folder import DRIVER_MODULE, check_own, clear, lock, make
 from .inputs import Digesting
 from .prepared import PLAIN, Options, Prepared, prepare
 
 # -P: the folder in which a run is started may be anybody's, and no module is to come from it.
-PROGRAM = ("-P", "-m", DRIVER)
+PROGRAM = ("-P", "-m", DRIVER_MODULE)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = 20.0  # seconds from a signal that asks to stop at once until the driver is killed
 

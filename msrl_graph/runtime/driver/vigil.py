@@ -1,6 +1,6 @@
 """What the supervisor does beside waiting for a driver: it looks at it, and at the keeper.
 
-Invariant: the supervisor waits for nobody who does not move: a driver is killed then, a keeper replaced.
+Invariant: the supervisor does not wait for a process that does not move: it kills a driver and replaces a keeper.
 """
 
 from __future__ import annotations

@@ -232,7 +232,7 @@ def _json(name: str, value: Any) -> str:
     try:
         text = as_json(value)
         if (key := _odd_key(value)) is not None:
-            raise Misfit(f"a key that is no text: {brief(key)}", "JSON belongs")
+            raise Misfit(f"a key that is not text: {brief(key)}", "JSON belongs")
     except Misfit as misfit:
         raise BadResult(f"it returned {brief(value)} for `{name}`: {misfit}") from None
     return text

@@ -121,7 +121,7 @@ class _Patient:
 
 
 class Watch:
-    """Looks at the hearts in a folder, and kills who does not move. `me` is not looked at."""
+    """Looks at the hearts in a folder, and kill the processes that do not move. `me` is not looked at."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Watch:
 
     def _end(self, name: str, pid: int, seconds: float, how: str) -> str:
         """Kills a process, unless another one does; why."""
-        why = f"{name} does not move for {seconds:.0f} s ({how}); killed"
+        why = f"{name} has not moved for {seconds:.0f} s ({how}); killed"
         mine = True
         try:
             self.home.mkdir(mode=0o700, exist_ok=True)

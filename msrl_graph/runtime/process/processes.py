@@ -123,7 +123,7 @@ class Temporary:
             well, self._standing = alive(self.keeper), self._standing + seconds if stopped(self.keeper) else 0.0
             if well and self._standing < limit:
                 return ""
-            how = f"does not move for {self._standing:.0f} s (stopped); killed" if well else "died"
+            how = f"has not moved for {self._standing:.0f} s (stopped); killed" if well else "died"
             self._drop()
             if not self._begin(str(self.folder)):
                 return ""  # no process can be started now: this one does its work

@@ -242,7 +242,7 @@ def manifest_of(path: Path) -> Manifest:
     ) as error:  # no JSON of ours, no text, or brackets without end
         raise Unsound(f"its {MANIFEST} is damaged: {error}") from None
     if outside := [f.name for f in manifest.files if "/" in f.name or not f.name.strip(".")]:
-        raise Unsound(f"its {MANIFEST} cannot be right: `{outside[0]}` is no name of a file in its folder")
+        raise Unsound(f"its {MANIFEST} cannot be right: `{outside[0]}` is not the name of a file in its folder")
     counts = {"iteration": manifest.iteration, "lines": manifest.lines, "position": manifest.position + 1}
     counts |= {f"steps of {name}": count for name, count in manifest.steps.items()}
     if below := next((what for what, count in counts.items() if count < 0), ""):
