@@ -278,10 +278,24 @@ class Supervisor:
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
             shipped.lay_in(folder, self.files)
-            changed = self.made.changed if known and known[0] == self.made.begin else ()
-            given = (answer.fileno(), resume, lines, self.options, self.doors.ports, restarts, self.made.url, patience)
-            of_run = (self.edited, parent, self.lock, changed, inputs.data(self.made.inputs))
-            attempt = Attempt(plan, str(out), str(folder), *given, *of_run)
+            attempt = Attempt(
+                plan,
+                str(out),
+                str(folder),
+                answer=answer.fileno(),
+                resume=resume,
+                lines=lines,
+                options=self.options,
+                ports=self.doors.ports,
+                restarts=restarts,
+                url=self.made.url,
+                patience=patience,
+                edited=self.edited,
+                parent=parent,
+                lock=self.lock,
+                changed=self.made.changed if known and known[0] == self.made.begin else (),
+                data=inputs.data(self.made.inputs),
+            )
             private.write(folder / "attempt.json", msgspec.json.encode(attempt))  # the token of the page is in it
             try:
                 why = self._drive(attempt, out / "logs", kept)
