@@ -202,6 +202,13 @@ def test_latent_attention_draws_alike(layout, tmp_path):
     ranks.run(layout.devices, _divided, layout, models.load(made, Path("/"), None, NOWHERE))
 
 
+def test_latent_attention_turns_plain_positions_alike(tmp_path):
+    """Without YaRN, whose positions another part of vLLM turns."""
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    made = latent(tmp_path, rope_parameters=plain, rms_norm_eps=1e-4, moe_intermediate_size=WIDTH)
+    ranks.run(1, _divided, Layout(), models.load(made, Path("/"), None, NOWHERE))
+
+
 def _beside(rank, _, places):
     """Engines of other models and layouts on the same ranks, in turn."""
     made = [(filled(vllm(layout, rank, of=of), of), filled(engines.generator(of), of)) for layout, of in places]

@@ -308,11 +308,15 @@ def _turns(model: Model) -> None:
         )
 
 
-def as_stated(module: Any) -> None:
-    """Gives the norms of latents the epsilon that transformers has for them: its own, whatever the config's is."""
-    for name, norm in module.named_modules():
+def as_stated(module: Any, on_host: bool) -> None:
+    """Gives the norms of latents the epsilon that transformers has for them: its own, whatever the config's is. On a
+    host latents' positions are turned by torch: vLLM's kernel there takes plain ones in [tokens, heads x size] alone,
+    and is given [tokens, heads, size]."""
+    for name, part in module.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
-            norm.variance_epsilon = LATENT_EPSILON
+            part.variance_epsilon = LATENT_EPSILON
+        if on_host and hasattr(part, "kv_b_proj"):
+            part.rotary_emb._forward_method = part.rotary_emb.forward_native
 
 
 def settle(module: Any, dtype: Any, turned: bool) -> None:

@@ -166,7 +166,7 @@ class Engine:
         named = dict(runner.model.named_parameters())
         for parameter in named.values():
             parameter.requires_grad_(False)
-        as_stated(runner.model)
+        as_stated(runner.model, kind.is_host)
         # What no run changes, of this stage: it sleeps with the rest.
         fixed = transformer.fixed(weights.model)
         self._fixed = [(named.pop(name), value) for name, value in fixed.items() if name in named]
