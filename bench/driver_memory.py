@@ -36,11 +36,13 @@ def main() -> None:
                     found.append((place.lines("run"), psutil.Process(pid).memory_info().rss))
                     if len(found) % 60 == 0:
                         print(f"{found[-1][0]} lines, {found[-1][1] / 1e6:.1f} MB", flush=True)
-        late = np.array([x for x in found if x[0] >= BEGIN], float)
-        grown = float(np.polyfit(late[:, 0], late[:, 1], 1)[0]) if len(late) > 2 else float("nan")
-        print(
-            json.dumps({"iterations": options.iterations, "bytes_an_iteration": round(grown), "status": process.wait()})
-        )
+        status, late = process.wait(), np.array([x for x in found if x[0] >= BEGIN], float)
+        if len(late) < 3:
+            raise SystemExit(
+                f"the run ended with status {status} after {place.lines('run')} lines: {BEGIN} are too few"
+            )
+        grown = float(np.polyfit(late[:, 0], late[:, 1], 1)[0])
+        print(json.dumps({"iterations": options.iterations, "bytes_an_iteration": round(grown), "status": status}))
 
 
 if __name__ == "__main__":
