@@ -1,6 +1,7 @@
 """What hangs is treated as what died: it is found, killed, named and replaced. A folder has one writer."""
 
 import os
+import resource
 import signal
 import time
 from contextlib import suppress
@@ -70,6 +71,23 @@ def test_whoever_is_stopped_is_killed_named_and_replaced(place, stopped, told):
         assert err.count(line) == 1, err
     assert err.count("starting anew") == sum("starting anew" in line for line in told), err
     assert [x["iteration"] for x in metrics(place.folder / "results")] == [*range(8)]
+    place.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_driver_that_can_open_no_more_files_is_replaced(place):
+    """Whoever can connect to Ray's ports on the machine can take its descriptors."""
+    program(place, *ONE_RANK, evaluated=False, iterations=6, save=1)
+    process = place.start("p.rlg", *SMALL, "--out", "results")
+    place.wait_for_lines("results", 2)
+    driver = pid_of(place, "driver.driver")
+    opened = len([*Path(f"/proc/{driver}/fd").iterdir()])
+    resource.prlimit(driver, resource.RLIMIT_NOFILE, (opened, opened))
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 0, err
+    assert err.count("starting anew from ") == 1, err
+    assert [x["iteration"] for x in metrics(place.folder / "results")] == [*range(6)]
     place.assert_clean()
 
 

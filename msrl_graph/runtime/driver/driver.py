@@ -6,6 +6,7 @@ Invariant: the supervisor is told, whatever happens. When it is gone this proces
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -122,6 +123,9 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
     except HostLost as error:
         return Result("died", f"{error}{driver.words()}")
     except (RunError, OSError, checkpoint.Unsound) as error:
+        # A process has so many, and whoever connects to Ray's ports on the machine takes some.
+        if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+            return Result("died", f"the driver can open no more files: {error}")
         return Result("failed", str(error))
 
 
