@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,13 @@ def test_help_is_applied(tmp_path: Path, kind: str) -> None:
     (prompt,) = told(program(tmp_path, kind, 'prompt = "qestion", answer = "answers"'))
     assert prompt.help.startswith("did you mean `question`? ")
     compile(program(tmp_path, kind, 'prompt = "question", answer = "answers"'))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pipe_is_told_and_holds_nobody(tmp_path: Path, kind: str) -> None:
+    os.mkfifo(tmp_path / kind)
+    with pytest.raises(Fault, match="cannot be read: it is not a regular file"):
+        next(datafile.rows(Data("source", str(tmp_path / kind), {})))
 
 
 def test_many_fields_are_not_all_named(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,6 +153,11 @@ def cut(model: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def piped(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    os.mkfifo(model / "model.safetensors")
+
+
 def headed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def apply(model: Path) -> None:
         header, rest = parts(model)
@@ -193,6 +199,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "tensor": (without("model.norm.weight"), "hold no `model.norm.weight`, which the policy `actor` computes with"),
     "short": (cut, "cannot be read: its tensors end at byte"),
     "empty": (lambda m: (m / "model.safetensors").write_bytes(b""), "its header has 0 bytes, the file 0"),  # type: ignore[arg-type, return-value]
+    "pipe": (piped, "cannot be read: it is not a regular file"),
     "header": (headed(lambda h: [h]), "its header is no JSON object"),
     "entry": (headed(lambda h: {**h, "more": {"shape": 1}}), "its header does not describe `more`"),
     "type": (headed(quantized), "is of the type F8_E4M3"),

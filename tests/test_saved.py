@@ -232,17 +232,22 @@ def test_a_run_of_a_model_with_a_link_out_of_its_folder_is_refused_with_the_way_
     source = linked(tmp_path / "model", secret)
     Path("rows.jsonl").write_text('{"question": "12+3=", "answer": "15"}\n' * 4)
     Path("program.rlg").write_text(PROGRAM.format(model="./model"))
+    weights = secret.with_name("w.safetensors")
+    shutil.move(source / "model.safetensors", weights)
+    (source / "model.safetensors").symlink_to(weights)
     assert run_main(["program.rlg", "--dry-run"]) == 1
     told = capsys.readouterr().err
     for name in ("again.txt", "secret.txt", "additional_chat_templates/shadow"):
         assert f"`{name}` in the model folder {source} is a link out of it, to {secret}" in told, told
+    assert f"`model.safetensors` in the model folder {source} is a link out of it, to {weights}" in told, told
     assert "same.json" not in told and "help: remove the link, or copy the file into the folder" in told
     plan = compile("program.rlg")
     sent = shipping.files(plan)
     assert str(source / "same.json") in sent and not [p for p, file in sent.items() if b"secret" in file.content]
     # The fix that the message names.
-    for name in ("again.txt", "secret.txt", "additional_chat_templates"):
+    for name in ("again.txt", "secret.txt", "additional_chat_templates", "model.safetensors"):
         (source / name).unlink()
+    shutil.copy(weights, source / "model.safetensors")
     (source / "secret.txt").write_text(secret.read_text())
     assert run_main(["program.rlg", "--dry-run"]) == 0, capsys.readouterr().err
 

@@ -26,7 +26,7 @@ from msrl_graph.files import private, urls
 from msrl_graph.runtime.data.columns import Column, Piece
 from msrl_graph.runtime.dock.segments import LOCK, Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse
-from msrl_graph.runtime.driver.folder import check_own
+from msrl_graph.runtime.driver.folder import check_free, check_links, check_own
 from msrl_graph.runtime.driver.supervisor import PROGRAM
 from msrl_graph.runtime.process import processes
 from msrl_graph.runtime.process.report import RunError
@@ -310,6 +310,41 @@ def test_results_do_not_go_to_a_folder_that_others_can_write_to(tmp_path, capsys
     check_own(out)
     (tmp_path / "link").symlink_to(out)
     check_own(tmp_path / "link")
+
+
+def test_results_do_not_go_through_links_of_a_folder_that_came_from_a_stranger(tmp_path):
+    """The fix that the message names is applied; links that stay inside, or that nobody writes at, are left alone."""
+    out, outside = tmp_path / "out", tmp_path / "outside"
+    outside.mkdir()
+    for name in ("checkpoints/000002", "weights/actor", "logs"):
+        (out / name).mkdir(parents=True)
+    (out / "checkpoints" / "best").symlink_to(outside)
+    (out / "weights" / "best").symlink_to("actor")
+    (out / "notes").symlink_to(outside)
+    check_links(out)
+    for name in (
+        "plan.json",
+        "trace.json",
+        "metrics.jsonl",
+        "weights/actor/model.safetensors",
+        "logs/it's.log",
+        "rows",
+    ):
+        link = out / name
+        link.symlink_to(outside / "file")
+        with pytest.raises(Fault, match=f"{re.escape(name)} is a link to .*, where the run would write") as fault:
+            check_links(out)
+        subprocess.run(
+            re.search("remove the link: (rm .*);", fault.value.diagnostics[0].help)[1], shell=True, check=True
+        )
+        check_links(out)
+
+
+def test_results_do_not_go_where_another_run_was_quicker(tmp_path):
+    check_free(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(Fault, match="another run has written into"):
+        check_free(tmp_path)
 
 
 @stranger.needed

@@ -107,6 +107,8 @@ def _wrong(worker: Worker, model: Model, there: Held, updated: bool) -> list[Dia
 def _header(file: Path) -> dict[str, dict[str, Any]]:
     """The tensors of a safetensors file, by name: an object's length in eight bytes, the object, then all tensors'
     bytes. Raises ValueError: it is none, or not whole."""
+    if not file.is_file():
+        raise ValueError("it is not a regular file")
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

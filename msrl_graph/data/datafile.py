@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -82,6 +83,9 @@ def bad(data: Data, number: int, what: str, help: str = "") -> Fault:
 def _told(data: Data) -> Iterator[None]:
     """What goes wrong with the file, told at its line in the program."""
     try:
+        # A pipe would hold whoever opens it, and can be read once.
+        if not stat.S_ISREG(Path(data.path).stat().st_mode):
+            raise OSError("it is not a regular file")
         yield
     except FileNotFoundError:
         raise Fault(Diagnostic("missing-file", f"there is no data file {data.path}", data.span)) from None

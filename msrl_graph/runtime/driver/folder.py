@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault
 from ...files import private
+from ...files.contained import escape
 from ...ir.plan import Plan
 from ..data import recording as rows
 from ..weights import checkpoint
@@ -140,6 +142,28 @@ def check_own(out: Path) -> None:
         raise Fault(Diagnostic("bad-value", what, help=help)) from None
     except OSError as error:
         raise _unfit(out, error) from None
+
+
+def check_links(out: Path) -> None:
+    """Fault for a link in an output folder that leads out of it, where the run writes.
+
+    No run makes one, so somebody else has, as in a folder that was copied from a stranger. Checkpoints are written
+    under new names, so what else lies beside them is nobody's concern.
+    """
+    for path in (out / name for name in MADE):
+        inner = path.rglob("*") if path.is_dir() and path.name != checkpoint.FOLDER else ()
+        for link in (p for p in (path, *inner) if p.is_symlink()):
+            if target := escape(link, out):
+                what = f"{link} is a link to {target}, where the run would write"
+                help = f"remove the link: rm {shlex.quote(str(link))}; or name another folder with --out"
+                raise Fault(Diagnostic("bad-value", what, help=help))
+
+
+def check_free(out: Path) -> None:
+    """Fault for an output folder that was free when it was chosen, and has results of another run by now."""
+    if any((out / name).exists() for name in MADE):
+        what = f"another run has written into {out} meanwhile"
+        raise Fault(Diagnostic("bad-value", what, help="name another folder with --out"))
 
 
 @contextmanager

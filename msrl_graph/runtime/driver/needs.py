@@ -68,11 +68,11 @@ def check(plan: Plan) -> dict[str, data.Looked]:
 
 
 def _links(model: Model) -> Iterator[Diagnostic]:
-    """Links that lead out of a model's folder: their content would be copied with the model."""
+    """Links that lead out of a model's folder: their content would be copied or trained, and saved."""
     folder = Path(model.path)
     for file, target in (saved.links_out(folder) if folder.is_dir() else {}).items():
         what = f"`{file.relative_to(folder)}` in the model folder {model.path} is a link out of it, to {target}"
-        help = "remove the link, or copy the file into the folder: a run copies the folder's files with the weights"
+        help = "remove the link, or copy the file into the folder: a run saves weights with copies of the other files"
         yield Diagnostic("missing-file", what, model.span, help)
 
 

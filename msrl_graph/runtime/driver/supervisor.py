@@ -39,7 +39,7 @@ from ..process.processes import MARK, Temporary, nicer, stopped, sweep
 from ..weights import checkpoint
 from . import inputs, mirror, shipping, vigil
 from .edited import Edited
-from .folder import DRIVER_MODULE, check_own, clear, lock, make
+from .folder import DRIVER_MODULE, check_free, check_links, check_own, clear, lock, make
 from .inputs import Digesting
 from .prepared import PLAIN, Options, Prepared, prepare
 
@@ -157,6 +157,9 @@ class Supervisor:
             self.console.print(line)
         check_own(out)
         with lock(out) as self.lock, self._signals():
+            check_links(out)
+            if not (self.made.goes_on or self.options.overwrite):
+                check_free(out)
             try:
                 if self.options.overwrite and self.made.url and not self.made.goes_on:
                     mirror.clear(self.made.url)

@@ -2,6 +2,7 @@
 
 Invariant: what is written has the mode that the umask gives, and a failure is an OSError, whichever library writes.
 Nothing outside a model's folder is copied out of it: links that lead out are refused before a run, and left out after.
+Weights are not copied, but what is trained from them is saved, so that their links are refused too.
 """
 
 from __future__ import annotations
@@ -89,8 +90,9 @@ def beside(source: Path) -> Iterator[Path]:
 
 
 def links_out(source: Path) -> dict[Path, Path]:
-    """Return where links in a model's folder lead outside it, for the files that would be copied with the model."""
-    return {file: target for file in sorted(_listed(source)) if (target := escape(file, source))}
+    """Return where links in a model's folder lead outside it, for its weights and what would be copied with them."""
+    files = {*_listed(source), *source.glob("*.safetensors")}
+    return {file: target for file in sorted(files) if (target := escape(file, source))}
 
 
 def _listed(folder: Path) -> Iterator[Path]:
