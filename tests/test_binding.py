@@ -68,6 +68,9 @@ def pairs(good: "LogProbs", bad: LogProbs, logp, good_lengths, lengths, old_leng
           values=None, *, form: Literal["a"] = "a") -> Rows: ...
 
 @loss_term
+def scored(chosen: Scores, rejected: Scores | None = None) -> Rows: ...
+
+@loss_term
 def plain(entropy: Tokens, x: Tokens) -> Tokens: ...
 
 def mix(response, extra=None, *scores, weights: Sequence[float], how: Literal["low"] | Maker, rng) -> float: ...
@@ -91,6 +94,7 @@ def whole(logp, values): ...
         False,
         ("entropy",),
     )
+    assert (found["scored"].scores, found["scored"].logps) == ({"chosen", "rejected"}, frozenset())
     mix = found["mix"]
     assert (mix.columns, mix.optional, mix.rest, mix.rng) == (("response", "extra"), frozenset(), "scores", True)
     assert mix.options == (Option("weights", True, several=True), Option("how", True, ("low",), calls=("twice",)))
@@ -106,6 +110,15 @@ def whole(logp, values): ...
         ("dpo", "policy", ""),
         ("value_clip", "value", ""),
         ("value_clip", "reward_model", ""),
+        ("bradley_terry", "reward_model", ""),
+        *(
+            (
+                "bradley_terry",
+                kind,
+                f"`bradley_terry` needs scores of rows, which a {name} such as `actor` does not give",
+            )
+            for kind, name in (("policy", "policy"), ("value", "value worker"))
+        ),
         (
             "value_clip",
             "policy",
@@ -133,7 +146,8 @@ def test_a_term_needs_what_its_worker_gives(term: str, kind: str, message: str) 
     found = term_worker(replace(graph, nodes=nodes, workers=workers), algorithms.library())
     assert [d.message for d in found] == ([message] if message else [])
     if kind != "policy" and message:
-        assert found[0].help == "terms for it: `value_clip`"
+        scoring = "`bradley_terry`, " if kind == "reward_model" else ""
+        assert found[0].help == f"terms for it: {scoring}`value_clip`"
 
 
 @pytest.mark.parametrize(

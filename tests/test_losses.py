@@ -13,8 +13,9 @@ from msrl_graph import algorithms
 clip, cispo, kl_cov, clip_cov, entropy, sft = (
     algorithms.load("loss", name) for name in ("clip", "cispo", "kl_cov", "clip_cov", "entropy", "sft")
 )
-truncated, masked, trusted, value_clip, dpo, distil = (
-    algorithms.load("loss", name) for name in ("truncated", "masked", "trusted", "value_clip", "dpo", "distil")
+truncated, masked, trusted, value_clip, dpo, distil, bradley_terry = (
+    algorithms.load("loss", name)
+    for name in ("truncated", "masked", "trusted", "value_clip", "dpo", "distil", "bradley_terry")
 )
 
 
@@ -181,6 +182,18 @@ def test_dpo_of_large_margins_and_of_no_rows():
     assert len(dpo(**none)[0]) == 0
     empty = {**PAIRS, "rejected": f64(-3), "ref_rejected": f64(-2), "rejected_lengths": torch.tensor([1, 0])}
     assert same(dpo(**empty, form="ipo"), 3.75**2, 36)  # an empty response counts as 0: z = -1
+
+
+def test_bradley_terry_by_hand():
+    """Margins of 2 and of -0.5; chosen is favoured by sigmoid(margin)."""
+    chosen, rejected = f64(1.5, -1, 1e5).requires_grad_(), f64(-0.5, -0.5, -1e5)
+    loss, figures = bradley_terry(chosen, rejected)
+    assert same(loss.detach(), math.log(1 + math.exp(-2)), math.log(1 + math.exp(0.5)), 0)
+    loss.sum().backward()
+    assert same(chosen.grad, -1 / (1 + math.exp(2)), -1 / (1 + math.exp(-0.5)), 0)
+    assert same(figures["margin"].detach(), 2, -0.5, 2e5) and figures["accuracy"].tolist() == [1, 0, 1]
+    loss, figures = bradley_terry(f64(1.5, -1e5), f64(-0.5, 0), margin=1.5)
+    assert same(loss, math.log(1 + math.exp(-0.5)), 1e5 + 1.5) and same(figures["margin"], 2, -1e5)
 
 
 def test_figures_by_hand():

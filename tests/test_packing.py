@@ -31,6 +31,18 @@ def test_each_token_is_asked_for_at_the_position_before_it(rows, data):
     assert asked == expected
 
 
+@given(st.lists(st.tuples(st.lists(st.integers(0, 99), max_size=3), tokens), min_size=1, max_size=6))
+def test_a_token_that_is_scored_itself_is_asked_for_at_its_own_position(rows):
+    """The last one at the end of the sequence, where a row that is scored as a whole is, too."""
+    context, response = (ragged([np.array(r[i], np.int32) for r in rows], np.int32) for i in (0, 1))
+    every = np.arange(len(rows))
+    packed, whole = pack([context], [response], every, after=True), pack([context, response], [], every)
+    assert packed["ids"].tolist() == whole["ids"].tolist()
+    assert packed["position"].tolist() == [len(a) + i for a, b in rows for i in range(len(b))]
+    ends = np.cumsum([len(b) for _, b in rows]) - 1
+    assert packed["position"][ends].tolist() == whole["position"].tolist()
+
+
 def test_no_rows_still_make_a_batch():
     empty = ragged([np.zeros(2, np.int32)], np.int32)
     packed = pack([empty], [empty], np.zeros(0, np.int64))

@@ -33,6 +33,7 @@ BY_HAND = {
     "best_of_n": "test_selection.py::test_best_of_n_by_hand",
     "best_random": "test_selection.py::test_best_random_is_the_best_and_any_other",
     "best_worst": "test_selection.py::test_best_worst_by_hand",
+    "bradley_terry": "test_losses.py::test_bradley_terry_by_hand",
     "contains": "test_rewards.py::test_words_in_common_by_hand",
     "exact_match": "test_algorithms.py::test_rewards",
     "length_reward": "test_rewards.py::test_length_reward_by_hand",

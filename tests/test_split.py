@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import PAIRS, ROLLOUT, planned, scoring
+from tiny import PAIRS, ROLLOUT, SCORES, planned, scoring
 
 from msrl_graph import algorithms
 from msrl_graph.runtime.rank import loss, split
 
 # A term of the package -> the program, its update, and what it is called with there.
 CALLS = {
+    "bradley_terry": (SCORES, "judge.update", "bradley_terry(0.5)"),
     "cispo": (ROLLOUT, "actor.update", "cispo(low = 0.3)"),
     "clip": (ROLLOUT, "actor.update", "clip(0.2, dual = 3.0)"),
     "clip_cov": (ROLLOUT, "actor.update", "clip_cov(share = 0.01, least = 0)"),
@@ -39,7 +40,7 @@ def update(term, judge):
     """A graph, and an update in it with this term as its loss."""
     text, name, call = CALLS[term]
     graph = planned(text, judge=judge).graph
-    if name == "critic.update":
+    if name != "actor.update":
         return graph, graph.node(name)
     graph = planned(
         text, ("loss = dpo(0.1)" if text == PAIRS else LOSS, f"loss = {call}" if text == PAIRS else call), judge=judge

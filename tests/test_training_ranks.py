@@ -10,7 +10,7 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from stage import share
-from tiny import PAIRS, ROLLOUT, built, scoring, staged
+from tiny import PAIRS, ROLLOUT, SCORES, built, scoring, staged
 from torch import distributed as dist
 
 from msrl_graph.runtime.dock.wire import Batch
@@ -24,14 +24,24 @@ BY_ROWS = ("optimizer", "reduce = sequences, optimizer")
 # Terms of the whole mini-batch, beside others: one token has the largest covariance, and of several that may one is
 # drawn.
 WHOLE = ("clip(0.2, ratio = sequence)", "kl_cov(0.05) + clip_cov(share = 0.1, least = 0)")
+# The numbers of a reward model, next to its update.
+INFERRED = (
+    ("  }\n", "    better : f32[chosen]\n    worse : f32[rejected]\n  }\n"),
+    ("node", "node judge.infer(prompt, chosen, rejected) -> better, worse\n  node"),
+    ("source ->", "source -> judge.infer\n  source ->"),
+)
 PROGRAMS = {
     "rollout": (ROLLOUT, STILL),
     "sequences": (ROLLOUT, STILL, BY_ROWS),
     "whole": (ROLLOUT, STILL, WHOLE),
     "pairs": (PAIRS, STILL),
+    "scores": (SCORES, STILL, *INFERRED),
 }
-TRAINED = dict.fromkeys(PROGRAMS, ("actor.update", "critic.update")) | {"pairs": ("actor.update",)}
-FROZEN = dict.fromkeys(PROGRAMS, ("teacher.infer", "judge.infer")) | {"pairs": ("reference.infer",)}
+TRAINED = dict.fromkeys(PROGRAMS, ("actor.update", "critic.update")) | {
+    "pairs": ("actor.update",),
+    "scores": ("judge.update",),
+}
+FROZEN = dict.fromkeys(PROGRAMS, ("teacher.infer", "judge.infer")) | {"pairs": ("reference.infer",), "scores": ()}
 
 
 def laid(program, layout):
@@ -50,7 +60,7 @@ def working(rank, judge):
     def act(program, layout, columns, shares, micro):
         here, report, written = stage(program, layout), Report(""), {}
         whole = np.concatenate([np.array(s, np.int64) for s in shares])
-        placement = here.plan.placement("actor.update")
+        placement = here.plan.placement(TRAINED[program][0])
         mine = np.array(shares[placement.layout.coordinates(rank).dp], np.int64)
         elements = {c: int(column.lengths[whole].sum()) for c, column in columns.items()}
         part = share(mine, max(map(len, shares)), len(whole), elements)

@@ -1,9 +1,10 @@
-"""Programs beyond one policy, from text to trained weights: pairs from data alone, and a critic with a teacher and a
-reward model."""
+"""Programs beyond one policy, from text to trained weights: pairs from data alone, for a policy and for a reward
+model, and a critic with a teacher and a reward model."""
 
 import json
 
 import pytest
+import torch
 from place import metrics, ran, rows_of
 from tiny import ROLLOUT, scoring
 
@@ -25,6 +26,22 @@ deploy pairs on laptop {
   run { iterations = 2, seed = 0 }
 }
 """
+SCORED = """
+import bradley_terry
+algorithm scored extends bradley_terry {
+  node reward.update { epochs = 4, optimizer = adamw(lr = 1e-3) }
+}
+cluster laptop { device = "cpu", nodes = 1, devices_per_node = 2 }
+deploy scored on laptop {
+  set pairs = 16
+  set prompt_len = 6
+  set response_len = 5
+  model reward_model = "./model"
+  data source = "pairs.jsonl"
+  layout reward.update { dp = 2, zero = 3 }
+  run { iterations = 2, seed = 0 }
+}
+"""
 CRITIC = """
 cluster laptop { device = "cpu", nodes = 1, devices_per_node = 2 }
 deploy tiny on laptop {
@@ -40,11 +57,17 @@ deploy tiny on laptop {
 """
 
 
-def test_pairs_from_data_alone(place):
-    """The same 16 pairs twice, four steps each: a policy that is its reference comes to prefer what was chosen."""
+def write_pairs(place):
+    """16 pairs, in a file."""
     sums = [(a, b) for a in (12, 37, 58, 81) for b in (9, 23, 46, 70)]
     rows = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 10)} for a, b in sums]
     (place.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def test_pairs_from_data_alone(place):
+    """The same 16 pairs twice, four steps each: a policy that is its reference comes to prefer what was chosen."""
+    rows = write_pairs(place)
     (place.folder / "p.rlg").write_text(PAIRS)
     ran(place, "--out", "one", "--record")
     first, last = metrics(place.folder / "one")
@@ -58,6 +81,31 @@ def test_pairs_from_data_alone(place):
     table = rows_of(place.folder / "one", 1)
     assert sorted(table["chosen_text"].to_pylist()) == sorted(r["chosen"] + "<eos>" for r in rows)
     assert [len(x) for x in table["ref_rejected"].to_pylist()] == [len(x) for x in table["rejected"].to_pylist()]
+
+
+def test_a_reward_model_from_pairs_alone(place):
+    """It begins without a preference; the model that the run leaves orders the pairs when transformers scores them."""
+    from tokenizers import Tokenizer
+    from transformers import AutoModelForSequenceClassification
+
+    rows = write_pairs(place)
+    (place.folder / "p.rlg").write_text(SCORED)
+    ran(place, "--out", "one")
+    first, last = metrics(place.folder / "one")
+    assert first["updates"] == last["updates"] == 4 and first["rows"] == 64
+    assert last["loss/bradley_terry"] < first["loss/bradley_terry"] < 0.6932  # log 2 is that of equal scores
+    assert last["bradley_terry/margin"] > first["bradley_terry/margin"] > 0
+    assert last["bradley_terry/accuracy"] > first["bradley_terry/accuracy"]
+    folder = place.folder / "one" / "weights" / "reward"
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+
+    @torch.no_grad()
+    def score(text):
+        return float(model(torch.tensor([tokenizer.encode(text + "<eos>").ids])).logits)
+
+    right = [score(r["prompt"] + r["chosen"]) > score(r["prompt"] + r["rejected"]) for r in rows]
+    assert sum(right) >= 16 * last["bradley_terry/accuracy"]
 
 
 def test_a_critic_and_a_reward_model(place):

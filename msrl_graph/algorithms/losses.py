@@ -4,8 +4,8 @@ Each takes flat float tensors with one value a response token, of all rows of a 
 such a tensor back; how tokens are reduced is the update's `reduce`, not the term's. A term that returns `Rows` gives
 one value a row. What it gives for a row depends on that row alone, unless its mark says `scope="mini_batch"`: then it
 is called once with all rows of the mini-batch, and may draw by `rng`. What the update fills is described in
-signatures.py: `logp`, `entropy`, `values` and `LogProbs` are differentiable, `lengths` are whole numbers. A term may
-give figures beside its loss, (loss, {name: values}), whose means are metrics.
+signatures.py: `logp`, `entropy`, `values`, `LogProbs` and `Scores` are differentiable, `lengths` are whole numbers. A
+term may give figures beside its loss, (loss, {name: values}), whose means are metrics.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
     Tokens: TypeAlias = Tensor
     LogProbs: TypeAlias = Tensor
+    Scores: TypeAlias = Tensor
     Rows: TypeAlias = Tensor
     Figures: TypeAlias = dict[str, Tensor]
-else:
-    Tokens = LogProbs = Rows = Figures = object  # annotations are read by the compiler, where torch is not installed
+else:  # annotations are read by the compiler, where torch is not installed
+    Tokens = LogProbs = Scores = Rows = Figures = object
 
 
 @loss_term
@@ -281,6 +282,21 @@ def dpo(
 
     loss = (1 - smoothing) * f(z) + smoothing * f(-z) if smoothing else f(z)
     return loss, {"margin": z, "accuracy": (z > 0).float()}
+
+
+@loss_term
+def bradley_terry(chosen: Scores, rejected: Scores, *, margin: NotNegative = 0.0) -> tuple[Rows, Figures]:
+    """The loss of a reward model that learns from pairs, -log sigmoid(chosen - rejected - margin), one value a pair
+    (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
+
+    `chosen` and `rejected` are the scores, by the weights being updated, of the prompt with either response behind it,
+    and `margin` is by how much the first is to be above the second. Tells the `margin` of each pair, chosen - rejected,
+    and whether it is above 0 (`accuracy`).
+    """
+    from torch.nn.functional import softplus
+
+    difference = chosen - rejected
+    return softplus(margin - difference), {"margin": difference, "accuracy": (difference > 0).float()}
 
 
 @loss_term

@@ -206,7 +206,7 @@ def generator(verb: str, work: Work) -> Moments:
     assert verb == "generate"
     alone = _Layer(work)
     each = work.rows * work.samples
-    width = max(1, work.prompt + work.response - 1)
+    width = work.fed
     # Of latent attention the latents; one layer's are expanded at a time, into keys and values together, keys, and
     # scores, which kernels store where values have another size than keys.
     latent = work.model.latent

@@ -35,22 +35,21 @@ class Sizes:
 
     @cached_property
     def tokens(self) -> int:
-        """Distinct tokens that are fed: prompts once each, responses but for their last token, which predicts
-        nothing."""
+        """Distinct tokens that are fed: prompts once each, and of responses what is fed behind them."""
         w = self.work
-        return max(1, self._most((w.prompts, 0, w.prompt), (w.rows, w.prompt, w.prompt + w.response - 1)))
+        return max(1, self._most((w.prompts, 0, w.prompt), (w.rows, w.prompt, w.fed)))
 
     @cached_property
     def laid(self) -> int:
         """With context parallelism as many as make up what a rank lays out: of a ring a part of each row, of Ulysses
         whole rows of a part of the heads."""
         w = self.work
-        return w.rows * -(-max(1, w.prompt + w.response - 1) // w.layout.cp)
+        return w.rows * -(-w.fed // w.layout.cp)
 
     @cached_property
     def scored(self) -> int:
         w = self.work
-        return self._most((w.rows, w.prompt - 1, w.prompt - 1 + w.response))
+        return self._most((w.rows, w.fed - w.response, w.fed))
 
     def _most(self, *stretches: tuple[int, int, int]) -> int:
         """Of stretches of depths, each with so many tokens at a depth, the tokens of the context-parallel rank that has
@@ -134,7 +133,7 @@ class Sizes:
     def rows(self) -> int:
         """Token ids and indices, 64-bit, and a few float32 columns of responses."""
         w = self.work
-        laid, scored = w.rows * max(1, w.prompt + w.response - 1), w.rows * w.response
+        laid, scored = w.rows * w.fed, w.rows * w.response
         own = 3 * self.tokens + self.laid + self.scored * (1 if w.layout.cp == 1 else 2)
         return 8 * (laid + 3 * scored + own) + 4 * 6 * scored
 

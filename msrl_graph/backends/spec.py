@@ -223,10 +223,11 @@ class Shard:
 
 # What a trainer is handed: sequences of tokens, as tensors by name, in the host's memory. `ids` are all tokens end to
 # end, `offsets` where each sequence begins, and the end. For each token that is asked for, all sequences one after
-# another, there is its sequence (`row`), the position *before* it (whose state predicts it), and the `token`; where a
-# sequence is scored as a whole, its last position is asked for, and `token` means nothing. Where log-probabilities of
-# other tokens are wanted there too, these are `given` [tokens, k]; where tokens differ in it, each has its
-# `temperature` [tokens, 1].
+# another, there is its sequence (`row`), a `position`, and the `token`. The position is the one *before* the token
+# (whose state predicts it); for a reward model it is the token's own (whose state has seen it). Where a sequence is
+# scored as a whole, its last position is asked for, and `token` means nothing. Where log-probabilities of other tokens
+# are wanted there too, these are `given` [tokens, k]; where tokens differ in it, each has its `temperature`
+# [tokens, 1].
 MicroBatch: TypeAlias = "TensorDict"
 
 
@@ -248,7 +249,7 @@ class Outputs(NamedTuple):
     [tokens], or [tokens, k]; differentiable, but for the k best."""
 
     logp: Tensor | None = None
-    values: Tensor | None = None  # the score of the state before each token, or of a whole sequence
+    values: Tensor | None = None  # the score at each position that is asked for
     entropy: Tensor | None = None  # nats; of an update always, differentiable where it was asked for
     given: Tensor | None = None
     best: Tensor | None = None  # log-probabilities, the likeliest first

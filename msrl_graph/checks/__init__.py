@@ -61,7 +61,6 @@ CHECKS: tuple[Check, ...] = (
     terms.unused_reads,
     terms.unread_mask,
     terms.joined_pair,
-    terms.scores_of_tokens,
     columns.unused,
 )
 # These stay true of a graph of which some statements could not be read; the others might follow from what is missing.

@@ -259,7 +259,8 @@ def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> 
     if not tokens and node.verb != "generate":
         wrong(node, "reads no tokens", "add the columns that its model computes on, in their order")
     read = sequences(graph, node)
-    if node.verb in ("infer", "update") and read.scored and not read.context and tokens <= {*node.reads}:
+    predicts = node.verb in ("infer", "update") and _kind(graph, node) != "reward_model"
+    if predicts and read.scored and not read.context and tokens <= {*node.reads}:
         response = read.scored[0]
         what = f"scores `{response}` with nothing before it, which its first token could be predicted from"
         if not whole(graph, node):
@@ -385,16 +386,9 @@ def _help(graph: Graph, node: Node, column: str, call: Expr, signature: Signatur
 
 
 def lacking(graph: Graph, node: Node, signature: Signature) -> list[str]:
-    """What a term of a loss wants filled and the weights that are updated do not give."""
+    """What a term of a loss takes that the weights being updated do not give."""
     kind = _kind(graph, node)
-    if signature.kind != "loss" or kind not in KINDS:
-        return []
-    return [f for f in withheld(kind) if f in signature.fills] or sorted(signature.logps if kind != "policy" else ())
-
-
-def withheld(kind: str) -> tuple[str, ...]:
-    """What of that which terms may want filled the weights of a worker's kind do not give."""
-    return ("values",) if kind == "policy" else ("logp", "entropy")
+    return signature.unfit(kind) if signature.kind == "loss" and kind in KINDS else []
 
 
 def span(call: Expr, node: Node) -> Span:

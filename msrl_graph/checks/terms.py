@@ -15,10 +15,12 @@ from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.sequences import is_tokens, of_response, sequences, tempered
 from ..ir.signatures import FILLED, ROUNDING
 from .columns import Library
-from .scope import calls, lacking, span, taken, withheld
+from .scope import calls, lacking, span, taken
 from .staleness import sampled
 
 WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
+# What a term takes, in words; all else are log-probabilities.
+TAKEN = {"values": "predictions of values", "entropy": "entropies", "Scores": "scores of rows"}
 
 
 def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -29,32 +31,30 @@ def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
         kind = kinds.get(node.worker, "")
         for call, signature in calls(node, library):
             if without := lacking(graph, node, signature):
-                what = {"values": "predictions of values", "entropy": "entropies"}.get(
-                    without[0], "log-probabilities of tokens"
-                )
+                what = TAKEN.get(without[0], "log-probabilities of tokens")
                 message = (
                     f"`{signature.name}` needs {what}, which {WORKERS[kind]} such as `{node.worker}` does not give"
                 )
-                help = _others(library, withheld(kind), kind != "policy")
+                help = _others(library, kind)
                 found.append(Diagnostic("term-worker", message, span(call, node), help))
     return found
 
 
-def _others(library: Library, none: tuple[str, ...], no_logps: bool) -> str:
-    """The terms that need none of this."""
+def _others(library: Library, kind: str) -> str:
+    """The terms that take what the weights of a worker of this kind give."""
     known = [s for (k, _), (s, _) in sorted(library.items()) if k == "loss"]
-    terms = [s for s in known if {*s.fills} - {"lengths", ROUNDING} or s.logps]
-    fitting = [f"`{s.name}`" for s in terms if not set(s.fills) & set(none) and not (no_logps and s.logps)]
+    terms = [s for s in known if {*s.fills} - {"lengths", ROUNDING} or s.logps or s.scores]
+    fitting = [f"`{s.name}`" for s in terms if not s.unfit(kind)]
     return f"terms for it: {', '.join(fitting)}" if fitting else ""
 
 
 def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Parameters that stand for the log-probabilities of tokens, and whose column holds none, or none that are
-    scored."""
+    """Parameters that stand for the log-probabilities of tokens, or the score of a text that they end, and whose column
+    holds none, or none that are scored."""
     found = []
     for node in graph.verb("update"):
         for call, signature in calls(node, library):
-            for parameter in sorted(signature.logps):
+            for parameter in sorted(signature.logps | signature.scores):
                 name = call.columns().get(parameter, parameter)
                 column = next((c for c in graph.columns if c.name == name and name in node.reads), None)
                 if column is not None and column.element in ELEMENTS and (column.element != "i32" or not column.dims):
@@ -127,30 +127,13 @@ def joined_pair(graph: Graph, library: Library) -> list[Diagnostic]:
         message = (
             f"`{node.name}` reads `chosen` and `rejected` as one text: it trains on `{other}` as what follows `{one}`"
         )
-        help = (
-            f"to learn what was chosen, leave `rejected` out of what `{node.name}` reads; to learn from pairs, "
-            "`loss = dpo()`, with the log-probabilities of both by a reference"
-        )
+        kind = next((w.kind for w in graph.workers if w.name == node.worker), "")
+        help = {
+            "policy": f"to learn what was chosen, leave `rejected` out of what `{node.name}` reads; to learn from "
+            "pairs, `loss = dpo()`, with the log-probabilities of both by a reference",
+            "reward_model": "to learn from pairs, `loss = bradley_terry()`",
+        }.get(kind, f"leave one of them out of what `{node.name}` reads")
         found.append(Diagnostic("joined-pair", message, node.span, help, "warning"))
-    return found
-
-
-def scores_of_tokens(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Reward models that write a number for each token: none of them is the score of the row."""
-    found = []
-    kinds = {w.name: w.kind for w in graph.workers}
-    for node in graph.verb("infer"):
-        for column in map(graph.column, node.writes):
-            if kinds.get(node.worker) == "reward_model" and column.element == "f32" and len(column.dims) == 1:
-                message = (
-                    f"`{column.name}` of `{node.name}` has a score of what stands before each token: the last token "
-                    "is in none of them, and none is the score of the row"
-                )
-                help = (
-                    f"for the score of the whole row declare `{column.name} : f32`; for a value of each state, let "
-                    f"`{node.worker}` be a `value` worker"
-                )
-                found.append(Diagnostic("token-scores", message, node.span, help, "warning"))
     return found
 
 

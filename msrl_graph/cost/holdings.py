@@ -20,7 +20,7 @@ from ..ir.attributes import Generate, Update
 from ..ir.graph import Node, Value, Worker
 from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
-from ..ir.sequences import bound, sequences
+from ..ir.sequences import bound, scores_texts, sequences
 from ..ir.work import Work, kv_elements, micro_batches
 from ..sharding.layout import Side, held, stage_parts
 from . import general
@@ -192,6 +192,7 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
         prompt=prompt,
         response=response,
         samples=alike,
+        after=scores_texts(plan.graph, graph_node),
         batches=batches,
         divided=is_divided(plan, engines, node),
         trained=update_of(plan, graph_node.worker) is not None,
@@ -251,7 +252,7 @@ def largest(moments: Moments) -> tuple[str, dict[str, int]]:
 def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
     """Tokens of each prompt of a probe: as many as an engine keeps of a prompt, as far as the columns' bounds let both
     ends have them."""
-    bounds = [made.prompt + made.response - 1 for made in (work(plan, engines, n) for n in (src, dst))]
+    bounds = [made.fed for made in (work(plan, engines, n) for n in (src, dst))]
     return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
 
 

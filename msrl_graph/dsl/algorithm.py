@@ -159,7 +159,7 @@ class _Algorithm(Declarations):
             )
         kind = self.workers[worker].kind if worker in self.workers else ""
         statement = "function" if kind == "function" else verb if verb in KINDS.get(kind, ()) else ""
-        per, attributes, whole = Node.per, dict[str, Expr](), False
+        per, attributes, whole, scores = Node.per, dict[str, Expr](), Node.whole, Node.scores
         if kind in KINDS and not statement:
             # A check tells it of graphs of the Python API; here, so that nothing is told that only follows. Its
             # attributes mean nothing.
@@ -173,7 +173,8 @@ class _Algorithm(Declarations):
             attributes = read(node.attrs, statement, kinds, self.names, self.problems, readers)
             per = str(attributes.pop("per").value) if "per" in attributes else per
             self._need(node, statement)
-            whole = "loss" in attributes and caller.whole(attributes["loss"])
+            if "loss" in attributes:
+                whole, scores = caller.whole(attributes["loss"]), caller.scores(attributes["loss"])
             calls = declared.Call.of_stated(attributes).functions if statement == "function" else ()
             # Of several each may take some of the columns.
             if [c.kind for c in calls] == ["call"]:
@@ -183,7 +184,9 @@ class _Algorithm(Declarations):
                 made = attributes[key]
                 caller.taken(node, key, made, self._signature(made, caller), beside)
         gives = tuple(n.text for n in node.writes if n.text in (*writes, *sets)) if sets else ()
-        self.nodes[name] = Node(name, worker, verb, reads, writes, per, attributes, node.head, states, gives, whole)
+        self.nodes[name] = Node(
+            name, worker, verb, reads, writes, per, attributes, node.head, states, gives, whole, scores
+        )
 
     def _find_meant(self) -> None:
         """What edges may call nodes whose worker or verb is misspelt: the mistake is told once, at the node."""

@@ -5,7 +5,7 @@ Invariant: a lowered call has a key for each argument, an option's name or a par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -82,8 +82,17 @@ class Caller:
     def whole(self, loss: Expr) -> bool:
         """Whether a term of a loss needs all rows of the mini-batch at once. One that nobody knows is told
         elsewhere."""
-        keys: list[tuple[CallKind, str]] = [("loss", str(term.value)) for term in loss.calls()]
-        return any(of[key][0].scope == "mini_batch" for key in keys for of in (self.library, self.used) if key in of)
+        return any(signature.scope == "mini_batch" for _, signature in self._terms(loss))
+
+    def scores(self, loss: Expr) -> tuple[str, ...]:
+        """The columns that the node reads of which terms of a loss take the score of each row."""
+        taken = {call.columns().get(p, p) for call, signature in self._terms(loss) for p in signature.scores}
+        return tuple(c for c in self.reads if c in taken)
+
+    def _terms(self, loss: Expr) -> Iterator[tuple[Expr, Signature]]:
+        for call in loss.calls():
+            key: tuple[CallKind, str] = ("loss", str(call.value))
+            yield from ((call, of[key][0]) for of in (self.library, self.used) if key in of)
 
     def call(self, expr: ast.Call, signature: Signature, names: Names) -> Expr:
         """The call with a key for each argument; each wrong argument is told by itself."""

@@ -153,7 +153,8 @@ class Node(Saying):
     - `per`: what it sees at once: a row, the batch, or the name of a column whose rows stay together, as `prompt`.
     - `states`: the states that it reads, with the values that they had when the iteration began. `gives`: where it
       gives next values of states, all that it writes, columns and states, in order.
-    - `whole`: of an update: a term of its loss needs all rows of the mini-batch at once.
+    - Of an update: `whole`: a term of its loss needs all rows of the mini-batch at once; `scores`: the columns of
+      tokens of which terms take the score of each row.
     """
 
     name: str
@@ -167,6 +168,7 @@ class Node(Saying):
     states: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
     whole: bool = False
+    scores: tuple[str, ...] = ()
 
     @property
     def sets(self) -> tuple[str, ...]:

@@ -30,16 +30,23 @@ class Sequences:
 
 def sequences(graph: Graph, node: Node) -> Sequences:
     """Of a node with weights. What is scored: of an infer the columns whose length it writes; of an update those whose
-    length a column that it reads has, else what was generated, else its last column of tokens."""
+    length a column that it reads has and those whose scores a term takes, else what was generated, else its last column
+    of tokens."""
     tokens = [c for c in node.reads if _is_read(graph, node, c)]
     if node.verb == "generate":
         return Sequences(tuple(tokens), tuple(c for c in node.writes if is_tokens(graph, c)))
     beside = node.reads if node.verb == "update" else node.writes
-    scored = {d.like for c in beside for d in graph.column(c).dims} & {*tokens}
+    scored = {*node.scores, *(d.like for c in beside for d in graph.column(c).dims)} & {*tokens}
     if node.verb == "update" and not scored:
         generated = {c for n in graph.verb("generate") for c in n.writes}
         scored = generated & {*tokens} or {*tokens[-1:]}
     return Sequences(tuple(c for c in tokens if c not in scored), tuple(c for c in tokens if c in scored))
+
+
+def scores_texts(graph: Graph, node: Node) -> bool:
+    """Whether a number of a token is the score of the text that ends with it, as a reward model's is: the last one is
+    that of the row. Else it is of the state before the token: a policy's prediction of it, a value worker's value."""
+    return graph.worker(node.worker).kind == "reward_model"
 
 
 def is_tokens(graph: Graph, column: str) -> bool:

@@ -19,7 +19,8 @@ after another:
 
 - `logp`, the log-probability of each response token under the weights being updated, and `entropy`, that of its
   distribution, in nats;
-- `values`, a value worker's prediction before each response token;
+- `values`, a value worker's prediction before each response token, or a reward model's score of the text that ends with
+  it;
 - `lengths`, the response tokens of each row, and `NAME_lengths`, those of the column that the parameter NAME binds;
 - `rounding`, a number: by how many nats two forward passes of the same weights may differ in a token's `logp`, since
   they round in another order. Where a term has a kink at equal log-probabilities, a smaller difference has no sign.
@@ -30,7 +31,9 @@ Of a schedule they are `step`, the number of the optimizer step from 1, and `las
 positional parameters bind states.
 
 A parameter annotated `LogProbs` binds a column of token ids and receives their log-probabilities under the weights
-being updated. A term that returns `Rows` gives one number a row, others one a token.
+being updated. One annotated `Scores` binds a column of token ids and receives one number a row: the score that the
+reward model being updated gives the row's context with this column's tokens behind it, nan where there are none. A
+term that returns `Rows` gives one number a row, others one a token.
 """
 
 from __future__ import annotations
@@ -48,6 +51,14 @@ SCOPES: dict[str, tuple[Scope, ...]] = {"function": ("row", "group", "batch"), "
 PLAIN: tuple[Plain, ...] = get_args(Plain)
 MARKS: dict[str, CallKind] = {"loss_term": "loss", "optimizer": "optimizer", "schedule": "schedule", "option": "option"}
 FILLED = ("logp", "entropy", "values", "lengths")
+# What a term of a loss may take of the weights being updated, and the kinds of workers whose weights give it.
+GIVEN_BY = {
+    "logp": ("policy",),
+    "entropy": ("policy",),
+    "values": ("value", "reward_model"),
+    "LogProbs": ("policy",),
+    "Scores": ("reward_model",),
+}
 ROUNDING = "rounding"
 OF_STEP = ("step", "last")
 GIVEN = ("rng", "tokenizer", "iteration")  # to all but terms of a loss and schedules
@@ -70,11 +81,11 @@ class Option:
 @dataclass(frozen=True)
 class Signature:
     """`columns` are the parameters that bind columns, `optional` those of them that may be missing, `text` those that
-    receive decoded text, `logps` those that receive the log-probabilities of the column that they bind; `rest` the one
-    that takes all other columns. Of the parameters in `together`, options too, a call gives all or none. `fills` are
-    the parameters that the runtime fills, `rows` says that a term gives one number a row, `scope` what it must see at
-    once. `gives` are a function's results as its annotation has them: an array a row (`list[Array]`), a number a row,
-    or "": unknown."""
+    receive decoded text, `logps` those that receive the log-probabilities of the column that they bind, `scores` those
+    that receive the score of each row up to it; `rest` the one that takes all other columns. Of the parameters in
+    `together`, options too, a call gives all or none. `fills` are the parameters that the runtime fills, `rows` says
+    that a term gives one number a row, `scope` what it must see at once. `gives` are a function's results as its
+    annotation has them: an array a row (`list[Array]`), a number a row, or "": unknown."""
 
     name: str
     kind: CallKind
@@ -87,6 +98,7 @@ class Signature:
     together: tuple[str, ...] = ()
     fills: tuple[str, ...] = ()
     logps: frozenset[str] = frozenset()
+    scores: frozenset[str] = frozenset()
     rows: bool = False
     gives: tuple[Literal["array", "number", ""], ...] = ()
 
@@ -94,6 +106,11 @@ class Signature:
     def seeded(self) -> bool:
         """Whether it begins an episode as gymnasium has it: by `seed` and `options`, which are given by name."""
         return {"seed", "options"} <= {o.name for o in self.options}
+
+    def unfit(self, kind: str) -> list[str]:
+        """What a term takes that the weights of a worker of this kind do not give: names of GIVEN_BY."""
+        bound = [name for name, some in (("LogProbs", self.logps), ("Scores", self.scores)) if some]
+        return [name for name, kinds in GIVEN_BY.items() if name in (*self.fills, *bound) and kind not in kinds]
 
     @property
     def rng(self) -> bool:
@@ -182,8 +199,8 @@ def _signature(
     )
     if kind != "loss":
         return signature
-    logps = frozenset(p.arg for p in columns if "LogProbs" in _names(p.annotation))
-    return replace(signature, logps=logps, rows="Rows" in _names(item.returns))
+    logps, scores = (frozenset(p.arg for p in columns if of in _names(p.annotation)) for of in ("LogProbs", "Scores"))
+    return replace(signature, logps=logps, scores=scores, rows="Rows" in _names(item.returns))
 
 
 def _kind(item: Def) -> CallKind:

@@ -18,6 +18,7 @@ class Work:
 
     - `rows` of a micro-batch (of a generation: prompts at once), which have `prompts` different beginnings of
       `prompt` tokens, and `response` tokens each. 8 responses to 2 prompts are 8 rows of 2 prompts.
+    - `after`: a row's last token is fed too, since its own state is scored; else it predicts nothing.
     - `batches`: micro-batches before an optimizer step. `divided`: weights at rest are divided over dp. `trained`:
       they have an optimizer.
     - `activations_away`: what layers keep for their backward pass lies in host memory in between. `optimizer_away`: so
@@ -34,6 +35,7 @@ class Work:
     prompt: int
     response: int
     samples: int = 1
+    after: bool = False
     batches: int = 1
     divided: bool = False
     trained: bool = False
@@ -44,6 +46,11 @@ class Work:
     given: bool = False
     optimizer: Optimizer | None = None
     on_host: bool = False
+
+    @property
+    def fed(self) -> int:
+        """Tokens of a row that are fed, those of its prompt among them."""
+        return max(1, self.prompt + self.response - (not self.after))
 
 
 def micro_batches(rows: int, size: int, layout: Layout) -> int:

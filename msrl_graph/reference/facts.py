@@ -147,9 +147,8 @@ def _function_text(signature: Signature) -> str:
     facts += [f"All or none of {either(signature.together, ' and ')}."] if signature.together else []
     filled = either(tuple(f for f in signature.fills if f != "rng" and not f.endswith("lengths")), " and ")
     facts += [f"The update gives it {filled}."] if filled and signature.kind == "loss" else []
-    facts += (
-        [f"{either(tuple(sorted(signature.logps)), ' and ')} stand for columns of tokens."] if signature.logps else []
-    )
+    tokens = tuple(sorted(signature.logps | signature.scores))
+    facts += [f"{either(tokens, ' and ')} stand for columns of tokens."] if tokens else []
     facts += [
         f"`{o.name}`: {either((*o.words, *(f'{c}(…)' for c in o.calls)))}."
         for o in signature.options

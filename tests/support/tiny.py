@@ -1,6 +1,7 @@
 """Two small programs with all that a training half computes: rollouts with a critic, a reward model and a teacher;
 pairs from data."""
 
+import re
 import shutil
 
 import numpy as np
@@ -68,15 +69,26 @@ algorithm pairs {
   source -> reference.infer -> actor.update
 }
 """
+SCORES = """
+algorithm scores {
+  columns {
+    prompt       : i32[<= 6]
+    chosen       : i32[<= 5]
+    rejected     : i32[<= 5]
+  }
+  worker judge : reward_model
+  source(8) -> prompt, chosen, rejected
+  node judge.update(prompt, chosen, rejected) { loss = bradley_terry(), optimizer = adamw(lr = 1e-3) }
+  source -> judge.update
+}
+"""
 WHERE = """
 cluster laptop { device = "cpu", nodes = 1, devices_per_node = RANKS }
 deploy here on laptop {
-  model policy = "./model"
   data source = "train.jsonl" { prompt = "prompt" }
   MORE
 }
 """
-SCORING = 'model value = "./model"\n  model reward_model = "{}"'
 
 
 def planned(text, *changes, ranks=1, more="", judge="./model"):
@@ -84,11 +96,13 @@ def planned(text, *changes, ranks=1, more="", judge="./model"):
     for old, new in changes:
         assert old in text, old
         text = text.replace(old, new)
-    where = WHERE.replace("RANKS", str(ranks)).replace(
-        "MORE", f"{SCORING.format(judge) if ': value' in text else ''}\n  {more}"
-    )
-    if "chosen" in text:
-        where = where.replace('{ prompt = "prompt" }', '{ prompt = "prompt", chosen = "answer", rejected = "prompt" }')
+    models = {"policy": "./model", "value": "./model", "reward_model": judge}
+    stated = [f'model {kind} = "{path}"' for kind, path in models.items() if f": {kind}" in text]
+    where = WHERE.replace("RANKS", str(ranks)).replace("MORE", "\n  ".join([*stated, more]))
+    if given := re.search(r"source\(8\) -> (.*)", text):
+        fields = ("prompt", *["answer"] * 2)
+        stated = [f'{c} = "{field}"' for c, field in zip(given[1].split(", "), fields, strict=False)]
+        where = where.replace('{ prompt = "prompt" }', f"{{ {', '.join(stated)} }}")
     return compile(EXAMPLE / "tiny.rlg", text=text + where.replace("deploy here", f"deploy {text.split()[1]}"))
 
 
@@ -136,7 +150,7 @@ def pairs(stage):
     columns = {"prompt": ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2))}
     for name, sizes in (("chosen", (3, 5, 1, 4, 2, 5, 3, 2)), ("rejected", (1, 2, 5, 4, 4, 3, 1, 1))):
         columns[name] = ragged([draw.integers(3, 13, n) for n in sizes], np.int32)
-    return columns | stage.act("reference.infer", columns)
+    return columns | (stage.act("reference.infer", columns) if "reference" in stage.trainers else {})
 
 
 def apart(stage):

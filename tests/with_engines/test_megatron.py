@@ -38,16 +38,19 @@ def model(folder, **changes):
     return found
 
 
-def micro_batches(rank, layout):
+def micro_batches(rank, layout, scores=False):
     """Of 16 rows those of a data-parallel group, two or four at a time, some with a common beginning; their responses
-    hold padding tokens (0) too, as a policy may draw them."""
+    hold padding tokens (0) too, as a policy may draw them. With `scores` every other one is a reward model's."""
     draw = np.random.default_rng(0)
     prompts = [draw.integers(2, 16, draw.integers(2, 7)) for _ in range(ROWS // 2)]
     contexts = ragged([prompts[i // 2] for i in range(ROWS)], np.int32)
     responses = ragged([draw.integers(0, 16, draw.integers(2, 6)) for _ in range(ROWS)], np.int32)
     own = np.arange(ROWS).reshape(layout.dp, -1)[layout.coordinates(rank).dp]
     size = 2 if layout.vpp > 1 else 4
-    return [pack([contexts], [responses], rows, given=_given(responses, rows)) for rows in own.reshape(-1, size)]
+    return [
+        pack([contexts], [responses], rows, after=scores and i % 2 == 1, given=_given(responses, rows))
+        for i, rows in enumerate(own.reshape(-1, size))
+    ]
 
 
 def _given(responses, rows):
@@ -76,12 +79,12 @@ def _alike(rank, _, layout, of, name):
     scores = of.scores
     alone = engines.trainer(of, optimizer=sgd(lr=0.0, momentum=0.9)) if rank == 0 else None
     engine = engines.built(name, of, layout, rank, engines.mesh(layout), sgd(lr=0.0, momentum=0.9))
-    found, norms, weights = trained(engine, micro_batches(rank, layout), scores)
+    found, norms, weights = trained(engine, micro_batches(rank, layout, scores), scores)
     everyone = [None] * layout.devices
     dist.all_gather_object(everyone, (found, norms, weights))
     if rank:
         return
-    batches = [b for dp in range(layout.dp) for b in micro_batches(layout.rank(tp=0, dp=dp), layout)]
+    batches = [b for dp in range(layout.dp) for b in micro_batches(layout.rank(tp=0, dp=dp), layout, scores)]
     before = {s.name: (s.box, s.tensor.clone()) for s in alone.shards()}
     wanted, want_norms, want_weights = trained(alone, batches, scores)
     told = [layout.rank(tp=0, dp=dp, pp=layout.pp - 1) for dp in range(layout.dp)]

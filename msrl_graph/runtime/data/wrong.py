@@ -177,6 +177,18 @@ class Watch:
             self.tell(node, task, report, reason, rows[new], what.format(values[~np.isfinite(values)][0]))
         return bad | known
 
+    def unscored(
+        self, node: Node, task: Task, report: Report, rows: Array, lengths: dict[str, Array], known: Array
+    ) -> Array:
+        """Reports rows whose score a term takes and that have none, and adds them to the `known` ones."""
+        for column in node.scores:
+            empty = lengths[column] == 0
+            if (empty & ~known).any():
+                what = f"`{column}` holds no token, so it has no score"
+                self.tell(node, task, report, "empty", rows[empty & ~known], what)
+            known = known | empty
+        return known
+
     def logp(
         self, node: Node, task: Task, report: Report, rows: Array, logp: Column, as_drawn: Drawn | None, known: Array
     ) -> Array:

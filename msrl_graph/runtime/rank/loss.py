@@ -48,8 +48,8 @@ class Inputs:
 
     - `fills`: what a parameter of this name gets: `logp`, `entropy` and `values`, a number for each token of the one
       scored column, and `lengths`, how many tokens each row has of it.
-    - By column: `logps`, the log-probabilities of its tokens (or of the ids that it holds for each token), `lengths`,
-      the tokens of each row, and `columns`, what it holds.
+    - By column: `logps`, the log-probabilities of its tokens (or of the ids that it holds for each token), `scores`,
+      the score of each row up to its last token, `lengths`, the tokens of each row, and `columns`, what it holds.
     - `rng`: where terms of the whole mini-batch draw from.
     - `rounding`: what a log-probability may be off by between two passes of the same weights, in nats.
     """
@@ -57,6 +57,7 @@ class Inputs:
     fills: Mapping[str, torch.Tensor]
     columns: Mapping[str, torch.Tensor]
     logps: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
     lengths: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rng: np.random.Generator | None = None
     rounding: float = ROUNDS["f32"]
@@ -94,7 +95,8 @@ def columns(node: Node) -> tuple[set[str], set[str]]:
     held, scored = _named(Update.of(node).loss), set[str]()
     for term, signature in terms(Update.of(node).loss):
         for parameter, column in bound(term, signature, node).items():
-            (scored if parameter in signature.logps else held).add(column)
+            if parameter not in signature.scores:
+                (scored if parameter in signature.logps else held).add(column)
     return held, scored
 
 
@@ -128,7 +130,16 @@ def inputs(
     named = sorted(columns(node)[0] & seen.columns.keys())
     held = {c: flat(seen.columns[c], rows, spread).to(place, non_blocking=True) for c in named}
     filled = {name: getattr(made, name) for name in ("logp", "values", "entropy") if name in wants}
-    return Inputs(filled | {"lengths": lengths[target]}, held, logps, lengths, rng, rounding)
+    values = {} if made.values is None else seen.split(rows, made.values)
+    scores = {c: _last(values[c], lengths[c]) for c in node.scores}
+    return Inputs(filled | {"lengths": lengths[target]}, held, logps, scores, lengths, rng, rounding)
+
+
+def _last(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """The last number of each row, rows one after another in `values`; nan for a row that has none."""
+    some = lengths > 0
+    found = values.new_full((len(lengths),), math.nan)
+    return found.masked_scatter(some, values[(lengths.cumsum(0) - 1)[some]])
 
 
 def _named(expr: Expr) -> set[str]:
@@ -179,7 +190,8 @@ def _value(
 def _arguments(term: Expr, node: Node, inputs: Inputs) -> dict[str, Any]:
     _, signature = _term(term)
     binds = bound(term, signature, node)
-    given: dict[str, Any] = {p: (inputs.logps if p in signature.logps else inputs.columns)[c] for p, c in binds.items()}
+    special = dict.fromkeys(signature.logps, inputs.logps) | dict.fromkeys(signature.scores, inputs.scores)
+    given: dict[str, Any] = {p: special.get(p, inputs.columns)[c] for p, c in binds.items()}
     for name in signature.fills:
         of = name.removesuffix("_lengths")
         if name in ("rng", ROUNDING):

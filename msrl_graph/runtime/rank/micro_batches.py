@@ -35,12 +35,15 @@ def pack(
     scored: Sequence[Column],
     rows: Array,
     masks: Sequence[Column | None] = (),
+    after: bool = False,
     **more: torch.Tensor | None,
 ) -> TensorDict:
     """The rows at positions `rows`: of each the context, then one of the scored columns, a sequence for each of these,
     one column after another; where there is none, the context alone, scored as a whole. Of a column with a mask only
-    the tokens where it is true are asked for. No rows give one sequence of one token and ask for nothing, so that a
-    rank without work can still take part in collectives. `more` is of each token that is asked for."""
+    the tokens where it is true are asked for. A token is asked for at the position before it, which predicts it; with
+    `after` at its own, so that the last one's is that of the whole sequence. No rows give one sequence of one token and
+    ask for nothing, so that a rank without work can still take part in collectives. `more` is of each token that is
+    asked for."""
     begin = [np.concatenate([c[r] for c in contexts] or [np.zeros(0, np.int64)]) for r in rows]
     before = np.array([len(b) for b in begin], np.int64)
     pieces: list[Array] = []
@@ -48,13 +51,14 @@ def pack(
     for column, mask in zip(scored, masks or [None] * len(scored), strict=True):
         lengths = column.lengths[rows]
         row = np.repeat(np.arange(len(rows)), lengths)
-        position = before[row] - 1 + np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        position = before[row] - (not after) + np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         kept = slice(None) if mask is None else mask.take(rows).values
         # Before what begins a sequence nothing stands: of an agent's conversation, nobody's word, it says nothing.
         position = position.clip(min=0)
         asked.append((len(pieces) + row[kept], position[kept], column.take(rows).values[kept].astype(np.int64)))
-        # The last token of a sequence predicts nothing that is asked for, so it is not fed.
-        pieces += [np.concatenate([b, column[r][:-1]]) for b, r in zip(begin, rows, strict=True)]
+        # The last token of a sequence predicts nothing that is asked for, so it is fed only where it is scored itself.
+        fed = slice(None if after else -1)
+        pieces += [np.concatenate([b, column[r][fed]]) for b, r in zip(begin, rows, strict=True)]
     if not scored:
         pieces, asked = begin, [(np.arange(len(rows)), before - 1, np.zeros(len(rows), np.int64))]
     pieces = pieces or [np.zeros(1, np.int64)]

@@ -23,7 +23,7 @@ from ...ir import graph as ir
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import temperature, whole
+from ...ir.sequences import scores_texts, temperature, whole
 from ...ir.work import micro_batches
 from ..data import wrong
 from ..data.columns import Array, Column, Piece, offsets_of
@@ -82,6 +82,7 @@ class Training(Engines):
         for name, column in seen.columns.items():
             if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
                 known = known | wrong.not_finite(column)
+        known = self.watch.unscored(node, task, report, batch.rows, seen.lengths, known)
         trainer = self.trainers[node.worker]
         whole = loss.Whole(self._tokens(node, batch, seen), batch.share.round_units)
         micro, target = self._micro_batches(node, batch, seen), next(iter(seen.lengths))
@@ -163,7 +164,7 @@ class Training(Engines):
         like = {compared.column: compared.response} if compared else {}
         batch = replace(batch, columns=tokenised(self.plan, node, batch.columns))
         found = given(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
-        if not whole(self.plan.graph, node):
+        if found.contexts and not whole(self.plan.graph, node):
             self.watch.begun(node, task, batch.rows, np.sum([c.lengths for c in found.contexts], axis=0))
         return found
 
@@ -185,7 +186,7 @@ class Training(Engines):
     ) -> tuple[MicroBatches, Asked]:
         """Micro-batches as an engine takes them, with the ids whose log-probabilities terms want; and what is asked."""
         beside = loss.beside(self.plan.graph, node).values() if node.verb == "update" else ()
-        stated = [temperature(self.plan.graph, c) for c in seen.scored]
+        after, stated = scores_texts(self.plan.graph, node), [temperature(self.plan.graph, c) for c in seen.scored]
         # One number of all tokens, or one a token.
         differ = len({*stated}) > 1 or any(s.kind != "number" for s in stated)
 
@@ -194,7 +195,7 @@ class Training(Engines):
             each = [np.repeat(self._heat(seen, c, rows), n[rows]) for c, n in seen.lengths.items()] if differ else []
             heat = torch.from_numpy(np.concatenate(each))[:, None] if differ else None
             given, masks = torch.cat(ids, 1) if ids else None, [seen.masks.get(c) for c in seen.scored]
-            return pack(seen.contexts, [*seen.scored.values()], rows, masks, given=given, temperature=heat)
+            return pack(seen.contexts, [*seen.scored.values()], rows, masks, after, given=given, temperature=heat)
 
         heat = 1.0 if differ or not stated else float(stated[0].literal())
         return MicroBatches(micro, make), Asked(heat, entropy, best, node)
