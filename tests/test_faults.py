@@ -114,7 +114,7 @@ def test_a_function_host_and_the_controllers_are_started_again_at_once(place):
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results", MSRL_POINTS=str(points))
     assert code == 0 and "starting anew" not in err, err
     assert not any(death.exists() for death in deaths)
-    assert [int(n) for n in re.findall(r"functions of host 0 died in .* in train/(\d+); started again", err)] == [
+    assert [int(n) for n in re.findall(r"functions of host 0 died in .* in train/(\d+)\b.*; started again", err)] == [
         2,
         4,
         6,
@@ -132,7 +132,7 @@ def test_a_function_that_is_killed_twice_on_a_row_ends_the_run_with_it(place):
     assert code == 3, err
     # Where it died, is what was last heard of it: the source, if its own word of the reward was lost with it.
     assert (
-        len(re.findall(r"functions of host 0 died in \S+ in held_out/0; started again", err)) == 2
+        len(re.findall(r"functions of host 0 died in \S+ in held_out/0\b.*; started again", err)) == 2
         and "starting anew" not in err
     ), err
     told = "error[run-failed]: `host.reward` (line 26 of p.rlg) failed on row 0 of iteration 0: ProcessDied: "

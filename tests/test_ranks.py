@@ -160,7 +160,8 @@ def test_fsdp_computes_the_same_on_every_layout(kind, tmp_path):
         for i, layout in enumerate(some):
             norms, logp, held = torch.load(tmp_path / f"{world}-{i}")
             assert norms == pytest.approx(expected[0], rel=2e-5), layout
-            assert torch.allclose(logp, expected[1], rtol=1e-4, atol=1e-5), layout
+            # By AdamW the rounding of small gradients, which is another on each kind of processor, becomes a step.
+            assert torch.allclose(logp, expected[1], rtol=3e-4, atol=1e-5), layout
             for name, value in held.items() if by == "sgd" else ():  # on one rank
                 begun, wanted = expected[2].pop(name)
                 assert (value - wanted).abs().max() < 1e-4 * (wanted - begun).abs().max() + 3e-7, name

@@ -113,7 +113,7 @@ def test_a_critic_and_a_reward_model(place):
     scoring(place.folder / "judge")
     text = ROLLOUT.replace("    mask      : bool[response]\n", "").replace("response, mask", "response")
     text = text.replace(
-        "value_clip(0.5), optimizer = adamw(lr = 1e-3)", "value_clip(5), optimizer = adamw(lr = 1e-3), epochs = 4"
+        "value_clip(0.5), optimizer = adamw(lr = 1e-3)", "value_clip(5), optimizer = adamw(lr = 5e-3), epochs = 4"
     )
     text = text.replace("    optimizer = adamw(lr = 1e-3)\n", "    optimizer = adamw(lr = 1e-5)\n    after = 1\n")
     (place.folder / "p.rlg").write_text(text + CRITIC.replace("ITERATIONS", "2"))
@@ -129,8 +129,8 @@ def test_a_critic_and_a_reward_model(place):
     assert (
         "clip/ratio" not in lines[0] and lines[1]["clip/ratio"] == pytest.approx(1, abs=0.01) == lines[2]["clip/ratio"]
     )
-    # The scores lie far from zero, where the critic begins, and it comes nearer.
-    assert abs(lines[2]["value_clip/error"]) < abs(lines[0]["value_clip/error"])
+    # The critic begins with zeros, far from the scores, and is nearer to them at the end.
+    assert abs(lines[2]["value_clip/error"]) < 0.9 * abs(lines[2]["score"])
     assert lines[1]["loss/entropy"] > 0 and lines[1]["loss/distil"] == pytest.approx(0, abs=1e-4)
     assert all(line["logp_drift"] < 1e-4 for line in lines)
     table = rows_of(place.folder / "one", 2)

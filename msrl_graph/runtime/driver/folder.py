@@ -214,7 +214,9 @@ def _same(handle: Path, folder: os.stat_result) -> bool:
 
 
 def _supervises(pid: int) -> bool:
-    """Whether a process that has a run's folder open is not just the driver, which ends with its supervisor."""
+    """Whether a process that has a run's folder open is not just the driver, which ends with its supervisor, or a
+    process that is about to be gone: that has no memory any more, and so no command line, but its descriptors still."""
     with suppress(OSError):
-        return DRIVER_MODULE.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return bool(line) and DRIVER_MODULE.encode() not in line
     return False
