@@ -29,6 +29,23 @@ def test_ranks_share_objects():
     ranks.run(2, everyone)
 
 
+def strange(rank, folder):
+    """Rank 1 has the token of another run, and so rank 0 unpickles nothing of it, whichever way it comes."""
+    objects.seal_with(b"of another run" if rank else b"of this run")
+    bomb = Bomb(folder / "harm")
+    for shared in (objects.gather, objects.all_gather, lambda value: objects.broadcast(value, dist.group.WORLD, 1)):
+        if rank == 0 or shared is objects.all_gather:
+            with pytest.raises(RunError, match="is not of this run"):
+                shared(None if rank == 0 else bomb)
+        else:
+            shared(bomb)
+    assert not (folder / "harm").exists()
+
+
+def test_what_a_strange_rank_shares_is_not_unpickled():
+    ranks.run(2, strange)
+
+
 class Bomb:
     def __init__(self, path):
         self.path = str(path)

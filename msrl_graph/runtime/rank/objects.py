@@ -59,17 +59,6 @@ def broadcast(value: T, group: dist.ProcessGroup, source: int) -> T:
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return on each rank the values of all ranks of a group, in their order."""
-    return [unseal(sealed) for sealed in _all_sealed(value, group)]
-
-
-def gather(value: T) -> list[T] | None:
-    """Return on rank 0 the values of all ranks, in their order; None on the others."""
-    sealed = _all_sealed(value, None)
-    return [unseal(each) for each in sealed] if dist.get_rank() == 0 else None
-
-
-def _all_sealed(value: Any, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Return the sealed values of all ranks of a group, in their order."""
     sealed = seal(value)
     told = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(told, torch.tensor([len(sealed)]), group=group)
@@ -77,4 +66,25 @@ def _all_sealed(value: Any, group: dist.ProcessGroup | None) -> list[torch.Tenso
     padded = torch.nn.functional.pad(sealed, (0, max(sizes) - len(sealed)))
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
-    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+    return [unseal(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def gather(value: T) -> list[T] | None:
+    """Return on rank 0 the values of all ranks, in their order; None on the others.
+
+    Values go to rank 0 alone, one after another: they may be all the weights of a model.
+    """
+    if dist.get_rank() > 0:
+        sealed = seal(value)
+        dist.send(torch.tensor([len(sealed)]), 0)
+        dist.send(sealed, 0)
+        return None
+    return [value, *(_received(rank) for rank in range(1, dist.get_world_size()))]
+
+
+def _received(rank: int) -> Any:
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, rank)
+    sealed = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(sealed, rank)
+    return unseal(sealed)
