@@ -18,15 +18,17 @@ import numpy as np
 import pytest
 import stranger
 from place import EXAMPLE, SMALL, Place
+from test_checkpoint import lines, save
 
-from msrl_graph import Fault
+from msrl_graph import Fault, compile
 from msrl_graph.builder.shipped import ship
 from msrl_graph.cli import run_main
 from msrl_graph.files import private, urls
 from msrl_graph.runtime.data.columns import Column, Piece
 from msrl_graph.runtime.dock.segments import LOCK, Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse
-from msrl_graph.runtime.driver.folder import check_free, check_links, check_own
+from msrl_graph.runtime.driver import supervisor
+from msrl_graph.runtime.driver.folder import check_links, check_own
 from msrl_graph.runtime.driver.supervisor import PROGRAM
 from msrl_graph.runtime.process import processes
 from msrl_graph.runtime.process.report import RunError
@@ -341,10 +343,24 @@ def test_results_do_not_go_through_links_of_a_folder_that_came_from_a_stranger(t
 
 
 def test_results_do_not_go_where_another_run_was_quicker(tmp_path):
-    check_free(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("")
+    made = supervisor.prepare(compile(EXAMPLE / "grpo.rlg"), tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text("theirs")
     with pytest.raises(Fault, match="another run has written into"):
-        check_free(tmp_path)
+        supervisor.Supervisor(made, supervisor.Options(), None).whole()
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == "theirs"
+
+
+def test_a_run_that_goes_on_writes_through_no_link(tmp_path):
+    plan = compile(EXAMPLE / "grpo.rlg")
+    save(tmp_path / "out", plan, 4)
+    (tmp_path / "out" / "metrics.jsonl").write_bytes(lines(4))
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "out" / "plan.json").symlink_to(tmp_path / "mine")
+    made = supervisor.prepare(plan, None, str(tmp_path / "out"))
+    with pytest.raises(Fault, match=r"plan.json is a link to .*mine, where the run would write"):
+        supervisor.Supervisor(made, supervisor.Options(), None).whole()
+    assert (tmp_path / "mine").read_text() == "mine"
 
 
 @stranger.needed

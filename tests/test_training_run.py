@@ -10,37 +10,22 @@ from tiny import ROLLOUT, scoring
 
 pytestmark = pytest.mark.slow
 
+# Of an algorithm, its worker and the kind of it, and a rate.
 PAIRS = """
-import dpo
-algorithm pairs extends dpo {
-  node actor.update { epochs = 4, optimizer = adamw(lr = 1e-4) }
-}
-cluster laptop { device = "cpu", nodes = 1, devices_per_node = 2 }
-deploy pairs on laptop {
+import {algorithm}
+algorithm pairs extends {algorithm} {{
+  node {worker}.update {{ epochs = 4, optimizer = adamw(lr = {rate}) }}
+}}
+cluster laptop {{ device = "cpu", nodes = 1, devices_per_node = 2 }}
+deploy pairs on laptop {{
   set pairs = 16
   set prompt_len = 6
   set response_len = 5
-  model policy = "./model"
+  model {kind} = "./model"
   data source = "pairs.jsonl"
-  layout actor.update { dp = 2, zero = 3 }
-  run { iterations = 2, seed = 0 }
-}
-"""
-SCORED = """
-import bradley_terry
-algorithm scored extends bradley_terry {
-  node reward.update { epochs = 4, optimizer = adamw(lr = 1e-3) }
-}
-cluster laptop { device = "cpu", nodes = 1, devices_per_node = 2 }
-deploy scored on laptop {
-  set pairs = 16
-  set prompt_len = 6
-  set response_len = 5
-  model reward_model = "./model"
-  data source = "pairs.jsonl"
-  layout reward.update { dp = 2, zero = 3 }
-  run { iterations = 2, seed = 0 }
-}
+  layout {worker}.update {{ dp = 2, zero = 3 }}
+  run {{ iterations = 2, seed = 0 }}
+}}
 """
 CRITIC = """
 cluster laptop { device = "cpu", nodes = 1, devices_per_node = 2 }
@@ -68,7 +53,7 @@ def write_pairs(place):
 def test_pairs_from_data_alone(place):
     """The same 16 pairs twice, four steps each: a policy that is its reference comes to prefer what was chosen."""
     rows = write_pairs(place)
-    (place.folder / "p.rlg").write_text(PAIRS)
+    (place.folder / "p.rlg").write_text(PAIRS.format(algorithm="dpo", worker="actor", kind="policy", rate="1e-4"))
     ran(place, "--out", "one", "--record")
     first, last = metrics(place.folder / "one")
     assert first["updates"] == last["updates"] == 4 and first["rows"] == 64
@@ -89,7 +74,8 @@ def test_a_reward_model_from_pairs_alone(place):
     from transformers import AutoModelForSequenceClassification
 
     rows = write_pairs(place)
-    (place.folder / "p.rlg").write_text(SCORED)
+    program = PAIRS.format(algorithm="bradley_terry", worker="reward", kind="reward_model", rate="1e-3")
+    (place.folder / "p.rlg").write_text(program)
     ran(place, "--out", "one")
     first, last = metrics(place.folder / "one")
     assert first["updates"] == last["updates"] == 4 and first["rows"] == 64

@@ -11,6 +11,7 @@ from ..diagnostics import Diagnostic, nearest
 from ..ir.flow import knots
 from ..ir.graph import KINDS, Edge, Graph
 from .columns import Library
+from .scope import kind_of
 
 
 def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -58,7 +59,7 @@ def _weights_as_rows(graph: Graph) -> list[Edge]:
 def unknown_verb(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     for node in graph.nodes:
-        kind = _kind(graph, node.worker)
+        kind = kind_of(graph, node.worker)
         if kind in KINDS and node.verb not in KINDS[kind]:
             message = f"`{node.worker}` is a {kind}, which cannot {node.verb}"
             found.append(Diagnostic("unknown-verb", message, node.span, nearest(node.verb, KINDS[kind])))
@@ -99,7 +100,7 @@ def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
     for edge in graph.reshards():
         src, dst = graph.node(edge.src), graph.node(edge.dst)
         message = help = ""
-        if any((kind := _kind(graph, n.worker)) in KINDS and n.verb not in KINDS[kind] for n in (src, dst)):
+        if any((kind := kind_of(graph, n.worker)) in KINDS and n.verb not in KINDS[kind] for n in (src, dst)):
             continue  # told as an unknown verb
         if src.verb != "update":
             message = f"`{edge.src}` changes no weights, so there is nothing to send"
@@ -115,7 +116,7 @@ def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
             if len(set(models)) > 1:
                 message = f"`{edge.src}` has the model `{models[0]}` and `{edge.dst}` the model `{models[1]}`"
                 help = "weights go only between states of one model"
-            elif len(kinds := [_kind(graph, n.worker) for n in (src, dst)]) == 2 and kinds[0] != kinds[1]:
+            elif len(kinds := [kind_of(graph, n.worker) for n in (src, dst)]) == 2 and kinds[0] != kinds[1]:
                 message = f"`{edge.src}` is of a {kinds[0]} and `{edge.dst}` of a {kinds[1]}: their heads differ"
                 help = "weights go only between workers of one kind"
         if message:
@@ -128,7 +129,3 @@ def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
             help = help if graph.node(first.src).worker == src.worker else "leave one of the edges out"
             found.append(Diagnostic("bad-reshard", message, edge.span, help, related=((first.span, "the first one"),)))
     return found
-
-
-def _kind(graph: Graph, worker: str) -> str:
-    return next((w.kind for w in graph.workers if w.name == worker), "")

@@ -167,7 +167,7 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
 
     for node in graph.nodes:
         columns = [graph.column(c) for c in node.writes]
-        if _kind(graph, node) == "function" or any(
+        if kind_of(graph, node.worker) == "function" or any(
             graph.column(c).element not in ELEMENTS for c in (*node.reads, *node.writes)
         ):
             continue  # the type of a column was told to be unknown
@@ -259,7 +259,7 @@ def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> 
     if not tokens and node.verb != "generate":
         wrong(node, "reads no tokens", "add the columns that its model computes on, in their order")
     read = sequences(graph, node)
-    predicts = node.verb in ("infer", "update") and _kind(graph, node) != "reward_model"
+    predicts = node.verb in ("infer", "update") and kind_of(graph, node.worker) != "reward_model"
     if predicts and read.scored and not read.context and tokens <= {*node.reads}:
         response = read.scored[0]
         what = f"scores `{response}` with nothing before it, which its first token could be predicted from"
@@ -281,7 +281,7 @@ def _inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[
     """A number for each token of a column that it reads; or the k best of each and their ids; of a reward model, one
     for each row, too."""
     if (
-        _kind(graph, node) == "reward_model"
+        kind_of(graph, node.worker) == "reward_model"
         and len(columns) == 1
         and columns[0].element == "f32"
         and not columns[0].dims
@@ -290,7 +290,7 @@ def _inferred(graph: Graph, node: Node, columns: list[Column], wrong: Callable[[
     tokens = {c for c in node.reads if graph.column(c).element == "i32"}
     of = [c.dims[0].like if c.dims else "" for c in columns]
     one = [c for c, like in zip(columns, of, strict=True) if c.element == "f32" and len(c.dims) == 1 and like in tokens]
-    kinds = ("f32", "i32") if _kind(graph, node) == "policy" else ()  # others have no k best
+    kinds = ("f32", "i32") if kind_of(graph, node.worker) == "policy" else ()  # others have no k best
     best = [
         c for c, like in zip(columns, of, strict=True) if c.element in kinds and len(c.dims) == 2 and like in tokens
     ]
@@ -387,7 +387,7 @@ def _help(graph: Graph, node: Node, column: str, call: Expr, signature: Signatur
 
 def lacking(graph: Graph, node: Node, signature: Signature) -> list[str]:
     """What a term of a loss takes that the weights being updated do not give."""
-    kind = _kind(graph, node)
+    kind = kind_of(graph, node.worker)
     return signature.unfit(kind) if signature.kind == "loss" and kind in KINDS else []
 
 
@@ -395,5 +395,6 @@ def span(call: Expr, node: Node) -> Span:
     return call.span if call.span != NOWHERE else node.span
 
 
-def _kind(graph: Graph, node: Node) -> str:
-    return next((w.kind for w in graph.workers if w.name == node.worker), "")
+def kind_of(graph: Graph, worker: str) -> str:
+    """The kind of a worker; "" where none has this name."""
+    return next((w.kind for w in graph.workers if w.name == worker), "")

@@ -15,7 +15,7 @@ from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.sequences import is_tokens, of_response, sequences, tempered
 from ..ir.signatures import FILLED, ROUNDING
 from .columns import Library
-from .scope import calls, lacking, span, taken
+from .scope import calls, kind_of, lacking, span, taken
 from .staleness import sampled
 
 WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
@@ -25,10 +25,9 @@ TAKEN = {"values": "predictions of values", "entropy": "entropies", "Scores": "s
 
 def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
     """Terms of a loss that need what the weights that are updated do not give."""
-    kinds = {w.name: w.kind for w in graph.workers}
     found = []
     for node in graph.verb("update"):
-        kind = kinds.get(node.worker, "")
+        kind = kind_of(graph, node.worker)
         for call, signature in calls(node, library):
             if without := lacking(graph, node, signature):
                 what = TAKEN.get(without[0], "log-probabilities of tokens")
@@ -127,12 +126,11 @@ def joined_pair(graph: Graph, library: Library) -> list[Diagnostic]:
         message = (
             f"`{node.name}` reads `chosen` and `rejected` as one text: it trains on `{other}` as what follows `{one}`"
         )
-        kind = next((w.kind for w in graph.workers if w.name == node.worker), "")
         help = {
             "policy": f"to learn what was chosen, leave `rejected` out of what `{node.name}` reads; to learn from "
             "pairs, `loss = dpo()`, with the log-probabilities of both by a reference",
             "reward_model": "to learn from pairs, `loss = bradley_terry()`",
-        }.get(kind, f"leave one of them out of what `{node.name}` reads")
+        }.get(kind_of(graph, node.worker), f"leave one of them out of what `{node.name}` reads")
         found.append(Diagnostic("joined-pair", message, node.span, help, "warning"))
     return found
 

@@ -83,7 +83,7 @@ def bad(data: Data, number: int, what: str, help: str = "") -> Fault:
 def _told(data: Data) -> Iterator[None]:
     """What goes wrong with the file, told at its line in the program."""
     try:
-        # A pipe would hold whoever opens it, and can be read once.
+        # To open a pipe is to wait for a writer, and it can be read only once.
         if not stat.S_ISREG(Path(data.path).stat().st_mode):
             raise OSError("it is not a regular file")
         yield

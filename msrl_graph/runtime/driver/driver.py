@@ -123,7 +123,7 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
     except HostLost as error:
         return Result("died", f"{error}{driver.words()}")
     except (RunError, OSError, checkpoint.Unsound) as error:
-        # A process has so many, and whoever connects to Ray's ports on the machine takes some.
+        # Descriptors are limited, and anybody on the machine who connects to Ray's ports takes some.
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             return Result("died", f"the driver can open no more files: {error}")
         return Result("failed", str(error))

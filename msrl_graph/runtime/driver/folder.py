@@ -145,7 +145,7 @@ def check_own(out: Path) -> None:
 
 
 def check_links(out: Path) -> None:
-    """Fault for a link in an output folder that leads out of it, where the run writes.
+    """Raise Fault if a link leads out of an output folder from a place that the run writes to.
 
     No run makes one, so somebody else has, as in a folder that was copied from a stranger. Checkpoints are written
     under new names, so what else lies beside them is nobody's concern.
@@ -160,7 +160,7 @@ def check_links(out: Path) -> None:
 
 
 def check_free(out: Path) -> None:
-    """Fault for an output folder that was free when it was chosen, and has results of another run by now."""
+    """Raise Fault if another run has written into an output folder since it was chosen."""
     if any((out / name).exists() for name in MADE):
         what = f"another run has written into {out} meanwhile"
         raise Fault(Diagnostic("bad-value", what, help="name another folder with --out"))
@@ -214,8 +214,11 @@ def _same(handle: Path, folder: os.stat_result) -> bool:
 
 
 def _supervises(pid: int) -> bool:
-    """Whether a process that has a run's folder open is not just the driver, which ends with its supervisor, or a
-    process that is about to be gone: that has no memory any more, and so no command line, but its descriptors still."""
+    """Whether a process that has a run's folder open is another run's supervisor.
+
+    A driver is not: it ends with its supervisor. Nor is a process that is ending: its memory goes before its
+    descriptors, so for a moment it has no command line.
+    """
     with suppress(OSError):
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
         return bool(line) and DRIVER_MODULE.encode() not in line

@@ -121,7 +121,7 @@ class _Patient:
 
 
 class Watch:
-    """Looks at the hearts in a folder, and kill the processes that do not move. `me` is not looked at."""
+    """Looks at the hearts in a folder, and kills the processes that do not move. `me` is not looked at."""
 
     def __init__(
         self,
