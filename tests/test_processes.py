@@ -156,11 +156,40 @@ def test_a_keeper_that_is_stopped_is_not_waited_for():
     process = subprocess.Popen(SLEEP, start_new_session=True)
     os.kill(kept.keeper, signal.SIGSTOP)
     kept.ends(process.pid)
-    begin = time.monotonic()
+    begin, keeper = time.monotonic(), kept.keeper
     kept.close()
     assert time.monotonic() - begin < 10
-    assert not alive(process.pid) and not kept.folder.exists() and not alive(kept.keeper)
+    assert not alive(process.pid) and not kept.folder.exists() and not alive(keeper)
     process.wait()
+
+
+def test_a_keeper_is_killed_as_it_takes_over_and_the_next_one_does_its_work(monkeypatch):
+    """Meanwhile this process takes what a keeper is told, and does its work if the run ends then."""
+    for comes in (True, False):
+        kept = Temporary()
+        process = subprocess.Popen(SLEEP, start_new_session=True)
+        with monkeypatch.context() as broken:
+            broken.setattr(sys, "executable", shutil.which("false"))
+            os.kill(kept.keeper, signal.SIGKILL)
+            assert until(lambda kept=kept: not alive(kept.keeper))
+            assert kept.tend(0.1, 9.0) == kept.tend(0.1, 9.0) == "" and not kept.keeper
+            kept.ends(process.pid)
+        assert not comes or kept.tend(0.1, 9.0) == "the keeper died; another one was started"
+        assert alive(kept.keeper) == comes and alive(process.pid)
+        kept.close()
+        assert not alive(process.pid) and not kept.folder.exists() and not alive(kept.keeper)
+        assert kept.tend(0.1, 9.0) == ""  # after the end there is nothing to keep
+        process.wait()
+
+
+def test_a_keeper_that_is_killed_as_a_run_begins_is_replaced(tmp_path, monkeypatch):
+    (once := tmp_path / "python").write_text(
+        f'#!/bin/sh\n[ -e {tmp_path}/killed ] && exec {sys.executable} "$@"\ntouch {tmp_path}/killed\nkill -9 $$\n'
+    )
+    once.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(once))
+    with closing(Temporary()) as kept:
+        assert (tmp_path / "killed").exists() and alive(kept.keeper)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

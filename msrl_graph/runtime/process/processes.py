@@ -43,6 +43,7 @@ ROWS = "rows"  # what a host's folder of rows in shared memory is called, after 
 TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager", f"-{ROWS}-")
 TIDIES = 3.0  # seconds that they are left
 PROGRAM = "msrl_graph.runtime.process.processes"
+BEGINS = 3  # keepers that are started before it is said that none can be: one may be killed as it begins
 _ENDED = "ended"  # what a keeper says at its end
 HELD_UP = 2.0  # seconds that a keeper may be stopped, when its work is waited for
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
@@ -76,12 +77,12 @@ def wait_for_end(pids: Collection[int], seconds: float) -> None:
 
 
 class Temporary:
-    """A temporary folder and its keeper. This process holds the folder, too, so that nobody sweeps it up while a keeper
-    is replaced."""
+    """A temporary folder and its keeper; `keeper` is its process, 0 while there is none. This process holds the folder,
+    too, so that nobody sweeps it up while a keeper is replaced."""
 
     def __init__(self) -> None:
-        self._session, self._standing, self._turn = 0, 0.0, threading.Lock()
-        if not (folder := self._begin()):
+        self.keeper, self._session, self._standing, self._closed, self._turn = 0, 0, 0.0, False, threading.Lock()
+        if not (folder := next(filter(None, (self._begin() for _ in range(BEGINS))), "")):
             raise OSError(f"no temporary folder could be made in {tempfile.gettempdir()}")
         self.folder = Path(folder)
         self._held = os.open(folder, os.O_RDONLY)
@@ -110,52 +111,61 @@ class Temporary:
             self._tell()
 
     def _tell(self) -> None:
-        with suppress(OSError):  # the keeper was killed: this process does its work
-            self._stdin.write(f"{self._session}\n")
-            self._stdin.flush()
+        if self.keeper:
+            with suppress(OSError):  # it was killed: this process does its work
+                self._stdin.write(f"{self._session}\n")
+                self._stdin.flush()
 
     def tend(self, seconds: float, limit: float) -> str:
         """Replaces a keeper that died, or is stopped for `limit` seconds; called every so many `seconds`. What was
         done, in words; nothing where the keeper is well."""
         with self._turn:
-            if self._stdout.closed:
+            if self._closed:
                 return ""
             well, self._standing = alive(self.keeper), self._standing + seconds if stopped(self.keeper) else 0.0
             if well and self._standing < limit:
                 return ""
             how = f"has not moved for {self._standing:.0f} s (stopped); killed" if well else "died"
             self._drop()
-            if not self._begin(str(self.folder)):
-                return ""  # no process can be started now: this one does its work
+            try:
+                begun = self._begin(str(self.folder))
+            except OSError:
+                begun = ""
+            if not begun:
+                return ""  # it was killed as it began, or no process can be started now: the next call tries again
             self._standing = 0.0
             if self._session:
                 self._tell()
             return f"the keeper {how}; another one was started"
 
     def _drop(self) -> None:
-        """Ends the keeper without the work that it is for."""
+        """Ends the keeper, where there is one, without the work that it is for."""
+        if not self.keeper:
+            return
         with suppress(ProcessLookupError):
             os.kill(self.keeper, signal.SIGKILL)
         wait_for_end([self.keeper], 2.0)
         with suppress(OSError):
             self._stdin.close()
         self._stdout.close()
+        self.keeper = 0
 
     def close(self) -> None:
         """Ends what is left of the run, and removes the folder."""
         with self._turn:
-            with suppress(OSError):
-                self._stdin.close()
-            if self._ended():
+            self._closed = True
+            if self.keeper and self._ended():
                 self._stdout.close()
-            else:  # it was killed, or does not move
+            else:  # there is none, it was killed, or does not move
                 self._drop()
                 end(str(self.folder), self._session)
             os.close(self._held)
         wait_for_end([self.keeper], 2.0)
 
     def _ended(self) -> bool:
-        """Waits until the keeper has done its work; whether it has."""
+        """Lets go of the keeper, and waits until it has done its work; whether it has."""
+        with suppress(OSError):
+            self._stdin.close()
         said, standing, until = "", 0.0, time.monotonic() + 4 * MOST
         while standing < HELD_UP and time.monotonic() < until:
             if select.select([self._stdout], [], [], 0.1)[0]:
