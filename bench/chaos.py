@@ -185,6 +185,8 @@ def chaos(
             if process.returncode == -signal.SIGKILL:  # the supervisor was killed: is anything left?
                 if pending is None or pending.name != f"{KILL} {BOTH}":
                     clean(place, count, out)
+                else:  # what nobody holds is swept up by a run that begins a minute later
+                    place.age()
                 known = sorted((place.folder / out / "checkpoints").glob("[0-9]*"))
                 if known:
                     process = place.start(out, "--resume", out)

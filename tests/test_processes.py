@@ -126,7 +126,7 @@ def test_shared_memory_that_is_named_after_the_folder_is_gone():
 
 def test_what_terminals_send_does_not_reach_the_keeper():
     with closing(Temporary()) as kept:
-        assert os.getsid(kept.keeper) == kept.keeper != os.getsid(0)
+        assert os.getsid(kept.keeper) != os.getsid(0) and os.getpgid(kept.keeper) != os.getpgid(0)
 
 
 def test_what_was_killed_altogether_is_swept_up_and_what_is_held_is_not():
@@ -182,14 +182,35 @@ def test_a_keeper_is_killed_as_it_takes_over_and_the_next_one_does_its_work(monk
         process.wait()
 
 
-def test_a_keeper_that_is_killed_as_a_run_begins_is_replaced(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["KILL", "STOP"])
+def test_a_keeper_that_is_killed_or_stopped_as_it_begins_is_replaced(name, tmp_path, monkeypatch):
+    """The first one of a run, and one that takes over."""
+    met = tmp_path / "met"
     (once := tmp_path / "python").write_text(
-        f'#!/bin/sh\n[ -e {tmp_path}/killed ] && exec {sys.executable} "$@"\ntouch {tmp_path}/killed\nkill -9 $$\n'
+        f'#!/bin/sh\n[ -e {met} ] && exec {sys.executable} "$@"\ntouch {met}\nkill -{name} $$\n'
     )
     once.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(once))
     with closing(Temporary()) as kept:
-        assert (tmp_path / "killed").exists() and alive(kept.keeper)
+        assert met.exists() and alive(kept.keeper)
+        met.unlink()
+        os.kill(kept.keeper, signal.SIGKILL)
+        assert until(lambda: not alive(kept.keeper))
+        assert kept.tend(0.1, 9.0) == "" and met.exists() and not kept.keeper
+        assert kept.tend(0.1, 9.0) == "the keeper died; another one was started"
+
+
+def test_a_keeper_that_was_not_taken_leaves_the_run_alone():
+    """Its pipe ends before it hears anything: who asked for it took it for dead."""
+    with closing(Temporary()) as kept:
+        marked = subprocess.Popen(SLEEP, env=os.environ | {MARK: str(kept.folder)})
+        command = [sys.executable, "-P", "-m", processes.PROGRAM, str(kept.folder)]
+        said, _ = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE).communicate()
+        other, _, folder = said.decode().strip().partition(" ")
+        assert folder == str(kept.folder) and until(lambda: not alive(int(other)))
+        assert kept.folder.exists() and alive(marked.pid)
+    assert not alive(marked.pid)  # its own keeper does not
+    marked.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -92,16 +92,21 @@ class Temporary:
     def _begin(self, *folder: str) -> str:
         """Starts a keeper, of a folder that is there or of a new one; the folder, where that could be done."""
         made = subprocess.Popen(
-            [sys.executable, "-P", "-m", PROGRAM, *folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-P", "-m", PROGRAM, *folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         assert made.stdin is not None and made.stdout is not None
-        pid, _, found = made.stdout.readline().rstrip("\n").partition(" ")
+        pid, _, found = _said(made).partition(" ")
         made.wait()  # the keeper itself is a child of its, which has left it
         if not found:
             made.stdin.close()
             made.stdout.close()
             return ""
         self._stdin, self._stdout, self.keeper = made.stdin, made.stdout, int(pid)
+        self._tell()  # from now on it keeps
         return found
 
     def ends(self, session: int) -> None:
@@ -134,8 +139,6 @@ class Temporary:
             if not begun:
                 return ""  # it was killed as it began, or no process can be started now: the next call tries again
             self._standing = 0.0
-            if self._session:
-                self._tell()
             return f"the keeper {how}; another one was started"
 
     def _drop(self) -> None:
@@ -175,6 +178,21 @@ class Temporary:
                     return said == _ENDED
             standing = standing + 0.1 if stopped(self.keeper) else 0.0
         return said == _ENDED
+
+
+def _said(made: subprocess.Popen[str]) -> str:
+    """The first line of a process; nothing where it ends without one, or is stopped, and then it is killed."""
+    assert made.stdout is not None
+    standing, until = 0.0, time.monotonic() + NEW
+    while standing < HELD_UP and time.monotonic() < until:
+        ended = made.poll() is not None
+        if select.select([made.stdout], [], [], 0.0 if ended else 0.1)[0]:
+            return made.stdout.readline().rstrip("\n")
+        if ended:
+            return ""
+        standing = standing + 0.1 if stopped(made.pid) else 0.0
+    made.kill()
+    return ""
 
 
 def lent() -> Path:
@@ -275,21 +293,24 @@ def _remove_shared(run: str) -> None:
 
 def _keep() -> None:
     """The keeper: says who it is and which folder it made or took over, and hears of sessions until the pipe ends. It
-    is nobody's child, and in a session of its own: neither what a terminal sends to all of its processes reaches it,
-    nor what `ray job stop` sends to all below the one that it started."""
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-    folder = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix=PREFIX)
+    is nobody's child, and not in the session of who started it: neither what a terminal sends to all of its processes
+    reaches it, nor what `ray job stop` sends to all below the one that it started. One that takes a folder over and
+    hears nothing was not taken for its keeper, and leaves the run alone."""
+    taken = len(sys.argv) > 1
+    folder = sys.argv[1] if taken else tempfile.mkdtemp(prefix=PREFIX)
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    with suppress(OSError):  # who asked is dead already
-        sys.stdout.write(f"{os.getpid()} {folder}\n")
-        sys.stdout.flush()
-    session = 0
+    if keeper := os.fork():
+        # Said here, so that a keeper is known, and can be killed, that is stopped as it begins.
+        with suppress(OSError):  # who asked is dead already
+            os.write(sys.stdout.fileno(), f"{keeper} {folder}\n".encode())
+        os._exit(0)
+    session, told = 0, False
     for line in sys.stdin:
-        session = int(line)
+        session, told = int(line), True
+    if taken and not told:
+        return
     end(folder, session)
     with suppress(OSError):
         sys.stdout.write(_ENDED)
