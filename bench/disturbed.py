@@ -245,13 +245,17 @@ def compare(place: Place, out: str, count: Count, reference: Result) -> None:
 def clean(place: Place, count: Count, out: str) -> None:
     """Counts processes and files that are still there ten seconds after the end."""
     until = time.monotonic() + 10
-    while (left := place.left()) and time.monotonic() < until:
+    while True:
+        left = place.left()
+        shared = {path for path in SHARED.iterdir() if not held(path)}  # what is held is another run's
+        files = [*(p for p in place.temporary.iterdir() if p.name != "ray"), *(shared - place.shared)]
+        if not (left or files) or time.monotonic() > until:
+            break
         time.sleep(0.1)
-    shared = {path for path in SHARED.iterdir() if not held(path)}  # what is held is another run's
-    files = [*(p for p in place.temporary.iterdir() if p.name != "ray"), *(shared - place.shared)]
     if left or files:
         count.leftovers += len(left) + len(files)
-        count.remarks.append(f"{out} left {left} {files}")
+        inside = [str(path) for folder in files for path in folder.rglob("*")]
+        count.remarks.append(f"{out} left {left} {files} {inside}")
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         for path in files:
