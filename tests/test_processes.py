@@ -200,8 +200,8 @@ def test_a_keeper_that_is_killed_or_stopped_as_it_begins_is_replaced(name, tmp_p
         assert kept.tend(0.1, 9.0) == "the keeper died; another one was started"
 
 
-def test_a_keeper_that_was_not_taken_leaves_the_run_alone():
-    """Its pipe ends before it hears anything: who asked for it took it for dead."""
+def test_a_keeper_that_was_given_up_as_it_took_over_leaves_the_run_alone():
+    """Its pipe ends before it hears anything: its maker took it for dead."""
     with closing(Temporary()) as kept:
         marked = subprocess.Popen(SLEEP, env=os.environ | {MARK: str(kept.folder)})
         command = [sys.executable, "-P", "-m", processes.PROGRAM, str(kept.folder)]

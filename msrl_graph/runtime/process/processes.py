@@ -36,14 +36,14 @@ NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")  # what `tempfile` makes of it
 # Ray's own folder, below the run's, since Ray opens the folder that it is given to all users. The name is short too.
 RAY = "r"
 SHARED = Path("/dev/shm")
-NEW = 60.0  # seconds in which a folder may not be locked yet by whoever made it
+NEW = 60.0  # seconds that a keeper may take to start, in which its folder may not be locked yet
 ROWS = "rows"  # what a host's folder of rows in shared memory is called, after the run's folder
 # Processes of Python's, of torch's and of the dock's rooms that remove the shared memory of whoever was killed, as soon
 # as nobody holds it, and then end.
 TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager", f"-{ROWS}-")
 TIDIES = 3.0  # seconds that they are left
 PROGRAM = "msrl_graph.runtime.process.processes"
-BEGINS = 3  # keepers that are started before it is said that none can be: one may be killed as it begins
+BEGINS = 3  # tries to start the first keeper: one may be killed while it starts
 _ENDED = "ended"  # what a keeper says at its end
 HELD_UP = 2.0  # seconds that a keeper may be stopped, when its work is waited for
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
@@ -295,21 +295,21 @@ def _keep() -> None:
     """The keeper: says who it is and which folder it made or took over, and hears of sessions until the pipe ends. It
     is nobody's child, and not in the session of who started it: neither what a terminal sends to all of its processes
     reaches it, nor what `ray job stop` sends to all below the one that it started. One that takes a folder over and
-    hears nothing was not taken for its keeper, and leaves the run alone."""
-    taken = len(sys.argv) > 1
-    folder = sys.argv[1] if taken else tempfile.mkdtemp(prefix=PREFIX)
+    hears nothing has a maker that gave it up, and leaves the run alone."""
+    takes_over = len(sys.argv) > 1
+    folder = sys.argv[1] if takes_over else tempfile.mkdtemp(prefix=PREFIX)
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     if keeper := os.fork():
-        # Said here, so that a keeper is known, and can be killed, that is stopped as it begins.
+        # The parent says it: a keeper that is stopped before it does anything is known too, and can be killed.
         with suppress(OSError):  # who asked is dead already
             os.write(sys.stdout.fileno(), f"{keeper} {folder}\n".encode())
         os._exit(0)
     session, told = 0, False
     for line in sys.stdin:
         session, told = int(line), True
-    if taken and not told:
+    if takes_over and not told:
         return
     end(folder, session)
     with suppress(OSError):
