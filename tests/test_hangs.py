@@ -78,16 +78,16 @@ def test_whoever_is_stopped_is_killed_named_and_replaced(place, stopped, told):
 @pytest.mark.timeout(300)
 def test_a_driver_that_can_open_no_more_files_is_replaced(place):
     """Whoever can connect to Ray's ports on the machine can take its descriptors."""
-    program(place, *ONE_RANK, evaluated=False, iterations=6, save=1)
+    program(place, *ONE_RANK, evaluated=False, iterations=12, save=1)
     process = place.start("p.rlg", *SMALL, "--out", "results")
     place.wait_for_lines("results", 2)
     driver = pid_of(place, "driver.driver")
-    opened = len([*Path(f"/proc/{driver}/fd").iterdir()])
+    opened = min(len([*Path(f"/proc/{driver}/fd").iterdir()]) for _ in range(50))  # some come and go
     resource.prlimit(driver, resource.RLIMIT_NOFILE, (opened, opened))
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     assert err.count("starting anew from ") == 1, err
-    assert [x["iteration"] for x in metrics(place.folder / "results")] == [*range(6)]
+    assert [x["iteration"] for x in metrics(place.folder / "results")] == [*range(12)]
     place.assert_clean()
 
 
