@@ -26,6 +26,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tiny = [("save = 2, restarts = 1000", "restarts = 3"), (f"every = {options.iterations // 2}", "every = 100000")]
+        tiny += [("mini_batch = 16", "mini_batch = 4")]
         place = Place(Path(folder), "grpo", options.iterations, tiny)
         place.sets = ["--set", "prompts=2", "--set", "group=2"]
         process, found = place.start("run"), list[tuple[int, int]]()
@@ -38,8 +39,9 @@ def main() -> None:
                         print(f"{found[-1][0]} lines, {found[-1][1] / 1e6:.1f} MB", flush=True)
         status, late = process.wait(), np.array([x for x in found if x[0] >= BEGIN], float)
         if len(late) < 3:
+            told = (place.folder / "run.log").read_text()[-2000:]
             raise SystemExit(
-                f"the run ended with status {status} after {place.lines('run')} lines: {BEGIN} are too few"
+                f"{told}\nthe run ended with status {status} after {place.lines('run')} lines: {BEGIN} are too few"
             )
         grown = float(np.polyfit(late[:, 0], late[:, 1], 1)[0])
         print(json.dumps({"iterations": options.iterations, "bytes_an_iteration": round(grown), "status": status}))
