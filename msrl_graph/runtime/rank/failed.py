@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 import ray
 import torch
+from torch import distributed as dist
 
 from ...backends import ENGINES, runs
 from ...cost.holdings import gigabytes
@@ -111,8 +112,13 @@ def _counted(plan: Plan, node: Node) -> list[str]:
 
 
 def _joint(error: BaseException) -> bool:
-    """Whether it came out of a collective, and may be of another process's death."""
-    return any(part in f.filename for f in traceback.extract_tb(error.__traceback__) for part in COLLECTIVES)
+    """Whether it, or what it follows from, perhaps in another thread, came out of a collective, and may be of another
+    process's death."""
+    if isinstance(error, dist.DistError) or any(
+        part in f.filename for f in traceback.extract_tb(error.__traceback__) for part in COLLECTIVES
+    ):
+        return True
+    return error.__cause__ is not None and _joint(error.__cause__)
 
 
 __all__ = ["BUILT", "telling"]
