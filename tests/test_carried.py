@@ -81,10 +81,33 @@ def test_the_last_prompt_of_a_row_counts_whoever_tells_of_it_first():
     parts = [report({"rate": ([0], [0.1])}), report({"rate": ([2, 1], [0.3, 0.2])}), host]
     for order in itertools.permutations(parts):
         carried = Carried(planned(states=True), 10)
-        assert carried.task(0).states == {"level": 2.0} and carried.tables()["rate"].tolist() == [0.5] * 10
+        assert carried.task(0).states == {"level": 2.0} and carried.tables(0).states["rate"].tolist() == [0.5] * 10
         carried.after(carried.task(0), list(order))
         assert carried.task(1).states == {"level": 7.0}
-        assert carried.tables()["rate"].tolist() == [0.5, 0.5, 0.5, 0.5, 0.3, 0.5, 0.5, 0.5, 0.2, 0.5]
+        assert carried.tables(1).states["rate"].tolist() == [0.5, 0.5, 0.5, 0.5, 0.3, 0.5, 0.5, 0.5, 0.2, 0.5]
+
+
+def test_what_is_begun_early_draws_by_older_states_and_waits_for_those_of_the_iteration_before():
+    carried, begun = Carried(planned(states=True), 10), report({"level": ([0], [7.0])}, drawn=[4, 8, 4])
+    first, second = carried.task(0), carried.task(1)
+    assert not carried.knows(1) and (second.draws, second.states) == ({"level": 2.0}, {})
+    assert carried.tables(1).states == {} and carried.tables(1).draws["rate"].tolist() == [0.5] * 10
+    carried.learn(0, [begun, report({"rate": ([0], [0.1])})])  # its functions have ended, its update has not
+    assert carried.knows(1) and carried.task(1).states == {"level": 7.0} and carried.task(0).states == {"level": 2.0}
+    assert carried.tables(1).states["rate"][4] == 0.1 and carried.tables(1).draws["rate"][4] == 0.5
+    assert carried.task(2).draws == {"level": 2.0}, "those that the updates are with"
+    carried.after(first, [begun])
+    assert carried.task(1).draws == {"level": 2.0} and carried.task(3).draws == {"level": 7.0}
+
+
+def test_a_checkpoint_holds_no_state_of_functions_that_are_ahead(tmp_path):
+    carried = Carried(planned(states=True), 10)
+    tasks = [carried.task(i) for i in range(2)]
+    carried.after(tasks[0], [report({"level": ([0], [3.0])}, drawn=[0])])
+    carried.learn(1, [report({"level": ([0], [4.0])}, drawn=[0])])
+    path, again = saved(carried, tmp_path, 1), Carried(planned(states=True), 10)
+    again.restore(path, checkpoint.manifest_of(path))
+    assert again.task(1).states == {"level": 3.0}
 
 
 def saved(carried, folder, iteration):
@@ -104,7 +127,7 @@ def test_a_checkpoint_holds_positions_and_states(tmp_path):
     again = Carried(plan, 10)
     again.restore(path, checkpoint.manifest_of(path))
     assert again.task(1) == carried.task(1) and again.task(1).position == 6
-    assert again.tables()["rate"].tolist() == [0.5] * 5 + [0.1] + [0.5] * 4
+    assert again.tables(1).states["rate"].tolist() == [0.5] * 5 + [0.1] + [0.5] * 4
     with pytest.raises(RunError, match="holds 10 values of the state `rate`, and the data has 11 rows"):
         Carried(plan, 11).restore(path, checkpoint.manifest_of(path))
     without = saved(Carried(planned(), 10), tmp_path, 2)

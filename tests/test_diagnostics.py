@@ -21,7 +21,7 @@ from msrl_graph.diagnostics import render
 BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 FOLDER = TESTS / "diagnostics"
 FILES = sorted(FOLDER.glob("*.md"))
-PLACED = {"few-rows", "known-bad", "shared-staleness"}  # warnings of a placed plan
+PLACED = {"delayed-state", "few-rows", "known-bad", "shared-staleness"}  # warnings of a placed plan
 # Their texts depend on the machine or on a run: tested exactly in test_cli_run.py, test_api.py, test_environment.py,
 # test_folders.py, test_joining.py and test_run.py.
 ELSEWHERE = {

@@ -77,6 +77,19 @@ def carried_on(plan: Plan, found: dry.Dry, node: str) -> None:
             assert max(cut.values(), default=0) <= said.cuts
 
 
+def in_order(plan: Plan, found: dry.Dry) -> None:
+    """Each state, which a node counts up, has in every iteration the value that the one before has left, whoever reads
+    it, and however many iterations are under way."""
+    for state in plan.graph.states:
+        left = dict.fromkeys(range(DATA) if state.per else (0,), float(state.initial.literal()))
+        for i in range(plan.deploy.run.iterations):
+            chosen = [row for _, rows in sorted(found.chosen[i].items()) for row in rows]
+            for key, values in found.seen[state.name, i].items():
+                assert values == {left[chosen[key] if state.per else 0]}, (state.name, i, key)
+            for key in {chosen[unit] if state.per else 0 for unit in found.counted[state.name, i]}:
+                left[key] += 1
+
+
 def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
     """Runs a plan; fails where it does not end, or a row is not handed out once to each reader."""
     found, prompts, growing = dry.Dry(plan, seed, kindness), plan.graph.rows[0], ""
@@ -111,6 +124,7 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
             assert got == expected(found, task, name), (name, task.key)
             for group in range(len(reader.at)):
                 assert [s.last for g, s in shares if g == group][-1], (name, task.key, group)
+    in_order(plan, found)
     if growing:
         carried_on(plan, found, growing)
     if not found.versions:
@@ -313,6 +327,47 @@ def test_rounds_of_prompts_go_ahead_where_their_filter_waits_for_nobody_else(fol
     program = GENERATE.replace("update => actor.generate", "update => actor.generate { staleness = 1 }") + algorithm
     deploy = "apart actor.generate, actor.update"
     assert run(folder, program, deploy, kindness=0.6, iterations=4) == "to its end, 1 versions behind"
+
+
+COUNTED = {
+    "one of the run": """state step : f32 = 0
+  node host.set_step(response, step) -> step { call = "f.py:numbers_step", per = batch }
+  actor.generate -> host.set_step""",
+    "one of each prompt": """state rate : f32 per prompt = 0
+  node host.set_rate(response, rate) -> rate { call = "f.py:numbers_rate", per = prompt }
+  actor.generate -> host.set_rate""",
+    "one that goes round by a column": """state step : f32 = 0
+  node host.number(response, step) -> number { call = "f.py:numbers_step", per = batch }
+  node host.set_step(number, step) -> step { call = "f.py:numbers_step", per = batch }
+  actor.generate -> host.number -> host.set_step""",
+}
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["on the same devices", "on devices of their own"])
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("algorithm", COUNTED.values(), ids=COUNTED)
+def test_a_state_is_counted_up_once_an_iteration_however_many_are_under_way(
+    folder: Path, algorithm: str, staleness: int, together: bool
+) -> None:
+    program = GENERATE.replace("=> actor.generate", f"=> actor.generate {{ staleness = {staleness} }}") + algorithm
+    deploy = "place actor.generate, actor.update together" if together else "apart actor.generate, actor.update"
+    for seed in range(5):
+        ended = run(folder, program, deploy, iterations=6, seed=seed)
+        assert ended in ("to its end, 1 versions behind", "to its end, 2 versions behind")
+
+
+@pytest.mark.parametrize(
+    "deploy", ["place actor.generate, actor.update together", "apart actor.generate, actor.update"]
+)
+def test_who_generates_from_what_a_state_leads_to_is_in_step(folder: Path, deploy: str) -> None:
+    algorithm = """state step : f32 = 0
+  columns { text : text }
+  node host.text(answer, step) -> text { call = "f.py:text_step" }
+  node host.set_step(response, step) -> step { call = "f.py:numbers_step", per = batch }
+  source -> host.text -> actor.generate -> host.set_step"""
+    program = GENERATE.replace("=> actor.generate", "=> actor.generate { staleness = 1 }") + algorithm
+    program = program.replace("generate(prompt)", "generate(prompt, text)")
+    assert run(folder, program, deploy, iterations=4) in ("to its end", "refused")
 
 
 @pytest.mark.parametrize("overdue", ["wait", "drop_group"])

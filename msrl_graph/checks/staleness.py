@@ -8,11 +8,11 @@ placed.
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
-from ..ir.ahead import aged, hindered, in_turns
+from ..ir.ahead import aged, by_state, hindered, in_turns, late_states
 from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, shared_staleness
-from ..ir.sequences import of_response
+from ..ir.sequences import heating, of_response
 from ..planner.pools import open_to_staleness
 from .columns import Library
 from .scope import taken
@@ -85,13 +85,31 @@ def missing(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def loops(plan: Plan) -> list[Diagnostic]:
+    """Temperatures that a function sets from what was drawn at them, and that are older than that."""
+    graph, late, found = plan.graph, late_states(plan), []
+    for node in graph.verb("generate"):
+        for state in (s for s in heating(graph, node) if s in late):
+            setters = [n.name for n in graph.nodes if state in n.sets and n.name in graph.flow.after(node.name)]
+            if not setters:
+                continue
+            most = f"{late[state]} iteration{'s' * (late[state] > 1)}"
+            message = (
+                f"`{node.name}` draws at `{state}`, which `{setters[0]}` sets by what was drawn, and with `staleness` "
+                f"takes its value of up to {most} before"
+            )
+            help = "change it in small steps, or leave `staleness` out"
+            found.append(Diagnostic("delayed-state", message, node.at("temperature"), help, "warning"))
+    return found
+
+
 def check(plan: Plan) -> list[Diagnostic]:
     """Staleness that gains nothing, and versions that are sent all the same: between nodes on the same devices, which
     cannot be ahead of themselves, and of a pool that has to be in step. Where the planner has them take turns, a note
     says why."""
-    found = []
     shared = shared_staleness(plan.graph, lambda node: plan.placement(node).pool)
     held, turns, behind = hindered(plan), in_turns(plan), aged(plan)
+    found = loops(plan)
     for edge in plan.graph.reshards():
         said, pool = ReshardingEdge.of(edge), plan.placement(edge.dst).pool
         if not said.staleness or (edge.src, edge.dst) in behind:
@@ -100,16 +118,20 @@ def check(plan: Plan) -> list[Diagnostic]:
         key, leave = ("every", "leave `every` and `staleness` out") if seldom else ("staleness", "leave it out")
         gains = "`every` leaves none out" if seldom else "`staleness` gains nothing"
         is_so = "gets every version" if seldom else "is never behind"
+        other = f"{leave}, or let only the source's `weights` or a temperature read the state before `{edge.dst}`"
         if edge in shared:
             if not seldom and open_to_staleness(plan):
                 continue
             message = f"`{edge.dst}` shares its devices with `{edge.src}`, and {turns[pool]}: it {is_so}, so {gains}"
             help = f"{leave}, or give each its own devices: `apart {edge.dst}, {edge.src}`"
+            help = other if by_state(plan, [edge.dst]) else help
             found.append(Diagnostic("shared-staleness", message, edge.at(key), help))
             continue
         message = f"`{edge.dst}` {is_so}, since its pool {held[pool]}: {gains}"
         help = f"{leave}, or `place` what hinders it on other devices"
-        if "`deterministic`" in held[pool]:
+        if by_state(plan, [edge.dst]):
+            help = other
+        elif "`deterministic`" in held[pool]:
             help = f"{leave}, or `deterministic`"
         found.append(Diagnostic("shared-staleness", message, edge.at(key), help, "error" if seldom else "warning"))
     return found

@@ -1,7 +1,7 @@
 """States, the values that outlive an iteration: who sets them, over which rows.
 
 Invariant: a state is no column: it needs no path and makes no cycle, since what is read is the value that the iteration
-began with.
+before left.
 """
 
 from __future__ import annotations

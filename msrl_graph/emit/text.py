@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..hardware.cluster import Figure
 from ..hardware.settings import Setting
+from ..ir.ahead import late_states
 from ..ir.graph import Graph
 from ..ir.plan import EngineChoice, Plan
 from .page import WIDTH, Page, Sheet
@@ -320,6 +321,8 @@ def _estimate(page: Sheet, plan: Plan) -> None:
     if (behind := estimate.behind) is not None:
         old, in_step = behind.mean, behind.in_step_seconds
         page.line(f"staleness: weights that generate are {aged(old.value, behind.most)} ({old.source})")
+        for state, most in late_states(plan).items():
+            page.line(f"state {state}: draws rows by its value of up to {many(most, 'iteration')} before")
         page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saved(whole, in_step)}")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..ir.ahead import leads, opening
 from ..ir.instruction import Stream
-from ..ir.plan import Plan
+from ..ir.plan import FUNCTIONS, Plan
 from ..ir.searched import Rival, Searched
 from ..model.architecture import Experts
 from ..sharding.layout import Layout
@@ -40,6 +40,8 @@ def doing(plan: Plan, stream: Stream) -> str:
     steps, first = [*map(str, stream.instructions)], opening(plan, stream)
     if not first:
         return ", ".join(steps)
+    if stream.pool == FUNCTIONS:
+        return f"{', '.join(steps[:first])}; after those of the iteration before {', '.join(steps[first:])}"
     lead = leads(plan)[stream.pool]
     of = "the next iteration" if lead == 1 else f"the iteration {lead} after this"
     return f"of {of} {', '.join(steps[:first])}; then of this one {', '.join(steps[first:])}"

@@ -8,6 +8,9 @@ run and its simulation both go by `Leading`, and the estimate by the `Sends` tha
 
 A pool with both ends of an edge is ahead of itself, a `pipelined` one: it generates for the next iteration, and then
 computes the rest of this one, whose rows have come meanwhile. What it begins early is its `opening`.
+
+A state has one value in each iteration: a function that reads it waits for what the iteration before left. So what the
+functions begin early ends before the first that reads one, and no generation that needs such a function is ahead.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from .attributes import ReshardingEdge
 from .instruction import Instruction, Stream
 from .plan import FUNCTIONS, Evaluation, Plan
 from .rowsets import looping
+from .sequences import heating
 
 Edge = tuple[str, str]  # of resharding, (src, dst)
 T = TypeVar("T")
@@ -84,8 +88,27 @@ def pipelined(plan: Plan) -> dict[str, frozenset[str]]:
     return {pool: nodes for pool, nodes in found.items() if pool not in held}
 
 
+def waiting(plan: Plan) -> dict[str, str]:
+    """By function that reads a state the first that it reads."""
+    graph = plan.graph
+    readers = (n for n in graph.nodes if n.states and n.verb != "source")
+    return {n.name: n.states[0] for n in readers if graph.worker(n.worker).kind == "function"}
+
+
+def late_states(plan: Plan) -> dict[str, int]:
+    """By state that rows are drawn by, as weights of the source or as temperatures, how many iterations old its value
+    may be: as early as a pool may begin one."""
+    most, graph = max(leads(plan).values(), default=0), plan.graph
+    read = (s for n in graph.nodes for s in (n.states if n.verb == "source" else heating(graph, n)))
+    return dict.fromkeys(read, most) if most else {}
+
+
 def opening(plan: Plan, stream: Stream) -> int:
-    """How many instructions of a pool's stream in training are its opening; 0 if it has none."""
+    """How many instructions of a stream in training are its opening; 0 if it has none. Of the functions', where
+    an iteration may be begun early: all before the first that reads a state."""
+    if stream.pool == FUNCTIONS and stream.task == "train":
+        late = waiting(plan) if leads(plan) else {}
+        return next((i for i, x in enumerate(stream.instructions) if x.op == "RUN" and x.node in late), 0)
     nodes = pipelined(plan).get(stream.pool, frozenset()) if stream.task == "train" else frozenset()
     ran = [i for i, x in enumerate(stream.instructions) if x.op == "RUN" and x.node in nodes]
     rest = stream.instructions[ran[-1] + 1 :] if ran else ()
@@ -222,6 +245,9 @@ def hindered(plan: Plan) -> dict[str, str]:
     for (_, dst), behind in _staleness(plan).items():
         if not behind and pool_of[dst] not in turns:
             found[pool_of[dst]] = f"gives `{dst}` the newest weights"
+    for (_, dst), behind in _staleness(plan).items():
+        if behind and pool_of[dst] not in turns and (because := by_state(plan, [dst])):
+            found.setdefault(pool_of[dst], f"runs `{dst}`, which {because}")
     for node in plan.graph.verb("update"):
         if node.name in pool_of and pool_of[node.name] not in turns:
             found[pool_of[node.name]] = f"runs `{node.name}`"
@@ -293,12 +319,21 @@ def _waits(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str
             return f"it waits for rows of `{node}`, which has other devices"
         if graph.node(node).verb == "update":
             return f"it waits for rows of `{node}`"
+    if because := by_state(plan, [dst for _, dst in edges]):
+        return f"it {because}"
     for (src, dst), old in behind.items():
         if dst in needed and not old:
             return f"`{dst}` takes the newest weights"
         if old and pool_of[dst] == pool != pool_of[src]:
             return f"`{dst}` has its weights from other devices"
     return ""
+
+
+def by_state(plan: Plan, generations: Sequence[str]) -> str:
+    """Which function that reads a state some generations wait for, as the end of a sentence; "" if none."""
+    late, before = waiting(plan), {n for dst in generations for n in plan.graph.flow.before(dst)}
+    node = next((n for n in late if n in before), "")
+    return f"waits for `{node}`, and that for the state `{late[node]}` of the iteration before" if node else ""
 
 
 def _pools(plan: Plan) -> dict[str, str]:

@@ -151,7 +151,7 @@ class Node(Saying):
     """A node of the graph: a worker state, such as `actor.generate`.
 
     - `per`: what it sees at once: a row, the batch, or the name of a column whose rows stay together, as `prompt`.
-    - `states`: the states that it reads, with the values that they had when the iteration began. `gives`: where it
+    - `states`: the states that it reads, with the values that the iteration before left. `gives`: where it
       gives next values of states, all that it writes, columns and states, in order.
     - Of an update: `whole`: a term of its loss needs all rows of the mini-batch at once; `scores`: the columns of
       tokens of which terms take the score of each row.

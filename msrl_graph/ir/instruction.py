@@ -76,9 +76,10 @@ class Walk:
     """How far the streams of a task are walked, by pool, all side by side; a process walks its own alone. A RESHARD is
     done when all pools that have it are at it."""
 
-    def __init__(self, streams: Mapping[str, Sequence[Instruction]]) -> None:
+    def __init__(self, streams: Mapping[str, Sequence[Instruction]], begin: int = 0) -> None:
+        """`begin`: how many instructions of each were done before."""
         self.streams = streams
-        self._at = dict.fromkeys(streams, 0)
+        self._at = dict.fromkeys(streams, begin)
         self._rounds = dict.fromkeys(streams, 1)
         self._meet: dict[tuple[str, str], list[str]] = {}
         for pool, stream in streams.items():

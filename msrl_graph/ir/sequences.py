@@ -92,6 +92,28 @@ def tempered(graph: Graph, node: Node) -> tuple[Expr, ...]:
     return tuple(e for e in found if e.kind in ("column", "state"))
 
 
+def as_drawn(state: str) -> str:
+    """The name of a state's value as the rows of an iteration were drawn by it, which may be older than the one that
+    the iteration before left."""
+    return f"{state}/drawn"
+
+
+def heat(stated: Expr) -> str:
+    """The name of the values of a temperature that a column or a state holds."""
+    return as_drawn(str(stated.value)) if stated.kind == "state" else str(stated.value)
+
+
+def heating(graph: Graph, node: Node) -> tuple[str, ...]:
+    """The states that a node takes temperatures from, as its rows were drawn."""
+    return tuple(dict.fromkeys(str(e.value) for e in tempered(graph, node) if e.kind == "state"))
+
+
+def latest(graph: Graph, node: Node) -> tuple[str, ...]:
+    """The states of which a node reads what the iteration before left. Models before the update read none but
+    temperatures, and the source none but for its weights: these draw rows, which may be done ahead."""
+    return () if node.verb in ("source", "generate", "infer") else node.states
+
+
 def whole(graph: Graph, node: Node) -> bool:
     """Whether what a node computes on begins with nothing, since it is an agent's conversation, which has what stands
     before the policy's first word in it."""

@@ -120,6 +120,9 @@ def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int
     alone = _Clock(plan, seconds, parts, in_step, edges, opened=-math.inf, back=back)
     once = [_Arc(UPDATES, UPDATES, 1, alone.length + around, alone.path(), place) for place in range(places)]
     found = once + found
+    if chain := [n for n in _after_opening(plan) if alone.functions[n]]:  # each waits for those of the iteration before
+        whole = math.fsum(alone.functions[n] for n in chain)
+        found += [_Arc(FUNCTIONS, FUNCTIONS, 1, whole, " > ".join(chain), place) for place in range(places)]
     waits = awaits(plan, sends.leads)
     for pool, lead in ahead.items():
         opened = -math.inf if waits[pool] else 0.0  # else by those that it waits for
@@ -188,6 +191,13 @@ def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
             found |= {_opening(stream.pool): stream.instructions[:first]} if first else {}
             found[stream.pool] = stream.instructions[first:]
     return found
+
+
+def _after_opening(plan: Plan) -> list[str]:
+    """The functions that begin when those of the iteration before have ended, in order."""
+    stream = next(s for s in plan.schedule if (s.pool, s.task) == (FUNCTIONS, "train"))
+    first = opening(plan, stream)
+    return [x.node for x in stream.instructions[first:] if x.op == "RUN"] if first else []
 
 
 def _opening(pool: str) -> str:

@@ -16,7 +16,7 @@ from itertools import chain
 
 from ..cost.holdings import update_of
 from ..ir import verify
-from ..ir.ahead import pipelined, sparse
+from ..ir.ahead import leads, pipelined, sparse, waiting
 from ..ir.graph import Node
 from ..ir.instruction import Instruction, Stream
 from ..ir.plan import FUNCTIONS, Plan
@@ -137,14 +137,15 @@ def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
 def _order(plan: Plan, repeated: Collection[str]) -> list[Node]:
     """All nodes in an order that respects the graph; of those that could run next: those that a refill repeats or a
     pool begins early, then functions, generations, frozen nodes, nodes with weights that come back, updates, each in
-    the graph's order."""
+    the graph's order. Where pools may be ahead, functions that wait for the iteration before come last."""
     graph = plan.graph
     first = {*repeated, *chain.from_iterable(pipelined(plan).values())}
+    late = waiting(plan) if leads(plan) else {}
 
     def rank(node: Node) -> tuple[bool, int]:
         once = node.name not in first
         if plan.placement(node.name).pool == FUNCTIONS:
-            return once, -1
+            return once, 4 if node.name in late else -1
         if node.verb == "generate":
             return once, 0
         return once, 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1

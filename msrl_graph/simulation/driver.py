@@ -75,6 +75,7 @@ class Driver(Leading):
         self.lanes = lanes(plan)
         self.published = {edge: Published([e.every for e in evaluations(plan, edge)]) for edge in fetched(plan)}
         self.turns: dict[int, Turn] = {}
+        self.left = {-1: 0.0}  # by iteration, when its functions had ended, and its states were known
         self.jobs: dict[tuple[str, int], deque[_Job]] = defaultdict(deque)
         self.heard = dict.fromkeys(self.others, 0.0)  # by pool, when the driver has heard that it ended all it began
         self.time = 0.0
@@ -119,7 +120,9 @@ class Driver(Leading):
     def _turn(self, number: int) -> Turn:
         if number not in self.turns:
             turn = self.turns[number] = self.opened(number, self.time)
-            self._ask((FUNCTIONS, number % self.lanes), turn, [FUNCTIONS])
+            who = (FUNCTIONS, number % self.lanes)
+            self._ask(who, turn, [FUNCTIONS], self.openings)
+            self._ask(who, turn, [FUNCTIONS])
         return self.turns[number]
 
     def _ask(
@@ -158,9 +161,14 @@ class Driver(Leading):
         """Takes what can be taken of the first job of a queue; whether anything could."""
         job, moved = queue[0], False
         if not job.begun:
+            # What comes after the functions' opening reads what the iteration before left, if there is an opening.
+            late = job.ends and FUNCTIONS in job.walk.streams and self.openings[FUNCTIONS]
+            if late and job.turn.number - 1 not in self.left:
+                return False
+            begin = max(job.begin, self.left[job.turn.number - 1]) if late else job.begin
             job.begun = True
             for pool in job.walk.streams:
-                self._lanes(job.turn, pool).begin(job.begin)
+                self._lanes(job.turn, pool).begin(begin)
         while any(job.walk.advance(pool, job.steps) for pool in job.walk.streams):
             moved = True
         if any(job.walk.step(pool) for pool in job.walk.streams):
@@ -168,6 +176,8 @@ class Driver(Leading):
         queue.popleft()
         for pool in job.walk.streams if job.ends else ():
             job.turn.ends[pool] = self._lanes(job.turn, pool).last
+            if pool == FUNCTIONS:
+                self.left = {job.turn.number: job.turn.ends[pool]}
             if pool in self.heard and not queue:
                 self.heard[pool] = job.turn.ends[pool] + self.around
         return True

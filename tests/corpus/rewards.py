@@ -37,6 +37,10 @@ def control(old_logp, ref_logp, beta):
     return beta * 1.1
 
 
+def held(gen_logp, heat):
+    return heat
+
+
 def penalised(response: str, answer: str, beta):
     return float(answer in response) - beta
 

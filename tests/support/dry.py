@@ -11,7 +11,7 @@ import random
 import tempfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +75,11 @@ class Handed(client.Client):
         batch = super().take(node, task, group, at_once)
         reader, graph = self.readers[node], self.dry.plan.graph
         for column, rows in ((r.column, r.rows) for r in reader.reads):
-            if column in {s.name for s in graph.states} or not len(batch.rows):
+            if not len(batch.rows):
+                continue
+            if column in {s.name for s in graph.states}:
+                prompts = reader.numbers(task).above(batch.rows, reader.rows, rows)
+                self.dry.see(task, column, zip(prompts.tolist(), batch.columns[column].values.tolist(), strict=True))
                 continue
             right = cells(graph, column, reader.numbers(task).above(batch.rows, reader.rows, rows))
             assert np.array_equal(batch.columns[column].values, right.values), (node, column, task.key)
@@ -163,10 +167,17 @@ class Computed:
             if not self.sieve.failures:
                 return Results(failed, rows=len(batch.rows))
             rows = batch.rows[times > 0]
-        states = {}
+        states, units = {}, [int(u) for u in batch.share.units]
+        self.dry.see(task, "", ((name, value) for name, value in task.states.items() if name in self.node.states))
         for name in self.node.sets:
-            old = task.states.get(name, 0.0)
-            states[name] = NextValues([int(u) for u in batch.share.units], [old + 1] * len(batch.share.units))
+            if name not in batch.columns:
+                states[name] = NextValues(units, [task.states[name] + 1] * len(units))
+                self.dry.counted[name, task.number] |= {*units}
+                continue
+            prompts = numbers.above(batch.share.units, reader.unit, 0).tolist()  # of a repeated one the same
+            old = dict(zip(numbers.above(rows, reader.rows, 0).tolist(), batch.columns[name].values, strict=True))
+            states[name] = NextValues(units, [old[p] + 1 for p in prompts])
+            self.dry.counted[name, task.number] |= {*prompts}
         columns = failed | self.dry.written(self.node, reader.rows, numbers, rows)
         return Results(columns, states, rows=len(batch.rows))
 
@@ -356,6 +367,7 @@ class DryRank(Rank):
         for first in batch.rows[:1]:
             self._rng(node, task, batch.share.epoch, int(first))
         self.updated[node.name].append(task.number)
+        self.dry.see(task, "", ((name, task.states[name]) for name in node.states if name in task.states))
         self.dry.work(node.name, task)
 
     def save(self, worker: str, folder: str) -> None:
@@ -406,6 +418,10 @@ class Dry:
         self.takes: dict[tuple[str, str], float] = {}  # by what is done and task, seconds
         self.times: dict[tuple[str, str], tuple[float, float]] = {}  # and from when to when it was done
         self.taken: dict[int, list[int]] = defaultdict(list)  # by iteration, the prompts that a partial rollout took
+        # By state and iteration: what its readers saw, by prompt or for the run; and the units of who counts it up.
+        self.seen: dict[tuple[str, int], dict[int, set[float]]] = defaultdict(lambda: defaultdict(set))
+        self.counted: dict[tuple[str, int], set[int]] = defaultdict(set)
+        self.chosen: dict[int, dict[int, list[int]]] = defaultdict(dict)  # by iteration and round, rows of the data
         self.begun: dict[int, Task] = {}  # by iteration, as a partial rollout was asked to do it
         self.warehouses: list[Warehouse] = []
         self.ranks: list[DryRank] = []
@@ -438,6 +454,11 @@ class Dry:
         if seconds := self.takes.get((what, task.key), 0.0):
             self.world.take(seconds)
         self.times[what, task.key] = begin, self.world.now
+
+    def see(self, task: Task, column: str, values: Iterable[tuple[Any, float]]) -> None:
+        """A reader sees values of the states of the run, by name, or of a `column`, by prompt."""
+        for key, value in values if task.trains else ():
+            self.seen[column or key, task.number][key if column else 0].add(value)
 
     def truth(self, task: Task) -> Truth:
         return Truth(self.plan, (self.seed, task.number), self.kindness, self.taken.get(task.number, ()))
@@ -529,6 +550,8 @@ class Dry:
 
         with patch.object(host.client, "put", numbered):
             CLASSES[functions.FunctionHost]._source(host, task, round, tables, report)
+        if task.trains:
+            self.chosen[task.number][round] = host._chosen(task, round, tables.draws).tolist()
 
     def _words(self) -> str:
         lines = []

@@ -57,7 +57,7 @@ class Truth:
             for sieve in sieves:
                 if sieve.left != sieve.rows == here and sieve.left == below:
                     found = [("s", k, i) for k in found for i in range(self.verdict(sieve.node, k))]
-            if below and self.rows.sets[below].repeats and all(s.left != below for s in sieves):
+            if below and self.rows.sets[below].repeats and all((s.rows, s.left) != (here, below) for s in sieves):
                 found = [("s", k, 0) for k in found]  # in an evaluation each goes on once
         for sieve in sieves:
             if sieve.left not in path:

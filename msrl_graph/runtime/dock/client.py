@@ -185,9 +185,10 @@ class Client:
         task: Task,
         walker: Walker,
         around: Callable[[Instruction], AbstractContextManager[None]] = lambda step: nullcontext(),
+        begin: int = 0,
     ) -> None:
-        """Goes through a pool's stream, each instruction within `around`."""
-        walk = Walk({pool: instructions})
+        """Goes through a pool's stream, each instruction within `around`; `begin`: how many were done before."""
+        walk = Walk({pool: instructions}, begin)
         while (step := walk.step(pool)) is not None:
             self._reach(f"{step.op} {step.node}", task)
             with around(step):

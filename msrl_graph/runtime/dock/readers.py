@@ -13,7 +13,7 @@ from functools import cached_property
 from ...ir.attributes import SampleEdge, Update
 from ...ir.plan import Plan
 from ...ir.rowsets import Numbers, Rowset, Sieve, looping, rowsets, upstream
-from ...ir.sequences import weighs
+from ...ir.sequences import as_drawn, heating, latest, weighs
 from ..data.wrong import comparison
 from ..process.task import Task, numbers
 from .wire import Member, Way
@@ -90,7 +90,9 @@ def readers(plan: Plan) -> list[Reader]:
     for controller in plan.docks.controllers:
         node = graph.node(controller.node)
         reads = [Read(c, rows.columns[c], graph.writer(c).name) for c in node.reads]
-        reads += [Read(s.name, 0, "source") for s in graph.states if s.per and s.name in node.states]
+        each = {s.name for s in graph.states if s.per}
+        reads += [Read(name, 0, "source") for name in latest(graph, node) if name in each]
+        reads += [Read(as_drawn(name), 0, "source") for name in heating(graph, node) if name in each]
         if compared and compared.node == node.name and compared.column not in node.reads:
             reads.append(Read(compared.column, rows.columns[compared.response], graph.writer(compared.response).name))
         found.append(

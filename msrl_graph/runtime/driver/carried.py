@@ -1,22 +1,24 @@
 """What outlives an iteration, weights aside: how far the data was read, responses that go on in the next one, and the
 values of states.
 
-Invariant: it lives in the driver, and changes only when an iteration has ended, or its generation: every process gets
-it with the task. A checkpoint holds it.
+Invariant: it lives in the driver, and changes only when an iteration has ended, or its generation, or its functions:
+every process gets it with the task. A state has one value in each iteration, which the one before left. Only what draws
+rows may go by an older one, of the iteration that the updates were in then. A checkpoint holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from ...ir.ahead import late_states
 from ...ir.attributes import Call, Generate
 from ...ir.plan import Plan
 from ..data.columns import Array
 from ..process.report import Report, RunError
-from ..process.task import Cut, Task
+from ..process.task import Cut, Tables, Task
 from ..weights import checkpoint
 
 FILE = "states.safetensors"
@@ -38,22 +40,34 @@ class Carried:
         self.prompts = Generate.of(growing).under_way(plan.graph.rows[0]) if growing else plan.graph.rows[0]
         self.told: dict[int, list[list[Cut]]] = {}  # by iteration, what its groups have cut
         self.cut: dict[int, tuple[Cut, ...]] = {0: ()}  # by iteration that goes on with them, where all is known
-        self.states: dict[str, Array] = {}
-        for state in plan.graph.states:
-            first = float(state.initial.literal())
-            self.states[state.name] = np.full(rows, first) if state.per else np.asarray(first)
+        firsts = {s.name: (s, float(s.initial.literal())) for s in plan.graph.states}
+        # By iteration, of those where they are known; the first is the one that the updates are in.
+        self.states: dict[int, dict[str, Array]] = {
+            0: {name: np.full(rows, x) if s.per else np.asarray(x) for name, (s, x) in firsts.items()}
+        }
+        self.draws: dict[int, tuple[int, dict[str, Array]]] = {}  # by iteration that was begun: of which, and these
+        self.drawing = late_states(plan)
         # Whether the next iteration is known before this one has ended, with all that it begins with.
-        self.known = not self.states and not self.refills and not self.groups
+        self.known = not firsts and not self.refills and not self.groups
 
     def task(self, number: int) -> Task:
-        """Iteration `number` of training, which is `foreseen`."""
+        """Iteration `number` of training, which is `foreseen`, as far as is known of it. What its rows are drawn by is
+        what is known when it is asked for first."""
         cut = self.cut[number] if self.groups else ()
-        return Task("train", number, self.prompts, 0, self._position(number), self.of_run(), cut=cut)
+        now = min(self.states)
+        _, draws = self.draws.setdefault(number, (now, self.states[now]))
+        states = self.states.get(number, {})
+        position = self._position(number)
+        return Task("train", number, self.prompts, 0, position, _of_run(states), cut=cut, draws=_of_run(draws))
 
     @property
     def position(self) -> int:
         """Where the data of the next iteration begin."""
         return self.positions[min(self.positions)]
+
+    def knows(self, number: int) -> bool:
+        """Whether it is known which states the iteration before has left."""
+        return number in self.states
 
     def foreseen(self, number: int) -> bool:
         """Whether it is known which data an iteration begins with."""
@@ -80,13 +94,14 @@ class Carried:
         """An iteration has taken so many prompts of the data."""
         self.positions[task.number + 1] = task.position + prompts
 
-    def of_run(self) -> dict[str, float]:
-        """The states that the whole run has one value of."""
-        return {name: float(value) for name, value in self.states.items() if not value.ndim}
+    def evaluation(self, name: str, number: int, prompts: int, fan: int) -> Task:
+        """An evaluation after so many iterations."""
+        states = _of_run(self.states[number])
+        return Task(name, number, prompts, fan, 0, states, draws=states)
 
-    def tables(self) -> dict[str, Array]:
-        """The states that each row of the data has a value of."""
-        return {name: value for name, value in self.states.items() if value.ndim}
+    def tables(self, number: int) -> Tables:
+        """The states that each row of the data has a value of, of an iteration that was begun."""
+        return Tables(_of_rows(self.draws[number][1]), _of_rows(self.states.get(number, {})))
 
     def after(self, task: Task, reports: list[Report]) -> None:
         """Takes what an iteration of training has left."""
@@ -94,34 +109,55 @@ class Carried:
         self._drew(task, drawn or task.prompts - len(task.cut))
         for report in reports:
             self.heard(task, report)
+        self.learn(task.number, reports)
+        self.states = {number: states for number, states in self.states.items() if number > task.number}
+        self.draws = {number: drawn for number, drawn in self.draws.items() if number > task.number}
         self.positions = {number: place for number, place in self.positions.items() if number > task.number}
         self.cut = {number: cut for number, cut in self.cut.items() if number > task.number}
+
+    def learn(self, number: int, reports: Sequence[Report]) -> None:
+        """Takes what the functions of an iteration have left, with whose own states they began."""
+        if number + 1 in self.states:
+            return
+        states = dict(self.states[number])
         rows = next((r.drawn for r in reports if len(r.drawn)), np.zeros(0, np.int64))
         given: dict[str, list[tuple[int, float]]] = {}
         for report in reports:
             for name, found in report.states.items():
                 given.setdefault(name, []).extend(zip(found.units, found.values, strict=True))
         for name, pairs in given.items():
+            states[name] = states[name].copy()  # an iteration that was begun may still be drawn by it
             for unit, value in sorted(pairs):  # of a row that came twice the last prompt counts, whoever computed it
-                if self.states[name].ndim:
-                    self.states[name][rows[unit]] = value
-                else:
-                    self.states[name] = np.asarray(value)
+                states[name][rows[unit] if states[name].ndim else ()] = value
+        self.states[number + 1] = states
+
+    def figures(self, number: int, reports: Sequence[Report]) -> Report:
+        """What is told of the states of an iteration that has ended: their values, on average over the rows that it
+        drew; and how many iterations older what it drew these by."""
+        rows = next((r.drawn for r in reports if len(r.drawn)), np.zeros(0, np.int64))
+        report = Report("states")
+        for name, value in self.states[number].items():
+            some = value[rows] if value.ndim else np.atleast_1d(value)
+            report.count(name, float(some.sum()), len(some))
+        for name in self.drawing:
+            report.count(f"{name}/age", number - self.draws[number][0], 1)
+        return report
 
     def save(self, folder: Path, says: Mapping[str, str]) -> list[checkpoint.File]:
         """The states as a file of a checkpoint, if there are any."""
-        held = {**self.states, **(_arrays(self.cut[min(self.cut)]) if self.groups else {})}
+        held = {**self.states[min(self.states)], **(_arrays(self.cut[min(self.cut)]) if self.groups else {})}
         return [checkpoint.write_arrays(folder, FILE, held, says)] if held else []
 
     def restore(self, folder: Path, manifest: checkpoint.Manifest) -> None:
         """Takes over what a checkpoint holds. RunError where its states are not those of this program and its data."""
         usual = manifest.iteration * self.graph.rows[0]
         self.positions = {manifest.iteration: usual if manifest.position < 0 else manifest.position}
-        if not self.states and not self.groups:
+        states = self.states = {manifest.iteration: self.states[min(self.states)]}
+        if not states[manifest.iteration] and not self.groups:
             return
         found = checkpoint.read_arrays(folder / FILE) if any(f.name == FILE for f in manifest.files) else {}
         self.cut = {manifest.iteration: _cut(found, manifest.iteration)}
-        for name, value in self.states.items():
+        for name, value in self.states[manifest.iteration].items():
             if name not in found:
                 raise RunError(f"{folder} holds no value of the state `{name}`: it is a checkpoint of another program")
             if found[name].shape != value.shape:
@@ -130,7 +166,17 @@ class Carried:
                     f"{folder} holds {has} values of the state `{name}`, and {wants}: go on with the data that it was "
                     "made with"
                 )
-            self.states[name] = found[name].astype(np.float64)
+            states[manifest.iteration][name] = found[name].astype(np.float64)
+
+
+def _of_run(states: Mapping[str, Array]) -> dict[str, float]:
+    """The states that the whole run has one value of."""
+    return {name: float(value) for name, value in states.items() if not value.ndim}
+
+
+def _of_rows(states: Mapping[str, Array]) -> dict[str, Array]:
+    """The states that each row of the data has a value of."""
+    return {name: value for name, value in states.items() if value.ndim}
 
 
 def _arrays(cut: tuple[Cut, ...]) -> dict[str, Array]:

@@ -31,7 +31,8 @@ from .ahead import Ahead
 from .carried import Carried
 from .docks import Docks, HostLost
 from .edited import Edited
-from .function_hosts import Call, FunctionHosts, reference
+from .function_hosts import FunctionHosts, reference
+from .function_tasks import FunctionTasks, lane
 from .leaving import LOOK
 from .pool import Pool
 from .resuming import program
@@ -72,7 +73,6 @@ class Driver:
         self.longest = 0.0  # seconds of an iteration
         self.unsaved = ""  # why the last checkpoint that was asked for is not there
         self.edited = Edited(Path(attempt.folder), attempt.edited)
-        self.prepared: dict[str, list[Call]] = {}  # by key: the functions' reports of a task that is not in step yet
 
     @property
     def functions(self) -> FunctionHosts:
@@ -119,6 +119,7 @@ class Driver:
     def _train(self, sizes: dict[str, int], out: Path, resumed: checkpoint.Manifest | None) -> Result:
         plan, run, begin = self.plan, self.plan.deploy.run, 0
         self.carried = Carried(plan, sizes["source"])
+        self.tasks = FunctionTasks(self.ray, plan, self.functions, self.carried)
         if resumed is not None:
             saved = self.attempt.resume
             self.carried.restore(Path(saved), resumed)
@@ -149,6 +150,7 @@ class Driver:
                 self._prepare(self.carried.task(i + 1))
             seconds, reports = self._end(done)
             self.longest = max(self.longest, seconds)
+            reports.append(self.carried.figures(i, reports))
             self.carried.after(done.task, reports)
             goes_on = goes_on and not self.signals.asked
             running = self._begin(self.carried.task(i + 1), self._measured(i + 1)) if goes_on else None
@@ -234,7 +236,7 @@ class Driver:
             for pool in self.ahead.others:
                 self.ahead.begin(pool, task, task.number, measure)
         points.reach("driver", f"begun {task.key}")
-        return _Running(task, start, [*ranks, *self.ahead.reports.pop(task.key, ()), *self.prepared.pop(task.key)])
+        return _Running(task, start, [*ranks, *self.ahead.reports.pop(task.key, ()), *self.tasks.take(task)])
 
     def _go_ahead(self, now: int, pools: Sequence[str]) -> None:
         """Starts what is due of some pools that may be ahead, while the updates are in the iteration `now`."""
@@ -248,23 +250,15 @@ class Driver:
     def _prepare(self, task: Task) -> None:
         """Opens a task and starts the hosts' functions on it, unless that was done: ahead of the ranks where it follows
         without anything between, so that its prompts are there when it begins."""
-        if task.key in self.prepared:
-            return
-        self._open(task)
-        tables = self.carried.tables() if task.trains else {}
-        hosts = range(self.plan.cluster.nodes)
-        self.prepared[task.key] = [
-            self.functions.ask(host, "run", task, {} if host else tables, lane=self._lane(task)) for host in hosts
-        ]
-
-    def _lane(self, task: Task) -> int:
-        """The lane of the functions of a task: of an evaluation, that of the iteration before, which has ended."""
-        return task.number if task.trains else task.number - 1
+        if task.key not in self.tasks.calls:
+            self._open(task)
+            self.tasks.begin(task)
 
     def _end(self, running: _Running) -> tuple[float, list[Report]]:
         """Waits for the streams: seconds, reports."""
         self.display.begin(running.task)
         reports = self._wait(running.streams, training=running.task.number if running.task.trains else -1)
+        self.tasks.end(running.task)
         points.reach("driver", f"ended {running.task.key}")
         return time.perf_counter() - running.start, reports
 
@@ -276,7 +270,7 @@ class Driver:
             self.display.say(remark)
         if task.trains and self.attempt.options.record:
             out = str(Path(self.attempt.out).absolute())
-            asked = [self.functions.ask(0, "record", task, out, lane=self._lane(task))]
+            asked = [self.functions.ask(0, "record", task, out, lane=lane(task))]
             for wrong in filter(None, self._wait(asked)):
                 self.display.say(wrong)
         moved: dict[str, int] = {}
@@ -296,7 +290,7 @@ class Driver:
         deadline = deadline or self.plan.docks.deadline
         often = min(LOOK / 5 if self.attempt.ports.open else LOOK, deadline)
         while left:
-            beside = self.ahead.under_way() if training >= 0 else []
+            beside = [*self.ahead.under_way(), *self.tasks.watched()] if training >= 0 else []
             watched = list(dict.fromkeys([*map(reference, left), *beside]))
             ended, _ = self.ray.wait(watched, num_returns=1, timeout=often)
             for who in self.functions.mend():  # the calls of a process that died have other references now
@@ -308,6 +302,7 @@ class Driver:
             if training >= 0:
                 for task, report in self.ahead.ended(self.ray, ended):
                     self.carried.heard(task, report)
+                self.tasks.heard(ended)
                 self._go_ahead(training, self.ahead.others)
             left = [x for x in left if x not in done]
             if self._look(not done):
@@ -390,7 +385,7 @@ class Driver:
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:
         self.display.phase(f"evaluating {evaluation.data}")
-        task = Task(evaluation.data, iteration, sizes[evaluation.data], evaluation.samples, 0, self.carried.of_run())
+        task = self.carried.evaluation(evaluation.data, iteration, sizes[evaluation.data], evaluation.samples)
         seconds, reports = self._end(self._begin(task))
         self._clear(task, reports)
         found = self.recorder.evaluation(evaluation.data, iteration, seconds, reports, evaluation.report)

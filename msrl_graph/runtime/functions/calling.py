@@ -366,7 +366,7 @@ class Weigher:
 
     def __call__(self, tables: Mapping[str, Array], task: Task) -> Array:
         """The weights of an iteration, finite, none below 0 and some above it; `tables` are the states of each row."""
-        states = {**task.states, **{name: np.array(table) for name, table in tables.items()}}
+        states = {**task.draws, **{name: np.array(table) for name, table in tables.items()}}
         given = {p: states[name] for p, name in self.bound if name in states}
         given |= {parameter: values() for parameter, values in self.columns.items()}
         try:

@@ -1,7 +1,8 @@
 """The pool of function nodes: the source and the Python functions, on the hosts' CPUs.
 
-Invariant: what a process of it keeps between tasks is what a new one in its place loads: data, functions, nothing that
-a task left. The values that outlive an iteration come with the task, and go back in the report.
+Invariant: what a process of it keeps between tasks is what a new one in its place loads or finds again: data,
+functions, the rows that a task draws, nothing else that a task left. The values that outlive an iteration come with the
+task, and go back in the report.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +21,13 @@ import ray
 
 from ...algorithms.registry import told
 from ...diagnostics import Diagnostic, Fault
+from ...ir.ahead import opening
 from ...ir.attributes import Call, Source
 from ...ir.graph import Node, State
-from ...ir.instruction import Walker
+from ...ir.instruction import Instruction, Walker
 from ...ir.located import here
 from ...ir.plan import FUNCTIONS, from_json
+from ...ir.sequences import as_drawn, heating, latest
 from ..data import recording as rows
 from ..data.columns import Array, Column, Piece, Verdicts
 from ..data.dataset import Dataset
@@ -36,7 +40,7 @@ from ..process import log
 from ..process.facts import sampled
 from ..process.report import Loaded, NextValues, Report, RunError
 from ..process.surroundings import settle
-from ..process.task import Task
+from ..process.task import Tables, Task
 from .blame import blame
 from .calling import Function, Results, Weigher, scarce
 from .note import Note, ProcessDied
@@ -52,7 +56,7 @@ class _Calls(Walker):
     host: FunctionHost
     functions: Mapping[str, Function]
     task: Task
-    tables: Mapping[str, Array]
+    tables: Tables
     report: Report
     drawn: int = 0
 
@@ -99,6 +103,12 @@ class FunctionHost:
         found = list(self.readers.values())
         self.client = Client(called, found, way, host)
         self.functions: dict[str, Function] | None = None
+        graph, nodes = self.plan.graph, [n for n in self.plan.graph.nodes if n.verb != "source"]
+        # The states of each prompt that some node reads, by their names in the dock.
+        each = {s.name: s for s in graph.states if s.per}
+        self.read = {s: each[s] for n in nodes for s in latest(graph, n) if s in each}
+        self.drawing = {as_drawn(s): each[s] for n in nodes for s in heating(graph, n) if s in each}
+        self.drawn: dict[tuple[str, int], Array] = {}  # by task and round, rows of the data
 
     def fetch(self) -> tuple[str, tuple[Diagnostic, ...]]:
         """This host's address, and what keeps it from having copies of what lies at URLs."""
@@ -139,9 +149,8 @@ class FunctionHost:
         }
         return {name: Loaded(len(d), left_out.get(name, "")) for name, d in self.data.items()}
 
-    def run(self, task: Task, tables: Mapping[str, Array]) -> Report:
-        """Does this pool's stream for one task. `tables` are for the source: by state, its value for each row of the
-        data.
+    def run(self, task: Task, tables: Tables) -> Report:
+        """Does this pool's stream for one task, or a part of it.
 
         A process that takes a dead one's place does all of the task again, and nothing changes by it: its shares are
         the same, functions are pure, and rows that are written twice replace themselves.
@@ -151,14 +160,20 @@ class FunctionHost:
         assert self.functions is not None
         report = Report(self.called)
         stream = next(s for s in self.plan.schedule if s.pool == FUNCTIONS and s.task == task.name)
-        calls = _Calls(self, self.functions, task, tables, report)
-        self.client.walk(FUNCTIONS, stream.instructions, task, calls)
-        if self.host == 0 and task.trains:
+        calls, early = _Calls(self, self.functions, task, tables, report), opening(self.plan, stream)
+        begin, steps = 0, stream.instructions
+        if task.part == "opening":
+            steps = steps[:early]
+        elif task.part == "rest":
+            begin = early
+            calls.drawn = self._rounds(steps[:early], task)
+            self._states(task, range(calls.drawn), tables)
+        self.client.walk(FUNCTIONS, steps, task, calls, begin=begin)
+        if self.host == 0 and task.trains and task.part != "opening":
+            report.drawn = np.concatenate([self._chosen(task, round, tables.draws) for round in range(calls.drawn)])
             if self.refilling is not None:
                 report.count("refills", calls.drawn - 1, 0)
                 report.count("prompts_drawn", calls.drawn * task.prompts, 0)
-            for name, value in task.states.items():
-                report.count(name, value, 1)
         self.client.flush(task, report)
         return report
 
@@ -172,35 +187,64 @@ class FunctionHost:
             return f"the rows of iteration {task.number} could not be recorded: {error}"
         return ""
 
-    def _source(self, task: Task, round: int, tables: Mapping[str, Array], report: Report) -> None:
-        """Puts the prompts of a round, and their states."""
-        dataset = self.data["source" if task.trains else task.name]
-        first = round * task.prompts
-        numbers = np.arange(first, first + task.prompts)
-        if not task.trains:
-            chosen = np.arange(len(dataset))
-        elif self.weigh is not None:
-            with self._noted(self.plan.graph.node("source"), f"what `weights` reads in {task.key}"):
-                weights = self.weigh(tables, task)
-            chosen = dataset.drawn(weights, task.number, first, task.prompts)
-            report.remarks += scarce(self.plan.graph.node("source"), task, weights, first)
-        else:
-            went_on = [dataset.indices(c.position, 1) for c in task.cut]
-            chosen = np.concatenate([*went_on, dataset.indices(task.position + first, task.prompts - len(went_on))])
-        columns = dataset.take(chosen)
-        for state in self._states():
-            values = tables[state.name][chosen] if task.trains else np.full(len(chosen), state.initial.literal())
-            columns[state.name] = Column(values.astype(np.float64))
-        if task.trains and tables:
-            for state in self._states():
-                report.count(state.name, float(columns[state.name].values.sum()), task.prompts)
-            report.drawn = np.concatenate([report.drawn, chosen])
+    def _rounds(self, steps: Sequence[Instruction], task: Task) -> int:
+        """How many rounds of prompts an opening that has ended has drawn."""
+        filter = next((x.node for x in steps if x.op == "AGAIN"), "")
+        return next(n for n in count(1) if not filter or not self.client.again(filter, task, n))
+
+    def _source(self, task: Task, round: int, tables: Tables, report: Report) -> None:
+        """Puts the prompts of a round, and their states as far as they are known."""
+        chosen = self._chosen(task, round, tables.draws, report)
+        columns = self.data["source" if task.trains else task.name].take(chosen)
+        columns |= self._values(task, chosen, tables.draws, self.drawing)
+        if task.part != "opening":
+            columns |= self._values(task, chosen, tables.states, self.read)
+        self._put(task, round, columns)
+
+    def _states(self, task: Task, rounds: Iterable[int], tables: Tables) -> None:
+        """Puts the states of prompts that were put before they were known."""
+        for round in rounds if self.host == 0 and self.read else ():
+            chosen = self._chosen(task, round, tables.draws)
+            self._put(task, round, self._values(task, chosen, tables.states, self.read))
+
+    def _put(self, task: Task, round: int, columns: Mapping[str, Column]) -> None:
+        numbers = np.arange(round * task.prompts, (round + 1) * task.prompts)
         self.client.put("source", task, {name: Piece(numbers, column) for name, column in columns.items()}, asks=True)
 
-    def _states(self) -> list[State]:
-        """The states of each prompt that some node reads."""
-        read = {s for n in self.plan.graph.nodes for s in n.states if n.verb != "source"}
-        return [s for s in self.plan.graph.states if s.per and s.name in read]
+    def _values(
+        self, task: Task, chosen: Array, tables: Mapping[str, Array], named: Mapping[str, State]
+    ) -> dict[str, Column]:
+        """The states of some rows of the data, by the names that they have in the dock."""
+        return {
+            name: Column(
+                tables[state.name][chosen].astype(np.float64)
+                if task.trains
+                else np.full(len(chosen), float(state.initial.literal()))
+            )
+            for name, state in named.items()
+        }
+
+    def _chosen(self, task: Task, round: int, draws: Mapping[str, Array], report: Report | None = None) -> Array:
+        """The rows of the data that a round draws: a function of the task. They are kept for the part of it that comes
+        after its opening."""
+        if (task.key, round) in self.drawn:
+            return self.drawn[task.key, round]
+        self.drawn = {key: rows for key, rows in self.drawn.items() if key[0] == task.key}
+        self.drawn[task.key, round] = chosen = self._draw(task, round * task.prompts, draws, report)
+        return chosen
+
+    def _draw(self, task: Task, first: int, draws: Mapping[str, Array], report: Report | None) -> Array:
+        dataset, source = self.data["source" if task.trains else task.name], self.plan.graph.node("source")
+        if not task.trains:
+            return np.arange(len(dataset))
+        if self.weigh is not None:
+            with self._noted(source, f"what `weights` reads in {task.key}"):
+                weights = self.weigh(draws, task)
+            if report is not None:
+                report.remarks += scarce(source, task, weights, first)
+            return dataset.drawn(weights, task.number, first, task.prompts)
+        went_on = [dataset.indices(c.position, 1) for c in task.cut]
+        return np.concatenate([*went_on, dataset.indices(task.position + first, task.prompts - len(went_on))])
 
     @contextmanager
     def _noted(self, node: Node, where: str) -> Iterator[None]:

@@ -44,11 +44,13 @@ class Task:
     - `prompts`: how many come at once, and again with each refill; `position`: where they begin in the data's endless
       sequence of rows, those aside that were `cut` in the iteration before (`partial`): these come first.
     - `fan`: how many responses are drawn to each prompt; 0: as many as the program says.
-    - `states`: the values of the run's states with which the iteration begins.
+    - `states`: the values of the run's states that the iteration before left; none where that is not known yet.
+      `draws`: those that its rows are drawn by, which may be older.
     - `fetches`: by resharding edge with `staleness`, the version that its rows are drawn with, and how many its
       generation was told to fetch so far, this one perhaps among them.
     - `sends`: of these edges those over which the updates send the version that they begin it with.
-    - `part`: what the ranks of a pipelined pool are to do of their stream (ir/ahead.py); others do the whole.
+    - `part`: what the ranks of a pipelined pool, or the functions, are to do of their stream (ir/ahead.py); others do
+      the whole.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Task:
     sends: tuple[str, ...] = ()
     cut: tuple[Cut, ...] = ()
     part: Part = "whole"
+    draws: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -74,6 +77,13 @@ class Task:
     @property
     def trains(self) -> bool:
         return self.name == "train"
+
+
+class Tables(NamedTuple):
+    """By state that each row of the data has a value of, all its values: `draws` and `states` as those of a `Task`."""
+
+    draws: Mapping[str, Any]
+    states: Mapping[str, Any]
 
 
 def numbers(sets: Sequence[Rowset], refilling: Sieve | None, task: Task) -> Numbers:

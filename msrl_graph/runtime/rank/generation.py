@@ -21,7 +21,7 @@ from ...ir.attributes import Generate, SampleEdge
 from ...ir.graph import Node
 from ...ir.plan import Evaluation, Plan
 from ...ir.rowsets import rowsets
-from ...ir.sequences import of_response, sequences, tempered
+from ...ir.sequences import heat, of_response, sequences, tempered
 from ..agents.wire import Begin
 from ..data import wrong
 from ..data.columns import Array, Column, Piece, Verdicts, ragged
@@ -375,7 +375,7 @@ class Generation(Conversing):
             return evaluation.temperature
         if not (of := tempered(self.plan.graph, node)):
             return float(Generate.of(node).temperature.literal())
-        found: Array = batch.columns[str(of[0].value)].values.astype(np.float32)
+        found: Array = batch.columns[heat(of[0])].values.astype(np.float32)
         self.watch.temperature(node, task, batch.rows, str(of[0].value), found)
         return np.repeat(found, samples)
 

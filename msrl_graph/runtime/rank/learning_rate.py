@@ -1,6 +1,6 @@
 """The learning rate of an optimizer step.
 
-Invariant: a function of the step's number, of states of the run as the iteration began with them, and of the plan: all
+Invariant: a function of the step's number, of states of the run as the iteration before left them, and of the plan: all
 ranks find the same, and a run that goes on finds what it would have been.
 """
 

@@ -13,7 +13,7 @@ import torch
 
 from ...ir import graph as ir
 from ...ir.graph import Graph, Node
-from ...ir.sequences import sequences
+from ...ir.sequences import as_drawn, heating, sequences
 from ..data import wrong
 from ..data.columns import DTYPES, Array, Column, offsets_of
 from ..dock.wire import Batch
@@ -56,7 +56,8 @@ def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[st
     like = like | {name: column.dims[0].like for name, column in declared.items() if column.dims}
     # A group without rows has no columns either.
     columns = {c: _empty(declared[c]) for c in node.reads if c in declared}
-    columns |= {s: Column(np.zeros(0)) for s in node.states} | batch.columns
+    states = (*node.states, *map(as_drawn, heating(graph, node)))
+    columns |= {s: Column(np.zeros(0)) for s in states} | batch.columns
     names = [*read.context, *read.scored]
     tokens, strange = wrong.known_tokens([columns.pop(c) for c in names], vocabulary)
     found = dict(zip(names, tokens, strict=True))

@@ -29,6 +29,7 @@ from ...ir.graph import Node
 from ...ir.instruction import Instruction, Stream, Walker
 from ...ir.located import here
 from ...ir.plan import Plan, from_json
+from ...ir.sequences import as_drawn, heating, latest
 from ..data.columns import Column, Piece
 from ..dock.client import Client
 from ..dock.readers import readers
@@ -67,9 +68,12 @@ class Doing(Walker):
             with self.report.phase("proof"), telling(rank.plan, found, rank.rank, f"in {self.task.key}"):
                 proof.probe()
         for batch in rank._batches(found, self.task, self.report):
-            for name in found.states:
-                if name in self.task.states:  # of the run: each row has the same; others came with the rows
-                    batch.columns[name] = Column(np.full(len(batch.rows), self.task.states[name], np.float32))
+            graph, task = rank.plan.graph, self.task
+            # Of the run: each row has the same; others came with the rows.
+            same = {s: task.states[s] for s in latest(graph, found) if s in task.states}
+            same |= {as_drawn(s): task.draws[s] for s in heating(graph, found) if s in task.draws}
+            for name, value in same.items():
+                batch.columns[name] = Column(np.full(len(batch.rows), value, np.float32))
             parts = rank.compute(found, self.task, batch, told)
             while True:
                 with self.report.phase(node), telling(rank.plan, found, rank.rank, f"in {self.task.key}", batch.rows):

@@ -23,7 +23,7 @@ from ...ir import graph as ir
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import scores_texts, temperature, whole
+from ...ir.sequences import heat, scores_texts, temperature, whole
 from ...ir.work import micro_batches
 from ..data import wrong
 from ..data.columns import Array, Column, Piece, offsets_of
@@ -205,7 +205,7 @@ class Training(Engines):
         stated = temperature(self.plan.graph, target)
         if stated.kind == "number":
             return np.full(len(rows), stated.literal(), np.float32)
-        return seen.columns[str(stated.value)].values[rows].astype(np.float32)
+        return seen.columns[heat(stated)].values[rows].astype(np.float32)
 
     def _joint(
         self,

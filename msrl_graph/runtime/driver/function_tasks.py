@@ -1,0 +1,79 @@
+"""What the hosts' functions are asked for of each task that is under way.
+
+Invariant: they do a task in the order of its stream, and no function that reads a state begins before the iteration
+before has left its value. Where that is not known yet, they are asked for the opening of the task, and for the rest as
+soon as the functions of the iteration before have ended: they wait for no update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from ...ir.ahead import waiting
+from ...ir.plan import Plan
+from ..process.task import Part, Tables, Task
+from .carried import Carried
+from .function_hosts import Call, FunctionHosts, reference
+
+
+class FunctionTasks:
+    def __init__(self, ray: Any, plan: Plan, hosts: FunctionHosts, carried: Carried) -> None:
+        self.ray, self.hosts, self.carried = ray, hosts, carried
+        self.count = range(plan.cluster.nodes)
+        self.wait = bool(waiting(plan))  # whether any function reads a state
+        self.calls: dict[str, list[Call]] = {}  # by key of a task
+        self.openings: dict[int, Task] = {}  # by iteration, those of which the rest is to be asked for
+        self.ended = set[Any]()  # references to calls that have, of iterations of training
+
+    def begin(self, task: Task) -> None:
+        """Asks for a task, or its opening."""
+        part: Part = "opening" if task.trains and self.wait and not self.carried.knows(task.number) else "whole"
+        self.calls[task.key] = []
+        self._ask(task, part)
+        if part == "opening":
+            self.openings[task.number] = task
+
+    def take(self, task: Task) -> list[Call]:
+        """The calls of a task whose turn has come: all of it has been asked for."""
+        self.go_on()
+        assert task.number not in self.openings or not task.trains
+        return self.calls[task.key]
+
+    def end(self, task: Task) -> None:
+        """The task has ended."""
+        self.ended -= {*map(reference, self.calls.pop(task.key))}
+
+    def watched(self) -> list[Any]:
+        """References to calls that the rest of a later iteration waits for."""
+        before = self.calls[f"train/{min(self.openings) - 1}"] if self.openings else []
+        return [x for x in map(reference, before) if x not in self.ended]
+
+    def heard(self, ended: Collection[Any]) -> None:
+        """These calls have ended, some perhaps of functions. Raises what went wrong in one."""
+        self.ended |= {*ended} & {reference(call) for calls in self.calls.values() for call in calls}
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Asks for what can be begun now."""
+        while self.openings:
+            number = min(self.openings)
+            if not self.carried.knows(number):
+                before = [*map(reference, self.calls[f"train/{number - 1}"])]
+                if not self.ended >= {*before}:
+                    return
+                self.carried.learn(number - 1, [self.ray.get(x) for x in before])
+            self._ask(self.carried.task(number), "rest")
+            del self.openings[number]
+
+    def _ask(self, task: Task, part: Part) -> None:
+        tables, asked = self.carried.tables(task.number) if task.trains else Tables({}, {}), replace(task, part=part)
+        for host in self.count:  # host 0 has the source
+            of_rows = Tables({}, {}) if host else tables
+            self.calls[task.key].append(self.hosts.ask(host, "run", asked, of_rows, lane=lane(task)))
+
+
+def lane(task: Task) -> int:
+    """The lane of the functions of a task: of an evaluation, that of the iteration before, which has ended."""
+    return task.number if task.trains else task.number - 1
