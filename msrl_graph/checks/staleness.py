@@ -86,7 +86,8 @@ def missing(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def loops(plan: Plan) -> list[Diagnostic]:
-    """Temperatures that a function sets from what was drawn at them, and that are older than that."""
+    """Temperatures that a function sets by what was drawn at them, where a generation takes an older value than the
+    last."""
     graph, late, found = plan.graph, late_states(plan), []
     for node in graph.verb("generate"):
         for state in (s for s in heating(graph, node) if s in late):
@@ -118,19 +119,20 @@ def check(plan: Plan) -> list[Diagnostic]:
         key, leave = ("every", "leave `every` and `staleness` out") if seldom else ("staleness", "leave it out")
         gains = "`every` leaves none out" if seldom else "`staleness` gains nothing"
         is_so = "gets every version" if seldom else "is never behind"
-        other = f"{leave}, or let only the source's `weights` or a temperature read the state before `{edge.dst}`"
+        state = by_state(plan, [edge.dst])
+        others = f"{leave}, or let only the source's `weights` or a temperature read the state before `{edge.dst}`"
         if edge in shared:
             if not seldom and open_to_staleness(plan):
                 continue
             message = f"`{edge.dst}` shares its devices with `{edge.src}`, and {turns[pool]}: it {is_so}, so {gains}"
-            help = f"{leave}, or give each its own devices: `apart {edge.dst}, {edge.src}`"
-            help = other if by_state(plan, [edge.dst]) else help
+            apart = f"{leave}, or give each its own devices: `apart {edge.dst}, {edge.src}`"
+            help = others if state else apart
             found.append(Diagnostic("shared-staleness", message, edge.at(key), help))
             continue
         message = f"`{edge.dst}` {is_so}, since its pool {held[pool]}: {gains}"
         help = f"{leave}, or `place` what hinders it on other devices"
-        if by_state(plan, [edge.dst]):
-            help = other
+        if state:
+            help = others
         elif "`deterministic`" in held[pool]:
             help = f"{leave}, or `deterministic`"
         found.append(Diagnostic("shared-staleness", message, edge.at(key), help, "error" if seldom else "warning"))

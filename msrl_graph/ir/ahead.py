@@ -26,7 +26,7 @@ from .attributes import ReshardingEdge
 from .instruction import Instruction, Stream
 from .plan import FUNCTIONS, Evaluation, Plan
 from .rowsets import looping
-from .sequences import heating
+from .sequences import heating, latest
 
 Edge = tuple[str, str]  # of resharding, (src, dst)
 T = TypeVar("T")
@@ -91,7 +91,7 @@ def pipelined(plan: Plan) -> dict[str, frozenset[str]]:
 def waiting(plan: Plan) -> dict[str, str]:
     """By function that reads a state the first that it reads."""
     graph = plan.graph
-    readers = (n for n in graph.nodes if n.states and n.verb != "source")
+    readers = (n for n in graph.nodes if latest(graph, n))
     return {n.name: n.states[0] for n in readers if graph.worker(n.worker).kind == "function"}
 
 
@@ -243,10 +243,11 @@ def hindered(plan: Plan) -> dict[str, str]:
     found, pool_of = dict[str, str](), _pools(plan)
     turns, _ = _openings(plan)
     for (_, dst), behind in _staleness(plan).items():
-        if not behind and pool_of[dst] not in turns:
+        if pool_of[dst] in turns:
+            continue
+        if not behind:
             found[pool_of[dst]] = f"gives `{dst}` the newest weights"
-    for (_, dst), behind in _staleness(plan).items():
-        if behind and pool_of[dst] not in turns and (because := by_state(plan, [dst])):
+        elif because := by_state(plan, [dst]):
             found.setdefault(pool_of[dst], f"runs `{dst}`, which {because}")
     for node in plan.graph.verb("update"):
         if node.name in pool_of and pool_of[node.name] not in turns:
@@ -330,10 +331,11 @@ def _waits(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str
 
 
 def by_state(plan: Plan, generations: Sequence[str]) -> str:
-    """Which function that reads a state some generations wait for, as the end of a sentence; "" if none."""
+    """The function that reads a state and that one of some generations waits for, as the end of a sentence that begins
+    with the generation; "" if there is none."""
     late, before = waiting(plan), {n for dst in generations for n in plan.graph.flow.before(dst)}
     node = next((n for n in late if n in before), "")
-    return f"waits for `{node}`, and that for the state `{late[node]}` of the iteration before" if node else ""
+    return f"waits for `{node}`, which reads the state `{late[node]}` of the iteration before" if node else ""
 
 
 def _pools(plan: Plan) -> dict[str, str]:

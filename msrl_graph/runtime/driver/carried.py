@@ -131,17 +131,16 @@ class Carried:
                 states[name][rows[unit] if states[name].ndim else ()] = value
         self.states[number + 1] = states
 
-    def figures(self, number: int, reports: Sequence[Report]) -> Report:
-        """What is told of the states of an iteration that has ended: their values, on average over the rows that it
-        drew; and how many iterations older what it drew these by."""
-        rows = next((r.drawn for r in reports if len(r.drawn)), np.zeros(0, np.int64))
-        report = Report("states")
+    def count(self, number: int, reports: Sequence[Report]) -> None:
+        """Adds the metrics of states to the report of an iteration that has ended which tells the rows that it drew:
+        their values, on average over these rows, and how many iterations older those were that drew them."""
+        report = next(r for r in reports if len(r.drawn))
+        rows = report.drawn
         for name, value in self.states[number].items():
             some = value[rows] if value.ndim else np.atleast_1d(value)
             report.count(name, float(some.sum()), len(some))
         for name in self.drawing:
             report.count(f"{name}/age", number - self.draws[number][0], 1)
-        return report
 
     def save(self, folder: Path, says: Mapping[str, str]) -> list[checkpoint.File]:
         """The states as a file of a checkpoint, if there are any."""

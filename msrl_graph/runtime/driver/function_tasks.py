@@ -21,15 +21,15 @@ from .function_hosts import Call, FunctionHosts, reference
 class FunctionTasks:
     def __init__(self, ray: Any, plan: Plan, hosts: FunctionHosts, carried: Carried) -> None:
         self.ray, self.hosts, self.carried = ray, hosts, carried
-        self.count = range(plan.cluster.nodes)
-        self.wait = bool(waiting(plan))  # whether any function reads a state
+        self.numbers = range(plan.cluster.nodes)  # of the hosts
+        self.reads_states = bool(waiting(plan))
         self.calls: dict[str, list[Call]] = {}  # by key of a task
         self.openings: dict[int, Task] = {}  # by iteration, those of which the rest is to be asked for
         self.ended = set[Any]()  # references to calls that have, of iterations of training
 
     def begin(self, task: Task) -> None:
         """Asks for a task, or its opening."""
-        part: Part = "opening" if task.trains and self.wait and not self.carried.knows(task.number) else "whole"
+        part: Part = "opening" if task.trains and self.reads_states and not self.carried.knows(task.number) else "whole"
         self.calls[task.key] = []
         self._ask(task, part)
         if part == "opening":
@@ -69,7 +69,7 @@ class FunctionTasks:
 
     def _ask(self, task: Task, part: Part) -> None:
         tables, asked = self.carried.tables(task.number) if task.trains else Tables({}, {}), replace(task, part=part)
-        for host in self.count:  # host 0 has the source
+        for host in self.numbers:  # host 0 has the source
             of_rows = Tables({}, {}) if host else tables
             self.calls[task.key].append(self.hosts.ask(host, "run", asked, of_rows, lane=lane(task)))
 

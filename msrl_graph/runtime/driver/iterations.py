@@ -150,7 +150,7 @@ class Driver:
                 self._prepare(self.carried.task(i + 1))
             seconds, reports = self._end(done)
             self.longest = max(self.longest, seconds)
-            reports.append(self.carried.figures(i, reports))
+            self.carried.count(i, reports)
             self.carried.after(done.task, reports)
             goes_on = goes_on and not self.signals.asked
             running = self._begin(self.carried.task(i + 1), self._measured(i + 1)) if goes_on else None
