@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files.weights import weight_files
 from ..model.architecture import HEAD, Model
 from ..model.config import fields
 from ..sharding.layout import Tensor, elements, full, slices
@@ -86,9 +87,9 @@ def fill(model: Model, shards: Sequence[Shard]) -> None:
     )
     missing = {name: (tensor, box) for name, tensor, box in parts}
     with torch.no_grad():
-        for file in sorted(Path(model.path).glob("*.safetensors")):
+        for file, named in weight_files(model.path).read.items():
             with safe_open(file, framework="pt") as weights:
-                for name in missing.keys() & set(weights.keys()):
+                for name in missing.keys() & {*weights.keys()} & ({*missing} if named is None else named):
                     tensor, box = missing.pop(name)
                     if elements(box):
                         tensor.copy_(weights.get_slice(name)[slices(box)])

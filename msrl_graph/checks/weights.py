@@ -12,7 +12,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ..diagnostics import Diagnostic
+from ..diagnostics import Diagnostic, Span
+from ..files.weights import INDEX, WHOLE, UnclearError, WeightFiles, weight_files
 from ..ir.graph import Worker
 from ..ir.plan import Plan
 from ..model.architecture import HEAD, Model
@@ -38,18 +39,34 @@ def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic
             users[model.path].append((worker, model))
     updated = {n.worker for n in graph.verb("update")}
     for path, those in users.items():
-        files, there = sorted(Path(path).glob("*.safetensors")), Held()
+        there, span, file = Held(), those[0][1].span, Path(path)
         try:
-            for file in files:
-                there |= {name: (file, entry) for name, entry in _header(file).items()}
+            files = weight_files(path)
+            for file, named in files.read.items():
+                header = _header(file)
+                there |= {name: (file, entry) for name, entry in header.items() if named is None or name in named}
+        except UnclearError as error:
+            found.append(Diagnostic("missing-file", str(error), span, error.help))
+            continue
         except (OSError, ValueError, RecursionError) as error:
             what = f"the weights in {file} cannot be read: {error}"
-            found.append(Diagnostic("missing-file", what, those[0][1].span, "copy the file anew"))
+            found.append(Diagnostic("missing-file", what, span, "copy the file anew"))
             continue
-        if files:
+        if files.read:
             wrong = [d for worker, model in those for d in _wrong(worker, model, there, worker.name in updated)]
-            found += wrong or _unread(there, [model for _, model in those])
+            found += wrong or [*_left(files, span), *_unread(there, [model for _, model in those])]
     return found
+
+
+def _left(files: WeightFiles, span: Span) -> list[Diagnostic]:
+    """Files with weights that are none of the model's."""
+    if not files.left:
+        return []
+    more = f" and {len(files.left) - 1} more" if len(files.left) > 1 else ""
+    by = WHOLE if len(files.read) == 1 and next(iter(files.read)).name == WHOLE else INDEX
+    what = f"{files.left[0]}{more} {'are' if more else 'is'} not read: the model's weights are those of {by}"
+    help = "move to another folder what is not the model's"
+    return [Diagnostic("unused-weight", what, span, help, "warning")]
 
 
 def _unread(there: Held, models: list[Model]) -> list[Diagnostic]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...files.contained import OutsideError, escape, open_inside
+from ...files.weights import files_of
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +92,7 @@ def beside(source: Path) -> Iterator[Path]:
 
 def links_out(source: Path) -> dict[Path, Path]:
     """Return where links in a model's folder lead outside it, for its weights and what would be copied with them."""
-    files = {*_listed(source), *source.glob("*.safetensors")}
+    files = {*_listed(source), *files_of(source)}
     return {file: target for file in sorted(files) if (target := escape(file, source))}
 
 
