@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from msrl_graph.data import datafile
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.graph import Column, Dim, Graph, Node, Worker
 from msrl_graph.ir.options import Run
 from msrl_graph.ir.plan import Data, Deploy, Plan
 from msrl_graph.model import models
-from msrl_graph.runtime.data.dataset import Dataset
+from msrl_graph.runtime.data.dataset import Dataset, read
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 
@@ -186,15 +187,49 @@ def test_the_same_rows_are_the_same_data_in_either_file(tmp_path_factory, questi
             assert mine[name].values.tobytes() == theirs[name].values.tobytes()
 
 
+TOOL = {"type": "function", "function": {"name": "look_up", "arguments": {"city": "X"}}}
+OTHER = {"type": "function", "function": {"name": "look_up", "arguments": {"date": "Y"}}}
+
+
+def test_messages_have_the_fields_that_they_were_written_with_in_either_file(tmp_path):
+    """Arrow gives the arguments of each call those of all."""
+    said = [[{"role": "user", "content": "when?"}, {"role": "assistant", "tool_calls": [c]}] for c in (TOOL, OTHER)]
+    rows = [{"question": q, "gold": "1"} for q in said]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    lines = Data("source", str(tmp_path / "rows.jsonl"), PAIRS)
+    table = parquet(tmp_path / "rows.parquet", rows)
+    assert pq.read_table(table.path).to_pylist() != rows
+    assert [*datafile.rows(table)] == [*datafile.rows(lines)] == [*enumerate(rows, 1)]
+
+
+@pytest.mark.parametrize("kind", ["rows.jsonl", "rows.parquet"])
+def test_answers_that_are_whole_numbers_are_written_so_though_a_library_made_them_floats(tmp_path, kind):
+    def answers(values):
+        rows = [{"question": "1=", "gold": value} for value in values]
+        path = tmp_path / kind
+        if kind == "rows.parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        found = read(Data("source", str(path), PAIRS), plan().graph)
+        return [row["answer"] for row in found.values()]
+
+    assert answers([3.0, 12.0, 4e20]) == ["3", "12", "4e+20"]
+    assert answers([3.0, 12.5]) == ["3.0", "12.5"]
+    for odd, word in ((float("nan"), "nan"), (None, "null"), (float("-inf"), "-inf")):
+        with pytest.raises(Fault, match=rf"(row|line) 2 of .* has {word} in `gold`, where text, a number or messages"):
+            answers([3.0, odd])
+
+
 def test_what_is_wrong_with_a_parquet_file(tmp_path):
     path = tmp_path / "rows.parquet"
     row = {"question": "1+1=", "gold": "2"}
     wanted = "where text, messages or token ids belong"
     assert told(parquet(path, [row, {"question": None, "gold": "2"}])) == (
-        *("bad-data", f"row 2 of {path} has NoneType in `question`, {wanted}", ""),
+        *("bad-data", f"row 2 of {path} has null in `question`, {wanted}", ""),
     )
     assert told(parquet(path, [row, row, {**row, "gold": None}], row_group_size=1))[1].startswith(
-        f"row 3 of {path} has NoneType in `gold`"
+        f"row 3 of {path} has null in `gold`"
     )
     chat = [{"question": [{"role": "user", "content": "1+1="}], "gold": "2"}]
     assert told(parquet(path, chat)) == (

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 
@@ -25,6 +26,7 @@ from msrl_graph.cli import compile_main, run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.model.config import ACTIVATIONS, FIELDS, ROPES
 from msrl_graph.model.models import load
+from msrl_graph.runtime.data.tokens import ends
 
 ARITHMETIC = Path(__file__).parent.parent / "examples" / "arithmetic"
 GOOD = json.loads((ARITHMETIC / "model" / "config.json").read_text(encoding="utf-8"))
@@ -362,3 +364,29 @@ def test_what_was_compiled_runs_from_anywhere(
     (elsewhere / "plan.json").write_text(content, encoding="utf-8")
     capsys.readouterr()
     assert run_main(["plan.json", "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_an_end_token_is_the_tokenizers_where_the_configs_name_none(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = folder / "model"
+    (model / "generation_config.json").unlink(missing_ok=True)
+    config("eos_token_id", None)(model)
+    said = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (end,) = ends(str(ARITHMETIC / "model"))
+    said["eos_token"] = Tokenizer.from_file(str(model / "tokenizer.json")).id_to_token(end)
+    (model / "tokenizer_config.json").write_text(json.dumps(said), encoding="utf-8")
+    assert ends(str(model)) == (end,)
+    assert compile_main([str(folder / "p.rlg"), "--check"]) == 0
+    assert "no-end-token" not in capsys.readouterr().err
+    # Where it is not there either, that is told, and what the help names is heeded.
+    (model / "tokenizer_config.json").write_text(json.dumps({**said, "eos_token": None}), encoding="utf-8")
+    ends.cache_clear()
+    assert ends(str(model)) == () and compile_main([str(folder / "p.rlg"), "--check"]) == 0
+    told = capsys.readouterr().err
+    assert f"warning[no-end-token]: no file in {model} names an end token" in told, told
+    assert 'add `"eos_token_id": NUMBER` to its generation_config.json' in told
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": end}), encoding="utf-8")
+    ends.cache_clear()
+    assert ends(str(model)) == (end,) and compile_main([str(folder / "p.rlg"), "--check"]) == 0
+    assert "no-end-token" not in capsys.readouterr().err

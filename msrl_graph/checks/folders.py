@@ -5,7 +5,10 @@ Invariant: only what is at hand is judged, before anything starts: a folder of a
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..diagnostics import Diagnostic, Fault
 from ..ir.plan import Plan
@@ -13,6 +16,7 @@ from ..ir.sequences import bound, is_tokens, sequences
 from ..model import models
 from ..model.architecture import Model
 from ..model.config import positions
+from ..model.ends import named
 from . import weights
 
 
@@ -21,7 +25,13 @@ def check(plan: Plan) -> list[Diagnostic]:
     folders = {name: model for name, model in plan.deploy.models.items() if model.path}
     beyond = {m.path: told for m in folders.values() if (told := _vocabulary(m))}
     short = [told for name in folders if (told := _short(plan, name))]
-    return [*beyond.values(), *short, *weights.check(plan, {m.path for m in folders.values()} - beyond.keys())]
+    endless = [told for name in folders if (told := _endless(plan, name))]
+    return [
+        *beyond.values(),
+        *short,
+        *endless,
+        *weights.check(plan, {m.path for m in folders.values()} - beyond.keys()),
+    ]
 
 
 def changed(plan: Plan) -> list[Diagnostic]:
@@ -59,6 +69,29 @@ def _short(plan: Plan, name: str) -> Diagnostic | None:
             help = "declare shorter columns, or name a model with more `max_position_embeddings`"
             return Diagnostic("unknown-model", message, model.span, help, related=((node.span, f"`{node.name}`"),))
     return None
+
+
+def _endless(plan: Plan, name: str) -> Diagnostic | None:
+    """A model that generates, and of which no file names a token that ends a response."""
+    model, graph = plan.deploy.models[name], plan.graph
+    folder = Path(model.path)
+    generates = name in {graph.worker(n.worker).model for n in graph.verb("generate")}
+    if not generates or not (folder / "tokenizer.json").is_file():
+        return None
+    if any(named(partial(_stated, folder))):
+        return None
+    message = f"no file in {model.path} names an end token, so every response is as long as it may be"
+    help = 'add `"eos_token_id": NUMBER` to its generation_config.json, or `eos_token` to its tokenizer_config.json'
+    return Diagnostic("no-end-token", message, model.span, help, "warning")
+
+
+def _stated(folder: Path, file: str) -> dict[str, Any]:
+    """What a file of JSON states; nothing where it cannot be read."""
+    try:
+        found = json.loads((folder / file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _vocabulary(model: Model) -> Diagnostic | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import Diagnostic, Fault
 from ..ir.plan import Data
+from .chat import are_messages
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -152,12 +153,21 @@ def _opened(data: Data) -> Iterator[ParquetFile]:
 
 
 def _parquet(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Messages come without the fields that are null: Arrow gives all structs of a column the fields of each."""
     # A part at a time, and of it the fields that are read: a file may hold more than memory does.
     with _opened(data) as file:
         number = 0
         for batch in file.iter_batches(columns=list(dict.fromkeys(data.fields.values()))):
             for row in batch.to_pylist():
-                yield (number := number + 1), row
+                number += 1
+                yield number, {name: _stated(value) if are_messages(value) else value for name, value in row.items()}
+
+
+def _stated(value: Any) -> Any:
+    """A value without the fields that are null, however deep."""
+    if isinstance(value, dict):
+        return {key: _stated(item) for key, item in value.items() if item is not None}
+    return [_stated(item) for item in value] if isinstance(value, list) else value
 
 
 def _complete(data: Data, what: str, there: Sequence[str]) -> None:

@@ -123,7 +123,35 @@ def read(data: Data, graph: Graph) -> dict[int, dict[str, Any]]:
         raise Fault(
             Diagnostic("bad-value", message, data.span, "write it as JSON lines (.jsonl), or as Parquet (.parquet)")
         )
-    return {number: _row(row, number, data, graph) for number, row in datafile.rows(data)}
+    rows, numbers = dict[int, dict[str, Any]](), _Numbers(data, graph)
+    for number, row in datafile.rows(data):
+        rows[number] = _row(row, number, data, graph)
+        numbers.see(number, row)
+    for column, lines in numbers.whole():
+        for line in lines:
+            rows[line][column] = rows[line][column].removesuffix(".0")
+    return rows
+
+
+class _Numbers:
+    """Numbers in columns of text. A column of whole numbers in which one is missing is a column of floats to many
+    libraries: where all of them are whole, they are written so."""
+
+    def __init__(self, data: Data, graph: Graph) -> None:
+        self.fields = {c: name for c, name in data.fields.items() if graph.column(c).element == "text"}
+        self.floats: dict[str, list[int]] = {column: [] for column in self.fields}
+        self.broken = set[str]()
+
+    def see(self, number: int, row: Mapping[str, Any]) -> None:
+        for column, name in self.fields.items():
+            if isinstance(value := row[name], float):
+                self.floats[column].append(number)
+                if not value.is_integer():
+                    self.broken.add(column)
+
+    def whole(self) -> Iterator[tuple[str, list[int]]]:
+        """The columns in which all numbers are whole, and the rows with floats."""
+        yield from ((column, lines) for column, lines in self.floats.items() if column not in self.broken)
 
 
 def _row(row: dict[str, Any], number: int, data: Data, graph: Graph) -> dict[str, Any]:

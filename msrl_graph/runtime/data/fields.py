@@ -43,7 +43,7 @@ def take(value: Any, column: Column) -> str | Messages | Array:
     if column.element == "text":
         if are_messages(value):
             return as_json(_stated(value))
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value):
             return str(value)
         return _text(value, "text, a number or messages belong")
     if not holds_tokens(column):
@@ -65,10 +65,15 @@ def holds_tokens(column: Column) -> bool:
 
 def _text(value: Any, wanted: str) -> str:
     if not isinstance(value, str):
-        raise Misfit(type(value).__name__, wanted)
+        odd = isinstance(value, float) and not np.isfinite(value)
+        raise Misfit(str(value) if odd else _called(type(value)), wanted)
     if half := half_character(value):
         raise Misfit(half, wanted)
     return value
+
+
+def _called(kind: type) -> str:
+    return "null" if kind is type(None) else kind.__name__
 
 
 def as_json(value: Any) -> str:
@@ -96,13 +101,13 @@ def _numbers(value: Any, column: Column, wanted: str = "") -> Array:
     )
     flat = [value]
     for dim in column.dims:
-        if odd := {type(v).__name__ for v in flat if not isinstance(v, list)}:
+        if odd := {_called(type(v)) for v in flat if not isinstance(v, list)}:
             raise Misfit(min(odd), wanted)
         if dim.size and not dim.ragged and (lengths := {len(v) for v in flat} - {dim.size}):
             raise Misfit(f"a list of {min(lengths)}", wanted)
         flat = list(chain.from_iterable(flat))
     within = "a list with " if column.dims else ""
-    if odd := {t.__name__ for t in set(map(type, flat)) - types}:
+    if odd := {_called(t) for t in set(map(type, flat)) - types}:
         raise Misfit(within + min(odd), wanted)
     try:
         with np.errstate(over="ignore"):

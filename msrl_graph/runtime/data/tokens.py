@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from ...data.chat import Messages, messages
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import is_tokens, sequences, speaker
+from ...model.ends import named
 from ..process import shipped
 from . import rendering
 from .columns import Array, Column, ragged
@@ -189,18 +190,13 @@ def _chat(folder: str) -> Any:
 @cache
 def ends(folder: str) -> tuple[int, ...]:
     """The tokens that end a response of the model in a folder, as its files name them; first the one of its
-    tokenizer."""
-    stated = [_config(folder, name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
-    found: int | list[int] = next((e for e in stated if e is not None), [])
-    named = found if isinstance(found, list) else [found]
-    name = _config(folder, "tokenizer_config.json").get("eos_token")
-    own = (
-        _tokenizer(folder).token_to_id(name["content"] if isinstance(name, dict) else name)
-        if name and len(named) > 1
-        else None
-    )
+    tokenizer. None where no file names one."""
+    ids, token = named(partial(_config, folder))
+    own = _tokenizer(folder).token_to_id(token) if token and len(ids) != 1 else None
+    if not ids:
+        return () if own is None else (own,)
     # Of several, the tokenizer's own is the one that ends a turn.
-    return tuple(sorted(named, key=lambda end: end != own))
+    return tuple(sorted(ids, key=lambda end: end != own))
 
 
 def _config(folder: str, name: str) -> dict[str, Any]:
