@@ -12,6 +12,8 @@ from language import context, diagnose, lowered
 
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.dsl import ast
+from msrl_graph.dsl.derive import derive
+from msrl_graph.dsl.expressions import Problems
 from msrl_graph.dsl.parse import parse
 from msrl_graph.ir.attributes import Update
 from msrl_graph.ir.graph import Expr, Graph
@@ -116,6 +118,8 @@ def test_what_is_derived_is_what_would_have_been_written(where: list[str], more:
     for (right, other), place in zip(PIECES, where, strict=True):
         base += {"base": [right], "own": [], "replaced": [other]}[place]
         own += {"base": [], "own": [right], "replaced": [right]}[place]
+        if place == "replaced" and "epochs = 3" in other:  # which it would keep
+            own.append("drop actor.update.epochs")
     for number in sorted(more)[:1] if {0, 1, 2, 4} & more else sorted(more):  # several of them have one name
         base += MORE[number][0]
         own += MORE[number][1]
@@ -138,6 +142,56 @@ def test_a_patch_changes_only_what_it_names() -> None:
         str(update.attributes["optimizer"]) == "adamw(lr = 1e-06)" and reward.attributes["call"].value == "math_verify"
     )
     assert {n.name for n in graph.nodes} == {n.name for n in derived(right, []).nodes}
+
+
+def test_a_node_that_reads_more_keeps_the_attributes_that_it_does_not_state() -> None:
+    right = [r for r, _ in PIECES]
+    base = derived(right, [])
+    graph = derived(
+        [*right, "columns { more : f32[response] }", "node host.more(response) -> more { call = exact_match() }"],
+        [
+            "node actor.update(prompt, response, old_logp, ref_logp, advantage, more) { loss = clip(0.3) }",
+            "node host.advantage(response, reward) -> advantage",
+            "node actor.generate(prompt) -> response",
+        ],
+    )
+    update, before = graph.node("actor.update"), base.node("actor.update")
+    assert str(update.attributes["loss"]) == "clip(low = 0.3)" and update.reads[-1] == "more"
+    assert str(update.attributes["optimizer"]) == str(before.attributes["optimizer"])
+    advantage = graph.node("host.advantage")
+    assert advantage.per == "prompt" and str(advantage.attributes["call"]) == "group_norm(std = false)"
+    assert str(graph.node("actor.generate").attributes["samples"]) == "4"
+
+
+@pytest.mark.parametrize(
+    ("statement", "kept"),
+    [
+        ("node host.pick(reward) { select = best_of_n(2) }", {"select", "refill", "per"}),
+        ("node host.pick(reward) { keep = reward > 0.5 }", {"keep"}),
+        ("node host.pick(reward) -> more { call = length_reward() }", {"call"}),
+        ("node host.pick(reward) { select = best_of_n(2) }\ndrop host.pick.refill", {"select", "per"}),
+        ("drop host.pick.refill\ndrop host.pick.per", {"select"}),
+        ("node host.pick(reward) { select = best_of_n(2), per = row }", {"select", "refill", "per"}),
+    ],
+)
+def test_what_does_something_else_keeps_nothing_and_drop_takes_an_attribute_away(
+    statement: str, kept: set[str]
+) -> None:
+    base = "algorithm base { node host.pick(reward) { select = best_of_n(1), per = prompt, refill = 3 } }\n"
+    found = parse(base + "algorithm own extends base {\n" + statement + "\n}", "p.rlg")
+    base_, own = (item for item in found.items if isinstance(item, ast.Algorithm))
+    written_out = derive(own, {"base": base_, "own": own}, Problems())
+    assert written_out is not None
+    (node,) = written_out.body
+    assert isinstance(node, ast.Node) and {a.key.text for a in node.attrs} == kept
+
+
+def test_an_attribute_that_is_not_there_cannot_be_dropped() -> None:
+    right = written("base", [r for r, _ in PIECES])
+    found = diagnose(right + written("own", ["drop actor.update.optimiser", "drop second.tokens"], "base"))
+    told = "\n".join(map(str, found))
+    assert "`actor.update` states no `optimiser`, so there is nothing to drop" in told, told
+    assert "did you mean `optimizer`?" in told and "`second` states no `tokens`" in told, told
 
 
 def test_a_line_of_algorithms_and_a_name_of_its_own() -> None:

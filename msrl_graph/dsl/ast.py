@@ -187,6 +187,8 @@ class Edge:
 
 @dataclass(frozen=True)
 class Drop:
+    """Of an attribute the target is the node's name and the attribute's: `actor.update.mini_batch`."""
+
     target: Ref | Edge
     span: Span
 

@@ -19,6 +19,8 @@ from .expressions import Problems, mistake
 
 T = TypeVar("T", ast.Algorithm, ast.Deploy)
 Key = tuple[str, str]  # what is declared, and its name
+# Attributes of a node of which one says what it does.
+INSTEAD = (frozenset(("call", "keep", "select")), frozenset(("environment", "agent")))
 
 
 def derive(
@@ -40,8 +42,6 @@ def derive(
     for part in reversed(line):
         written.own = set()
         for statement in part.body:
-            if isinstance(statement, ast.Node) and part is algorithm:
-                _regrouped(statement, written.declared.get(("node", node_name(statement))), part, problems)
             with problems.catching():
                 written.add(statement)
     if dropped is not None:
@@ -77,27 +77,14 @@ def lineage(
     return line
 
 
-def _regrouped(
-    node: ast.Node, old: ast.AlgorithmStatement | None, algorithm: ast.Algorithm, problems: Problems
-) -> None:
-    """Tells of a node that takes the place of one that was handed groups, states no `per`, and calls a function of a
-    user's file, which says nothing of its scope: it would get single rows."""
-    if node.reads is None or not isinstance(old, ast.Node) or any(a.key.text == "per" for a in node.attrs):
-        return
-    per = next((a.value for a in old.attrs if a.key.text == "per"), None)
-    call = next((a for a in node.attrs if a.key.text == "call"), None)
-    if not isinstance(per, ast.NameExpr) or per.text == "row" or call is None or not _of_file(call.value):
-        return
-    base = f" in `{algorithm.extends.text}`" if algorithm.extends else ""
-    message = f"`{node_name(node)}` had `per = {per.text}`{base}; this one states none, so it gets single rows"
-    problems.tell(
-        "bad-scope", message, node.head, f"add `per = {per.text}`; or `per = row`, if single rows are meant", "warning"
-    )
-
-
-def _of_file(call: ast.Expr) -> bool:
-    """Whether a function of a user's file is called."""
-    return (isinstance(call, ast.Call) and call.quoted) or (isinstance(call, ast.Literal_) and call.kind == "string")
+def _kept(old: ast.Node, new: ast.Node) -> list[ast.Attr]:
+    """The attributes of a node that another one keeps which takes its place: all that it does not state itself, unless
+    it does something else, by another verb or another kind of call."""
+    stated, had = ({a.key.text for a in node.attrs} for node in (new, old))
+    other = any(stated & names and had & names and not stated & had & names for names in INSTEAD)
+    if other or (old.worker.text, old.verb.text) != (new.worker.text, new.verb.text):
+        return []
+    return [a for a in old.attrs if a.key.text not in stated]
 
 
 def _patches(statement: ast.AlgorithmStatement) -> bool:
@@ -152,10 +139,12 @@ class _Written:
 
     def _node(self, node: ast.Node) -> None:
         key = ("node", node_name(node))
+        old = self.declared.get(key)
         if node.reads is not None:
+            if isinstance(old, ast.Node) and key not in self.own:
+                node = replace(node, attrs=(*_kept(old, node), *node.attrs))
             self._declare(key, node)
             return
-        old = self.declared.get(key)
         if not isinstance(old, ast.Node):
             nodes = [name for kind, name in self.declared if kind == "node" and name != "source"]
             help = nearest(key[1], nodes) or "a node of its own states what it reads, in parentheses"
@@ -177,8 +166,12 @@ class _Written:
             raise mistake(
                 "bad-value", "an algorithm has a source", ref.span, "state another one: it takes the old one's place"
             )
+        of, _, attribute = ref.text.rpartition(".")
         if node in self.declared:
             self._drop_nodes({ref.text}, ref)
+        elif ("node", of) in self.declared:
+            self._drop_attribute(of, attribute, ref)
+            return
         elif name in self.declared:
             gone = self.declared.pop(name)
             if isinstance(gone, ast.Worker):
@@ -195,6 +188,15 @@ class _Written:
                 "unknown-name", f"no {what} is called `{ref.text}`, so there is nothing to drop", ref.span, help
             )
         self.dropped[ref.text] = Dropped(ref.span)
+
+    def _drop_attribute(self, node: str, key: str, ref: ast.Ref) -> None:
+        old = self.declared["node", node]
+        assert isinstance(old, ast.Node | ast.Source)
+        left = tuple(a for a in old.attrs if a.key.text != key)
+        if len(left) == len(old.attrs):
+            help = nearest(key, [a.key.text for a in old.attrs])
+            raise mistake("unknown-name", f"`{node}` states no `{key}`, so there is nothing to drop", ref.span, help)
+        self.declared["node", node] = replace(old, attrs=left)
 
     def _drop_nodes(self, names: set[str], ref: ast.Ref) -> None:
         for name in names:
