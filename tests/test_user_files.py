@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from msrl_graph.cli import compile_main
 from msrl_graph.runtime.driver import user_modules
 from msrl_graph.runtime.driver.edited import Edited
 from msrl_graph.runtime.process import shipped
@@ -113,3 +114,116 @@ def test_an_edited_file_is_told_of_once_whoever_drives(reward, tmp_path):
     reward.unlink()
     assert list(after.look()) == [f"{reward} was removed {what}"]
     assert Edited.told(tmp_path / "next", told) == (str(helper), str(reward))
+
+
+POOL = """
+import multiprocessing
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+
+def one(x):
+    return x + 1
+
+class Item:
+    pass
+
+def forked():
+    with multiprocessing.Pool(1) as pool:
+        return sum(pool.map(one, [1, 2]))
+
+def spawned():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return sum(pool.map(one, [1, 2]))
+
+def executed():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return sum(pool.map(one, [1, 2]))
+
+def pickled():
+    return 5 * isinstance(pickle.loads(pickle.dumps(Item())), Item)
+"""
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_a_file_defines_can_be_pickled(taken, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(POOL)
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    shipped.lay_in(run, {str(path): File(path.read_bytes(), path.stat().st_mtime_ns)})
+    (tmp_path / "main.py").write_text(
+        textwrap.dedent(f"""
+        from msrl_graph.runtime.process import shipped
+        if __name__ == "__main__":
+            if {taken}:
+                shipped.use({str(run)!r})
+            mine = shipped.module({str(path)!r})
+            print(mine.forked(), mine.spawned(), mine.executed(), mine.pickled())
+        """)
+    )
+    command = [sys.executable, str(tmp_path / "main.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["5"] * 4, done.stderr
+
+
+def test_a_file_of_a_package_may_import_beside_it(tmp_path):
+    """What the package begins with is run first, as Python does."""
+    for name, text in {
+        "judges/__init__.py": "BASE = 1\n",
+        "judges/table.py": "TWO = 2\n",
+        "judges/deep/__init__.py": "",
+        "judges/deep/reward.py": "from .. import BASE\nfrom ..table import TWO\nfrom . import near\n"
+        "def score(): return BASE + TWO + near.THREE\n",
+        "judges/deep/near.py": "THREE = 3\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    path = tmp_path / "judges" / "deep" / "reward.py"
+    taken = {p.relative_to(tmp_path / "judges").as_posix() for p in user_modules.modules(path)}
+    assert taken == {"__init__.py", "table.py", "deep/__init__.py", "deep/reward.py", "deep/near.py"}
+    code = f"""
+        import sys
+        from msrl_graph.runtime.process import shipped
+        if sys.argv[1]:
+            shipped.use(sys.argv[1])
+        module = shipped.module({str(path)!r})
+        print(module.score(), module.__name__, module.__file__)
+    """
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    shipped.lay_in(run, {str(p): File(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(path)})
+    for folder in ("", str(run)):
+        command = [sys.executable, "-c", textwrap.dedent(code), folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.stdout.split() == ["6", "judges.deep.reward", str(path)], done.stderr
+
+
+def test_two_files_of_one_name_are_two_modules_and_one_file_is_one(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "judge_of_two.py").write_text(f"NAME = {name!r}\n")
+    a, b = (shipped.module(str(tmp_path / name / "judge_of_two.py")) for name in ("a", "b"))
+    assert (a.NAME, b.NAME) == ("a", "b") and sys.modules[a.__name__] is a and sys.modules[b.__name__] is b
+    assert shipped.module(str(tmp_path / "a" / "judge_of_two.py")) is a
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("from functools import partial\nscore = partial(max, 1)", "assigned"),
+        ("class score:\n    def __call__(self): ...", "a class"),
+        ("from elsewhere import best as score", "imported"),
+        ("a, score = 1, 2", "assigned"),
+    ],
+)
+def test_what_is_no_function_is_told_as_what_it_is_and_the_fix_helps(source, kind, tmp_path, capsys):
+    example = Path(__file__).parent.parent / "examples" / "arithmetic"
+    text = (example / "grpo.rlg").read_text().replace("exact_match()", '"mine.py:score"')
+    (tmp_path / "p.rlg").write_text(text.replace('"./model"', f'"{example}/model"').replace('"t', f'"{example}/t'))
+    (tmp_path / "mine.py").write_text(source)
+    assert compile_main([str(tmp_path / "p.rlg"), "--check"]) == 1
+    told = capsys.readouterr().err
+    assert f"`score` is {kind} in `mine.py`, and a file is read, not run, before a run starts" in told
+    assert "write `def score(…)` there, with the columns as parameters, that returns what it gives" in told
+    (tmp_path / "mine.py").write_text(f"{source}\nother = score\ndef score(response, answer): return 1.0\n")
+    assert compile_main([str(tmp_path / "p.rlg"), "--check"]) == 0

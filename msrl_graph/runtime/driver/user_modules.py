@@ -32,7 +32,8 @@ def of_plan(plan: Plan) -> dict[Path, Path]:
 def modules(path: Path) -> Iterator[Path]:
     """A Python file, and what it imports from the user's folders, file or package, with what that imports."""
     beside, others = path.parent, _folders_of_user()
-    left, seen = [path], {path}
+    left = [path, *_packages(path)]
+    seen = {*left}
     while left:
         yield (file := left.pop())
         near: list[Path] = []
@@ -47,6 +48,14 @@ def modules(path: Path) -> Iterator[Path]:
             near += own or ([] if known else next(filter(None, (_found(name, folder) for folder in others)), []))
         left += [other for other in dict.fromkeys(near) if other not in seen]
         seen |= {*near}
+
+
+def _packages(path: Path) -> Iterator[Path]:
+    """What is run first where a file is part of a package: the beginnings of the package and of those that it is in."""
+    for folder in path.parents:
+        if not (folder / "__init__.py").is_file():
+            return
+        yield folder / "__init__.py"
 
 
 def _found(name: str, folder: Path, whole: bool = False) -> list[Path]:

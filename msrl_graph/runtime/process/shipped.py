@@ -12,8 +12,10 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.machinery import FileFinder, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +34,7 @@ class File:
 
 
 _here = Path()  # where the files lie of the run that this process is of; nowhere at first
+_modules: dict[str, tuple[bytes, ModuleType]] = {}  # by path, with what the file held
 
 
 def lay_in(folder: Path, files: Mapping[str, File]) -> None:
@@ -97,18 +100,56 @@ def found(path: str | Path) -> Path:
 
 
 def module(path: str) -> ModuleType:
-    """The module of a user's file, which may import what lies beside it."""
+    """The module of a user's file, which may import what lies beside it. It is the one that Python would import under
+    its name, in its package where its folder is one, so that what it defines can be pickled. Where the name is that of
+    another module, it has another one."""
     place = found(path)
+    content = place.read_bytes()
+    if path in _modules and _modules[path][0] == content:
+        return _modules[path][1]
+    names = [place.stem]
+    top = place.parent
+    while (top / "__init__.py").is_file():
+        names.insert(0, top.name)
+        top = top.parent
     # First what was taken; a file that was not, as one whose name is computed, is imported from where it lies.
-    folders = dict.fromkeys([str(place.parent), str(Path(path).absolute().parent)])
+    folders = dict.fromkeys(
+        str(folder)
+        for beside in (place.parent, Path(path).absolute().parent)
+        for folder in (beside, beside.parents[len(names) - 2] if len(names) > 1 else beside)
+    )
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
-    name = place.stem
+    known = sys.modules.get(".".join(names))
+    if path not in _modules and getattr(known, "__file__", None) in (str(Path(path).absolute()), str(place)):
+        assert known is not None  # another file of the user's has imported it
+        _modules[path] = content, known
+        return known
+    name = _free(".".join(names), path)
+    if "." in name:
+        import_module(name.rpartition(".")[0])
     loader = _Loader(name, str(place)) if place != Path(path) else SourceFileLoader(name, path)
     spec = spec_from_file_location(name, place, loader=loader)
     assert spec is not None and spec.loader is not None
-    made = module_from_spec(spec)
-    spec.loader.exec_module(made)
+    sys.modules[name] = made = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(made)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _modules[path] = content, made
     return made
+
+
+def _free(name: str, path: str) -> str:
+    """A name under which no other module is known than one of this file."""
+    head, _, last = name.rpartition(".")
+    mine = {made.__name__ for of, (_, made) in _modules.items() if of == path}
+    for number in count(1):
+        found = f"{head}.{last}" if head else last
+        found += f"_{number}" * (number > 1)
+        if found in mine or (found not in sys.modules and found not in sys.stdlib_module_names):
+            return found
+    raise AssertionError
 
 
 def _places(folder: Path, entry: str) -> list[str]:
