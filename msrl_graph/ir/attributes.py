@@ -63,8 +63,9 @@ class Source(OfNode):
         None,
         "How likely each row is to be drawn: a function of columns that the data fill and of states, which gives "
         "one number of 0 or more a row of the data. Columns come as under `per = batch`, of all usable rows at "
-        "once. No row is drawn twice before all were; rows of weight 0 are drawn when no others are left, which "
-        "the run says. Where all are 0, it ends.",
+        "once. Each iteration draws from all of them: within one no row comes twice before all have come, over several "
+        "a row comes as often as it is drawn. Rows of weight 0 are drawn when no others are left, which the run says. "
+        "Where all are 0, it ends.",
         "each row alike",
     )
 
