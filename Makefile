@@ -24,7 +24,7 @@ STACKS ?=
 SEEDS ?= 0 1 2
 MINDSPEED ?=
 
-.PHONY: demo control agent curves curves-engines test test-long test-engines test-vllm-023 test-gpu test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-gpu bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves contracts paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-long test-engines test-vllm-023 test-gpu test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-functions bench-gpu bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves contracts paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -158,6 +158,10 @@ bench-compile: $(VENV)/ready
 # Tokens a second of all engines, for the example's model and one of 50M parameters, about 12 minutes.
 bench-engines: $(VENV_ENGINES)/ready
 	$(VENV_ENGINES)/bin/python bench/engines.py
+
+# Functions of rows one after another, by workers, and in an event loop.
+bench-functions: $(VENV)/ready
+	$(BIN)/python bench/functions.py
 
 # A run with an environment of which rows fail in every way, and with hostile code in the sandbox; about 3 minutes.
 bench-environments: $(VENV)/ready

@@ -4,7 +4,7 @@ A program is an .rlg file, or is built in Python by `Algorithm`, `Cluster`, `Dep
 `compile` gives its Plan, `check` its Graph (the algorithm apart from where it runs), `parse` the syntax tree of a text,
 `to_rlg` the text of a tree or of what was built. `simulate` says what iterations of a plan take when rows differ, `run`
 trains by one (it needs the extra `run`). What is wrong is told by a `Fault`, what is suspicious by a `ProgramWarning`.
-`loss_term` marks a term of a loss in a file of one's own (docs/functions.md).
+`function` and `loss_term` mark functions and terms of a loss in files of one's own (docs/functions.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from .ir import views as _views
 
 if TYPE_CHECKING:
-    from .algorithms.registry import loss_term
+    from .algorithms.registry import function, loss_term
     from .api import run
     from .builder import Algorithm, Cluster, Deploy, Imported, to_rlg
     from .compiler.pipeline import check, compile
@@ -34,6 +34,7 @@ __all__ = [
     "ProgramWarning",
     "check",
     "compile",
+    "function",
     "loss_term",
     "parse",
     "run",
@@ -47,7 +48,7 @@ _HOMES = {
     **dict.fromkeys(("check", "compile"), ".compiler.pipeline"),
     **dict.fromkeys(("Fault", "ProgramWarning"), ".diagnostics"),
     "Graph": ".ir.graph",
-    "loss_term": ".algorithms.registry",
+    **dict.fromkeys(("function", "loss_term"), ".algorithms.registry"),
     "parse": ".dsl.parse",
     **dict.fromkeys(("Algorithm", "Cluster", "Deploy", "Imported", "to_rlg"), ".builder"),
     "run": ".api",

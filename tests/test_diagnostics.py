@@ -37,6 +37,7 @@ ELSEWHERE = {
     "failing-variable",
     "unguarded-run",
     "unused-weight",
+    "no-end-token",
     "port-taken",
     "clashing-packages",  # of engines of one's own: those of this package go together (test_interpreters.py)
 }

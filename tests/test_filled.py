@@ -14,8 +14,8 @@ from test_functions import call, results
 from msrl_graph import Fault, compile
 from msrl_graph.ir.signatures import signatures
 from msrl_graph.runtime.data.dataset import Dataset
-from msrl_graph.runtime.functions.calling import Weigher, scarce
 from msrl_graph.runtime.functions.values import Filled
+from msrl_graph.runtime.functions.weigher import Weigher, scarce
 from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
 

@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from msrl_graph import compile
 from msrl_graph.ir.graph import Column, Dim, Expr, Graph, Node, State, Worker
 from msrl_graph.ir.options import Run
 from msrl_graph.ir.plan import Deploy, Plan
@@ -20,7 +22,9 @@ from msrl_graph.runtime.dock.readers import Read, Reader
 from msrl_graph.runtime.dock.wire import Batch, Share
 from msrl_graph.runtime.driver import folder
 from msrl_graph.runtime.functions.blame import shown
-from msrl_graph.runtime.functions.calling import Function, options_of
+from msrl_graph.runtime.functions.calling import Function
+from msrl_graph.runtime.functions.units import options_of
+from msrl_graph.runtime.functions.workers import Workers, WorkerSpec
 from msrl_graph.runtime.process.report import NextValues, RunError
 from msrl_graph.runtime.process.task import Task
 
@@ -58,6 +62,11 @@ GENERATE = Node("actor.generate", "actor", "generate", ("prompt",), ("response",
 SCORE = Node("host.score", "host", "score", ("response",), ("score",))
 
 
+@cache
+def laptop():
+    return compile(EXAMPLE / "grpo.rlg").cluster
+
+
 def results(tmp_path, source, writes, *arguments, **more):
     """What a function in a file makes of four responses to two prompts."""
     function, batch, task = prepared(tmp_path, source, writes, *arguments, **more)
@@ -77,9 +86,10 @@ def prepared(
     prompts=2,
     on_failure="stop",
     given=(),
+    workers=0,
     **more,
 ):
-    """A function in a file, and four responses to two prompts."""
+    """A function in a file, called by so many workers, and four responses to two prompts."""
     (tmp_path / "mine.py").write_text(source)
     keys = tuple(k for k, _ in arguments)
     node = Node(
@@ -90,12 +100,12 @@ def prepared(
         },
         states=tuple(s.name for s in states), **more,
     )  # fmt: skip
-    workers = (Worker("actor", "policy", model="policy"), Worker("host", "function"))
+    kinds = (Worker("actor", "policy", model="policy"), Worker("host", "function"))
     generate = replace(GENERATE, attributes={"samples": Expr("number", 4 // prompts)})
     nodes = (Node("source", "", "source", (), ("prompt", "answer")), generate, SCORE, node)
-    graph = Graph("g", {}, COLUMNS, workers, nodes, (), (prompts, 4), states=states)
+    graph = Graph("g", {}, COLUMNS, kinds, nodes, (), (prompts, 4), states=states)
     model = replace(models.load("./model", EXAMPLE), path="letters")
-    plan = Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=4, on_nan=on_nan)))
+    plan = Plan(graph, laptop(), Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=4, on_nan=on_nan)))
     rows = rowsets(graph)
     at, unit = rows.nodes[node.name], rows.units[node.name]
     reads = tuple(Read(c, rows.columns[c], "x") for c in READS)
@@ -114,7 +124,12 @@ def prepared(
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokens, "Tokens", Letters)
-        function = Function(node, plan, reader)
+        of = (
+            Workers(workers, WorkerSpec("", plan.to_json(), {node.name: reader}, f"{tmp_path}/note"))
+            if workers
+            else None
+        )
+        function = Function(node, plan, reader, workers=of)
     return function, batch, Task("train", 7, prompts, states={"coef": 2.0})
 
 

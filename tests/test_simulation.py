@@ -652,3 +652,27 @@ def test_flags_that_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert figures["path"][-1] == "actor.update"
     assert compile_main([str(STALE), "--simulate", "1", "--trace", str(tmp_path)]) == 1
     assert "cannot be written: is a directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("source", "workers", "calls"),
+    [
+        ("def f(response, answer): return 0.0", 1, 1),
+        ("def f(response, answer): return 0.0", 4, 4),
+        ("async def f(response, answer): return 0.0", 1, 16),
+        ("from msrl_graph import function\n@function(parallel=False)\ndef f(response, answer): return 0.0", 4, 1),
+    ],
+)
+def test_calls_of_functions_that_are_made_at_once_take_so_much_less(
+    source: str, workers: int, calls: int, tmp_path: Path
+) -> None:
+    """16 rows a host, of 100 s each, beside which others take next to nothing."""
+    (tmp_path / "mine.py").write_text(source, encoding="utf-8")
+    mine = 'algorithm mine extends grpo { node host.reward(response, answer) -> reward { call = "mine.py:f" } }'
+    more = f"run {{ function_workers = {workers} }}"
+    text = SMALL.format(nodes=2, prompts=8, group=4, more=more).replace("deploy grpo on", "deploy mine on")
+    (tmp_path / "p.rlg").write_text(text.replace("import grpo", f"import grpo\n{mine}"), encoding="utf-8")
+    plan = compile(tmp_path / "p.rlg")
+    found = simulate(plan, iterations=1, function_seconds={"host.reward": 100.0}).iterations[0]
+    without = simulate(plan, iterations=1, function_seconds={"host.reward": 0.0}).iterations[0]
+    assert found.end - without.end == pytest.approx(1600 / calls, rel=0.02)

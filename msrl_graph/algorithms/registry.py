@@ -22,11 +22,12 @@ def function(
     scope: Literal["row", "group", "batch"] = "row",
     together: tuple[str, ...] = (),
     many: Callable[..., list[Any]] | None = None,
+    parallel: bool = True,
 ) -> Callable[[F], F]:
     """Marks a function for function nodes. `scope` is what it must see at once: any row, all rows of a group, or all of
     the batch; of the parameters named in `together` a call gives all or none. `many` does for many rows what the
     function does for one, where that is quicker: it takes a list for each column, the same options, and returns a
-    list."""
+    list. `parallel`: several processes may call the function at once (`run { function_workers }`)."""
 
     def mark(f: F) -> F:
         f.many = many  # type: ignore[attr-defined]

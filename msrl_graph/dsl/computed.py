@@ -64,7 +64,7 @@ class FunctionCall:
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         caller = self.caller
         if quoted := call_in(expr):
-            return _call_in_file(caller, quoted, "function", names)
+            return _call_in_file(caller, quoted, "function", names, awaited=key != "weights")
         if not isinstance(expr, ast.Call):
             text = expr.text if isinstance(expr, ast.NameExpr) else ""
             help = guesses.called(text, functions(caller.library)) or (f"write `{text}()`" if text else "")
@@ -145,9 +145,10 @@ def forms(caller: Caller, columns: Collection[str] = (), above: str = "") -> dic
     }
 
 
-def _call_in_file(caller: Caller, expr: ast.Call, kind: CallKind, names: Names) -> Expr:
-    """The call of a function of a user's file, of a term of a loss, or of a schedule."""
-    path, name, found = in_file(caller, expr.name.text, expr.name.span, "function", partial(called_as, kind))
+def _call_in_file(caller: Caller, expr: ast.Call, kind: CallKind, names: Names, awaited: bool = False) -> Expr:
+    """The call of a function of a user's file, of a term of a loss, or of a schedule. `awaited`: it may be `async`."""
+    read = partial(called_as, kind)
+    path, name, found = in_file(caller, expr.name.text, expr.name.span, "function", read, awaited)
     called = f"{path}:{name}"
     caller.used[kind, called] = (found[name], str(path))
     return replace(caller.call(expr, found[name], names), value=called)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..diagnostics import Span, nearest
-from ..ir.signatures import coroutines
+from ..ir.signatures import coroutines, otherwise
 from . import ast, guesses
 from .calls import Caller, Library
 from .expressions import mistake
@@ -26,9 +26,10 @@ def call_in(expr: ast.Expr) -> ast.Call | None:
 
 
 def in_file(
-    caller: Caller, target: str, span: Span, what: str, read: Callable[[str], dict[str, T]]
+    caller: Caller, target: str, span: Span, what: str, read: Callable[[str], dict[str, T]], awaited: bool = False
 ) -> tuple[Path, str, dict[str, T]]:
-    """The file and the name of `"file.py:name"`, and all of its kind that `read` finds there."""
+    """The file and the name of `"file.py:name"`, and all of its kind that `read` finds there. `awaited`: it may be
+    `async def`."""
     file, colon, name = target.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         help = (
@@ -51,10 +52,20 @@ def in_file(
         raise mistake("unknown-function", f"`{file}` is not Python{where}: {error.msg}", span) from None
     except (ValueError, RecursionError, MemoryError):
         raise mistake("unknown-function", f"`{file}` is not Python", span) from None
-    if name not in found and name in coroutines(source):
+    if not awaited and name in coroutines(source):
         waits = f"`{name}` of `{file}` is `async def`, and a {what} here is called, not awaited"
-        help = f"write `def {name}(…)` that returns `asyncio.run(…)` of it; environments and agents may be `async`"
+        help = (
+            f"write `def {name}(…)` that returns `asyncio.run(…)` of it; `call`, `environment` and `agent` may be "
+            "`async`"
+        )
         raise mistake("unknown-function", waits, span, help)
+    if name not in found and (kind := otherwise(source, name)) and what == "function":
+        raise mistake(
+            "unknown-function",
+            f"`{name}` is {kind} in `{file}`, and a file is read, not run, before a run starts",
+            span,
+            f"write `def {name}(…)` there, with the columns as parameters, that returns what it gives",
+        )
     if name not in found:
         raise mistake("unknown-function", f"`{file}` has no {what} `{name}`", span, nearest(name, found))
     return path, name, found

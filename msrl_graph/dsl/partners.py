@@ -67,7 +67,7 @@ class Agent:
             raise mistake(
                 "unknown-function", f"`{key}` takes a function of a file", expr.span, f'write `{key} = "file.py:solve"`'
             )
-        path, name, found = in_file(self.caller, said.name.text, said.name.span, "function", agents)
+        path, name, found = in_file(self.caller, said.name.text, said.name.span, "function", agents, awaited=True)
         if found[name].rest:
             what = f"`{name}` of `{path.name}` takes `*{found[name].rest}`, and an agent takes each column by its name"
             raise mistake("unknown-function", what, said.name.span, f"write `def {name}(prompt, …, base_url, api_key)`")

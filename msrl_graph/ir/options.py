@@ -244,7 +244,7 @@ class Run(Declared):
     """`run { … }`. `save` 0: no checkpoint; `resume` "": a new run. The `warn_…` and `max_drift` are the thresholds of
     symptoms.py."""
 
-    iterations: int = attr(COUNT, 1, "How many.")
+    iterations: int = attr(COUNT_OR_0, 1, "How many; 0: only the evaluations before them.")
     seed: int = attr(
         Number(0, 2**53, whole=True),
         0,
@@ -260,6 +260,12 @@ class Run(Declared):
         "the host's own, 127.0.0.1",
     )
     restarts: int = attr(COUNT_OR_0, 3, "How often processes that died are started anew before the run ends.")
+    function_workers: int = attr(
+        COUNT,
+        1,
+        "Processes of each host that call your functions, "
+        "[each for another row or group](functions.md#side-by-side); 1: one after another.",
+    )
     on_nan: str = attr(
         Words(("stop", "skip")),
         "stop",

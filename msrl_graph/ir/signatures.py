@@ -3,7 +3,8 @@
 Invariant: signatures are read from the source, which is never run: the package's functions and a user's file take the
 same path.
 
-Marks: `@function(scope=…)` says whether a function needs all rows of a group or of the batch at once; `@loss_term`
+Marks: `@function(scope=…)` says whether a function needs all rows of a group or of the batch at once, and
+`@function(parallel=False)` that only one process may call it; `@loss_term`
 makes it a term of a loss, `@loss_term(scope="mini_batch")` one that needs all rows of the mini-batch at once,
 `@optimizer` an optimizer, `@schedule` a learning rate; `@option` makes it a value of those options that are annotated
 with what it returns.
@@ -85,7 +86,8 @@ class Signature:
     that receive the score of each row up to it; `rest` the one that takes all other columns. Of the parameters in
     `together`, options too, a call gives all or none. `fills` are the parameters that the runtime fills, `rows` says
     that a term gives one number a row, `scope` what it must see at once. `gives` are a function's results as its
-    annotation has them: an array a row (`list[Array]`), a number a row, or "": unknown."""
+    annotation has them: an array a row (`list[Array]`), a number a row, or "": unknown. `waits`: it is `async`.
+    `parallel`: several processes may call it at once."""
 
     name: str
     kind: CallKind
@@ -101,6 +103,8 @@ class Signature:
     scores: frozenset[str] = frozenset()
     rows: bool = False
     gives: tuple[Literal["array", "number", ""], ...] = ()
+    waits: bool = False
+    parallel: bool = True
 
     @property
     def seeded(self) -> bool:
@@ -121,8 +125,10 @@ class Signature:
 
 
 def signatures(source: str) -> dict[str, Signature]:
-    """The signatures of the top-level functions of a Python source, by name; SyntaxError where it is not Python."""
-    items = [item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef)]
+    """The signatures of the top-level functions of a Python source, by name; SyntaxError where it is not Python. Only
+    what function nodes call may be `async`."""
+    items = [item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+    items = [item for item in items if isinstance(item, ast.FunctionDef) or _kind(item) == "function"]
     makers = {item.name: _names(item.returns) for item in items if _kind(item) == "option"}
     return {item.name: _signature(item, makers) for item in items}
 
@@ -140,6 +146,22 @@ def called_as(kind: CallKind, source: str) -> dict[str, Signature]:
 def coroutines(source: str) -> set[str]:
     """The names of the top-level functions of a Python source that are `async def`."""
     return {item.name for item in ast.parse(source).body if isinstance(item, ast.AsyncFunctionDef)}
+
+
+def otherwise(source: str, name: str) -> str:
+    """What a name is at the top level of a Python source, if it is none of its functions: "a class", "assigned",
+    "imported" or ""."""
+    for item in ast.parse(source).body:
+        if isinstance(item, ast.ClassDef) and item.name == name:
+            return "a class"
+        if isinstance(item, ast.Import | ast.ImportFrom):
+            if name in {(alias.asname or alias.name).partition(".")[0] for alias in item.names}:
+                return "imported"
+        elif isinstance(item, ast.Assign | ast.AnnAssign):
+            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+            if name in {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}:
+                return "assigned"
+    return ""
 
 
 def agents(source: str) -> dict[str, Signature]:
@@ -196,6 +218,8 @@ def _signature(
         together=_together(item),
         gives=_gives(item.returns),
         fills=fills,
+        waits=isinstance(item, ast.AsyncFunctionDef),
+        parallel=_parallel(item),
     )
     if kind != "loss":
         return signature
@@ -267,6 +291,10 @@ def _mark(item: Def, key: str) -> object:
         return ast.literal_eval(given[0]) if given else None
     except ValueError:
         return None
+
+
+def _parallel(item: Def) -> bool:
+    return _mark(item, "parallel") is not False
 
 
 def _scope(item: Def, kind: CallKind) -> Scope:

@@ -7,6 +7,7 @@ pools are looked at. How iterations follow each other driver.py says.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from ..backends.spec import EngineSpec
 from ..cost import between as costs
 from ..cost import holdings
 from ..cost.time import Costs
+from ..ir.at_once import at_once, signature
 from ..ir.attributes import Generate
 from ..ir.instruction import Walker
 from ..ir.plan import FUNCTIONS, Plan
@@ -235,7 +237,8 @@ class Simulator:
         return found
 
     def _function(self, turn: Turn, name: str) -> Ran:
-        """A function on the hosts, each its share, row after row; the source has its rows at once."""
+        """A function on the hosts, each its share: row after row, or several at once; the source has its rows at
+        once."""
         node, lanes = self.plan.graph.node(name), turn.hosts
         level = self.plan.graph.row_level(node)
         if node.verb == "source":
@@ -243,6 +246,8 @@ class Simulator:
         # What a call takes by itself: on a CPU cluster the ranks', which have all cores (Driver.around).
         call = costs.function(self.plan, self.plan.cluster.nodes).value * (not self.plan.cluster.device.kind.is_host)
         seconds = [call + s for s in self.draws.seconds(name, turn.number, self.flow.rows(level))]
+        calls = at_once(node, self.plan.deploy.run.function_workers, signature(node))
+        together = self.plan.graph.fan(level, self.plan.graph.unit_level(node))  # rows of a call
         times = [0.0] * self.flow.rows(level)
         causes = list(lanes.before)
         for batch in self.flow.batches(node, turn.number, turn.done, turn.lengths):
@@ -252,7 +257,8 @@ class Simulator:
                     continue
                 begin = max(lanes.clock[host], batch.ready)
                 causes[host] = batch.by if batch.ready > lanes.clock[host] else causes[host]
-                end = begin + sum(seconds[r] for r in rows)
+                units = [rows[i : i + together] for i in range(0, len(rows), together)]
+                end = begin + _beside([sum(seconds[r] for r in unit) for unit in units], calls)
                 for row in rows:
                     times[row] = end
                 if end > begin:
@@ -261,3 +267,11 @@ class Simulator:
         last = max(times, default=turn.base)
         slowest = max(range(len(causes)), key=lambda h: (lanes.clock[h], -h))
         return Ran(Done(level, times, last), causes[slowest])
+
+
+def _beside(seconds: Sequence[float], calls: int) -> float:
+    """What units take whose calls are made in their order, so many at once."""
+    ends = [0.0] * max(1, min(calls, len(seconds)))
+    for each in seconds:
+        heapq.heapreplace(ends, ends[0] + each)
+    return max(ends)

@@ -28,9 +28,9 @@ from ..data import wrong
 from ..data.columns import Array, ragged
 from ..data.tokens import Tokens, of_column
 from ..functions.blame import BadResult, Told
-from ..functions.calling import options_of
 from ..functions.instances import Failure
 from ..functions.own_process import ProcessExit, call_of, guard_exit
+from ..functions.units import options_of
 from ..functions.values import Filled, Returned, brief, imported, seen
 from ..process import shipped
 from .calls import FORMATS, Calls

@@ -8,79 +8,74 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 import signal
 import socket
-import subprocess
-import sys
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import wait
+from typing import Literal
 
+from ...ir.graph import Expr
 from ..process import row_progress
-from ..process.report import RunError
-from .blame import Told
-from .instances import Answer, Ask, Failure
-from .nest import FORK, ORDER, PID, WAIT, Spec, exactly, receive, send
+from .blame import BadResult, Told
+from .forked import GONE, Nest, dead, ends
+from .instances import Answer, Ask, Called, Failure, Instances
+from .nest import Serve, receive, send
+from .values import Filled, imported
 
 MOST = 64  # processes of a rank at once
 PATIENCE = 5.0  # seconds that a process is left to say that its instances have had their time
-PROGRAM = "msrl_graph.runtime.functions.nest"
 
 
-class Nest:
-    """The process that forks those of an environment. RunError where the user's file cannot be imported."""
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """What a nest is told of an environment."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-        self._begin()
+    folder: str
+    path: str
+    name: str
+    call: Expr
+    filled: Filled
+    columns: tuple[str, ...]
+    timeout: float
+    gym: Literal["", "sum", "each"]
 
-    def _begin(self) -> None:
-        self.orders, there = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-P", "-m", PROGRAM, str(there.fileno())]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()], env=environment, start_new_session=True
-        )
-        there.close()
-        weakref.finalize(self, _over, self.orders, self.process)
-        told: Told | None = Told("the process for it ended before it was ready")
-        with suppress(OSError, EOFError):
-            send(self.orders, self.spec)
-            told = receive(self.orders)
-        if told is not None:
-            raise RunError("\n  ".join([f"{self.spec.path} cannot be imported: {told.reason}", *told.steps]))
+    def load(self) -> Serve:
+        make = getattr(imported(self.path, self.call), self.name)
+        return partial(_serve, Called(make, self.filled, self.columns, self.timeout, self.gym))
 
-    def fork(self, memory: int) -> tuple[int, socket.socket]:
-        """A process that may take so much memory, and the way to it."""
-        here, there = socket.socketpair()
-        with there:
-            try:
-                pid = self._ordered(FORK, memory, there)
-            except (OSError, EOFError):  # somebody has killed it
-                self._begin()
-                pid = self._ordered(FORK, memory, there)
-        return pid, here
 
-    def status(self, pid: int) -> int | None:
-        """How a process ended; waits for that. None: nobody knows."""
-        with suppress(OSError, EOFError):
-            return self._ordered(WAIT, pid)
-        return None
+def _serve(called: Called, asking: socket.socket) -> None:
+    instances = Instances(called, receive(asking))
+    while asked := receive(asking):
+        answers = instances.answers(asked, stops=False)
+        try:
+            send(asking, answers)
+        except OSError:
+            raise
+        except Exception:
+            send(asking, {position: _sendable(answer) for position, answer in answers.items()})
+    instances.end()
 
-    def _ordered(self, kind: bytes, number: int, handed: socket.socket | None = None) -> int:
-        fds = [handed.fileno()] if handed else []
-        socket.send_fds(self.orders, [ORDER.pack(kind, number)], fds)
-        (answer,) = PID.unpack(exactly(self.orders, PID.size))
-        return int(answer)
+
+def _sendable(answer: Answer | Failure) -> Answer | Failure:
+    """An answer, if it can leave the process."""
+    try:
+        pickle.dumps(answer)
+    except Exception as error:
+        return Failure.of(BadResult(f"what `step` returned cannot leave its process: {error}"))
+    return answer
 
 
 class _Process:
     """One with the instances of some rows; `why` it is no more."""
 
-    def __init__(self, nest: Nest, memory: int, rows: Iterable[int]) -> None:
+    def __init__(self, nest: Nest[EnvironmentSpec], memory: int, rows: Iterable[int]) -> None:
         self.nest, self.rows = nest, {*rows}
         self.pid, self.line = nest.fork(memory)
         self.why: Failure | None = None
@@ -90,18 +85,18 @@ class _Process:
 
     def kill(self, why: Failure | None = None) -> None:
         """Ends it with all that it has started, and keeps `why`; where that is not known, as it says by its status."""
-        alone = why is None and _ends(self.pid, PATIENCE)
+        alone = why is None and ends(self.pid, PATIENCE)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.line.close()
         status = self.nest.status(self.pid)
-        self.why = why or (_dead(status) if alone else _GONE)
+        self.why = why or (dead(status) if alone else GONE)
 
 
 class Apart:
     """As Instances, of rows of which each `part` has a process."""
 
-    def __init__(self, nest: Nest, parts: Sequence[Iterable[int]], memory: int) -> None:
+    def __init__(self, nest: Nest[EnvironmentSpec], parts: Sequence[Iterable[int]], memory: int) -> None:
         self.timeout = nest.spec.timeout
         self.processes = [_Process(nest, memory, part) for part in parts]
         self.of = {position: process for process in self.processes for position in process.rows}
@@ -154,7 +149,7 @@ class Apart:
         for process in {self.of[position] for position in positions}:
             process.rows.difference_update(positions)
             if not process.rows and process.why is None:
-                process.kill(_GONE)
+                process.kill(GONE)
 
     def end(self) -> None:
         """Ends all of them."""
@@ -165,13 +160,7 @@ class Apart:
         until = time.monotonic() + PATIENCE
         for process in living:  # each closes its end as it has let go of its instances
             wait([process.line], max(until - time.monotonic(), 0))
-            process.kill(_GONE)
-
-
-def _over(orders: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """Nobody asks a nest any more: it ends, with what it has forked."""
-    orders.close()
-    process.wait()
+            process.kill(GONE)
 
 
 def parts(rows: int, unit: int) -> list[range]:
@@ -182,32 +171,4 @@ def parts(rows: int, unit: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
-_GONE = Failure("exited", Told("its process is gone"))
-
-
-def _ends(pid: int, seconds: float) -> bool:
-    """Whether a process ends by itself within so many seconds; one that has ended is still its nest's to ask after."""
-    try:
-        handle = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        return bool(wait([handle], seconds))
-    finally:
-        os.close(handle)
-
-
-def _dead(status: int | None) -> Failure:
-    """Why a process ended by itself."""
-    if status is None:
-        return _GONE
-    if not os.WIFSIGNALED(status):
-        return Failure("exited", Told(f"it ended its process with status {os.WEXITSTATUS(status)}"))
-    number = os.WTERMSIG(status)
-    words = f"its process was ended by {signal.Signals(number).name}"
-    if number == signal.SIGKILL:
-        return Failure("memory", Told(f"{words}, as the system does where memory runs out"))
-    return Failure("exited", Told(words))
-
-
-__all__ = ["Apart", "Nest", "parts"]
+__all__ = ["Apart", "EnvironmentSpec", "parts"]

@@ -32,7 +32,9 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pl
 
 class BadResult(ValueError):
     """A function returned what its columns cannot hold. It has no place in a file: what was returned is what is
-    wrong."""
+    wrong. `row`: of a value for one of several rows."""
+
+    row: int | None = None
 
 
 @dataclass(frozen=True)

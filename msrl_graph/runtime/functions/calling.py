@@ -1,8 +1,8 @@
-"""Function nodes made callable: from the rows of a batch to arguments, and from results to rows.
+"""Function nodes made callable: from the rows of a batch to units, and from what is made of these to rows.
 
 Invariant: a function sees the rows of its scope and nothing else; what it returns fits its columns, or the run ends
-with the node, its line, the row and what was returned. A generator that it asks for is keyed by (seed, node, iteration,
-unit), so that neither the host nor the order of arrival changes what it returns.
+with the node, its line, the row and what was returned. Neither the host, nor the order of arrival, nor how many units
+are at work at once changes what comes out.
 """
 
 from __future__ import annotations
@@ -10,21 +10,18 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ... import algorithms
-from ...ir.attributes import Call, Source
-from ...ir.graph import Expr, Node
+from ...ir.attributes import Call
+from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.rowsets import Sieve, rowsets
-from ...ir.sequences import is_tokens
+from ...ir.rowsets import rowsets
 from ..data.columns import Array, Column, Piece, Verdicts, joined
-from ..data.dataset import Dataset
 from ..data.tokens import of_column
 from ..data.wrong import not_finite
 from ..dock.readers import Reader
@@ -32,10 +29,13 @@ from ..dock.wire import Batch
 from ..process import row_progress
 from ..process.report import NextValues, RunError
 from ..process.task import Task
-from .blame import BadResult, blame
+from .blame import blame
 from .instances import Failure
-from .note import Note, ProcessDied
-from .values import Filled, NotNumbers, Returned, brief, by_row, called, pure_numbers, seen
+from .note import Note
+from .side_by_side import SideBySide
+from .units import Failed, Made, Unit, UnitFunction, passing
+from .values import Returned, seen
+from .workers import Workers, shared
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
@@ -78,36 +78,39 @@ class _OfUnit(list[Any]):
 
 
 class Function:
-    """A function node of a plan. `reader` is what the dock knows of it, `note` where it tells which call it is in."""
+    """A function node of a plan. `reader` is what the dock knows of it, `note` where it tells which call it is in;
+    `workers` call it for single rows or groups side by side, unless it wants to be called here."""
 
-    def __init__(self, node: Node, plan: Plan, reader: Reader, note: Note | None = None) -> None:
+    def __init__(
+        self, node: Node, plan: Plan, reader: Reader, note: Note | None = None, workers: Workers | None = None
+    ) -> None:
         self.node, self.graph, self.reader, self.note = node, plan.graph, reader, note or Note()
         self.returned = Returned(plan, node.writes)
-        self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
-        found = rowsets(plan.graph)
-        sieve: Sieve | None = found.sieves.get(node.name)
+        sieve = rowsets(plan.graph).sieves.get(node.name)
         self.drops = sieve.column if sieve is not None and sieve.failures else ""  # the dock's name for which rows stay
-        self.sieve = None if self.drops else sieve
-        self.written = {c: found.columns[c] for c in node.writes}  # the set of the rows of each
+        self.sieve = passing(sieve)
         self.per_row = {s.name for s in plan.graph.states if s.per}  # states that come with the rows, as columns do
         call = Call.of(node).functions[0]
         self.comparison = call if call.kind != "call" else None
         if self.comparison is None:
-            self.call, self.signature = called(call, "function")
-            # A function of one row may have a group that is one: a value for the row above it.
-            self.alone = node.per != "row" and self.signature.scope == "row" and ":" not in str(call.value)
-            self.filled = Filled(self.signature, node, plan)
-            self.single = node.per == "row" or self.alone
-            self.many = getattr(self.call, "many", None) if self.single else None
-            self.options, renamed = options_of(call), call.columns()
+            self.of_unit = of_unit = UnitFunction(node, plan, reader, self.note)
+            self.signature = signature = of_unit.signature
+            self.workers = workers if workers is not None and shared(node) else None
+            self.side_by_side = SideBySide(of_unit) if signature.waits and node.per != "batch" else None
+            self.many = None
+            if self.workers is None:
+                self.many = getattr(of_unit.call, "many", None) if of_unit.single else None
+            renamed = call.columns()
             # Parameters and their columns or states, where the node reads them.
             known = (*node.reads, *node.states)
-            self.bound = [(p, renamed.get(p, p)) for p in self.signature.columns if renamed.get(p, p) in known]
-            if self.signature.rest:
+            self.bound = [(p, renamed.get(p, p)) for p in signature.columns if renamed.get(p, p) in known]
+            if signature.rest:
                 taken = {c for _, c in self.bound}
-                self.bound += [(self.signature.rest, c) for c in node.reads if c not in taken]
+                self.bound += [(signature.rest, c) for c in node.reads if c not in taken]
             ids = {c.name for c in plan.graph.columns if c.element == "i32" and c.dims}
-            self.tokens = {c: of_column(plan, c) for p, c in self.bound if p in self.signature.text and c in ids}
+            self.tokens = {c: of_column(plan, c) for p, c in self.bound if p in signature.text and c in ids}
+            # By column that the node writes, those that one of its sizes is the length of.
+            self.like = {c: [d.like for d in self.graph.column(c).dims if d.like] for c in node.writes}
 
     def spoilt(self, batch: Batch) -> Array:
         """The rows whose result may be wrong because something that the function saw was."""
@@ -130,58 +133,52 @@ class Function:
         if self.comparison is not None:
             yield self._verdicts(batch.rows, self._compare(batch, task).astype(np.int32))
             return
-        grouped = self.node.per != "row"
-        sizes = batch.share.sizes if grouped else np.ones(len(batch.rows), np.int64)
-        numbers = self.reader.numbers(task)
-        part, start, seen = _Part(self), 0, self._seen(batch, task)
-        row_progress.report(0, len(batch.rows))
-        results = self._at_once(batch, task, seen) if self.many and (sizes == 1).all() else None
-        for unit, size in zip(batch.share.units if grouped else batch.rows, sizes, strict=True):
-            if start > part.begin and time.monotonic() - part.since >= often:
-                yield part.results(batch, start, last=False)
-                part = _Part(self, start)
-            rows = slice(start, start := start + int(size))
-            where, given = f"{self.scope} {unit}", [(p, self._of_unit(values, rows)) for p, values in seen]
-            mine: list[tuple[str, int, Any]] = []  # name, row or unit, value
-            try:
-                if self.alone and size != 1:
-                    raise BadResult(f"`{self.signature.name}` is of one row, and there are {size}")
-                result = next(results) if results else self._called(given, task, int(unit), where)
-                if self.sieve is not None:
-                    part.times.append(self._times(result, int(size), numbers.repeats[self.reader.rows]))
-                    row_progress.report(start, len(batch.rows))
-                    continue
-                for name, value in self._by_column(result):
-                    if name not in self.written:
-                        if np.isfinite(
-                            number := self._next(name, value)
-                        ):  # under `on_nan = skip` a state stays as it is
-                            mine.append((name, int(unit), number))
-                        continue
-                    wanted, first = batch.rows[rows], np.arange(int(size))
-                    if self.written[name] != self.reader.rows:
-                        wanted, first = np.unique(
-                            numbers.above(wanted, self.reader.rows, self.written[name]), return_index=True
-                        )
-                    one = not grouped or self.alone or self.written[name] == self.reader.unit != self.reader.rows
-                    for row, at, item in zip(
-                        wanted, first, [value] if one else by_row(name, value, len(wanted)), strict=True
-                    ):
-                        where = where if one else f"{self.scope} {unit}, row {row}"
-                        lengths = self._lengths(name, batch, rows.start + int(at))
-                        mine.append((name, int(row), self.returned.checked(name, item, lengths)))
-            except (Exception, SystemExit) as error:  # an exit would end this process, and who takes its place
-                told = blame(self.node, error, f"{where} of iteration {task.number}", given)
-                if not self.drops:
-                    raise RunError(told) from error
-                failure = Failure.of(error, "exited" if isinstance(error, ProcessDied) else None)
-                part.fail(where, rows, failure)
-                mine = []
-            for name, of, value in mine:
-                part.made[name][0].append(of)
-                part.made[name][1].append(value)
-            row_progress.report(start, len(batch.rows))
-        yield part.results(batch, start, last=True)
+        part, done, all_ = _Part(self), 0, len(batch.rows)
+        row_progress.report(0, all_)
+        with closing(self._made(batch, task)) as all_made:  # who raises leaves no call under way
+            for unit, made in all_made:
+                if isinstance(made, Failed):
+                    told = blame(self.node, made.failure.told, f"{made.where} of iteration {task.number}", unit.given)
+                    if not self.drops:
+                        raise RunError(told)
+                    part.fail(made.where, unit.rows, made.failure)
+                else:
+                    part.add(made)
+                row_progress.report(done := unit.rows.stop, all_)
+                if done < all_ and time.monotonic() - part.since >= often:
+                    yield part.results(batch, done, last=False)
+                    part = _Part(self, done)
+        yield part.results(batch, all_, last=True)
+
+    def _made(self, batch: Batch, task: Task) -> Generator[tuple[Unit, Made | Failed]]:
+        """What is made of each unit, in their order."""
+        units = self._units(batch, task, seen := self._seen(batch, task))
+        if self.workers is not None:
+            return self.workers.made(self.node.name, units, task)
+        if self.side_by_side is not None:
+            return self.side_by_side.made(units, task)
+        if self.many and (self.node.per == "row" or (batch.share.sizes == 1).all()):
+            results = self._at_once(batch, task, seen)
+            return ((unit, self.of_unit.of(unit, result)) for unit, result in zip(units, results, strict=True))
+        return ((unit, self.of_unit(unit, task)) for unit in units)
+
+    def _units(self, batch: Batch, task: Task, seen: list[tuple[str, Any]]) -> Iterator[Unit]:
+        grouped, numbers, start = self.node.per != "row", self.reader.numbers(task), 0
+        sizes = batch.share.sizes.tolist() if grouped else [1] * len(batch.rows)
+        units = (batch.share.units if grouped else batch.rows).tolist()
+        written, scope = self.of_unit.written, self.of_unit.scope
+        for unit, size in zip(units, sizes, strict=True):
+            rows = slice(start, start := start + size)
+            targets, lengths = {}, {}
+            for name, of in written.items():
+                wanted, first = batch.rows[rows], np.arange(size)
+                if of != self.reader.rows:
+                    wanted, first = np.unique(numbers.above(wanted, self.reader.rows, of), return_index=True)
+                targets[name] = wanted
+                lengths[name] = [self._lengths(name, batch, rows.start + at) for at in first.tolist()]
+            given = [(p, self._of_unit(values, rows)) for p, values in seen]
+            most = numbers.repeats[self.reader.rows]
+            yield Unit(unit, f"{scope} {unit}", given, rows, targets, lengths, most)
 
     def _seen(self, batch: Batch, task: Task) -> list[tuple[str, Any]]:
         """Each parameter, or column of `*columns`, with what the function sees there: a value for each row, or one
@@ -194,7 +191,7 @@ class Function:
         column = batch.columns[name]
         if name in self.node.states:
             return column.values.copy() if self.node.per == "batch" else _OfUnit(column.values.tolist())
-        if not self.single and column.offsets is None:
+        if not self.of_unit.single and column.offsets is None:
             return column.values.copy()
         text = parameter in self.signature.text
         tokens = self.tokens.get(name) if text else None
@@ -204,29 +201,21 @@ class Function:
         """The argument for the rows of a unit: one value where the unit is a row, or where there is one."""
         if not isinstance(values, (list, np.ndarray)):
             return values
-        return values[rows.start] if self.single or isinstance(values, _OfUnit) else values[rows]
+        return values[rows.start] if self.of_unit.single or isinstance(values, _OfUnit) else values[rows]
 
     def _at_once(self, batch: Batch, task: Task, seen: list[tuple[str, Any]]) -> Iterator[Any]:
         """The results for all rows, of a function that takes many."""
         assert self.many is not None
         where = f"{len(batch.rows)} rows"
-        options = {**(self.call.__kwdefaults__ or {}), **self.options}  # the defaults stand where a row's function is
+        options = {
+            **(self.of_unit.call.__kwdefaults__ or {}),
+            **self.of_unit.options,
+        }  # the defaults stand where a row's function is
         try:
             with self.note.at(f"{self.node.name}: {where} of {task.key}"):
                 return iter(self.many(**dict(seen), **options))
         except (Exception, SystemExit) as error:
             raise RunError(blame(self.node, error, f"{where} of iteration {task.number}")) from error
-
-    def _called(self, given: list[tuple[str, Any]], task: Task, unit: int, where: str) -> Any:
-        """What the function returns for a unit."""
-        options = self.options | self.filled(task.name, task.number, unit)
-        with self.note.at(f"{self.node.name}: {where} of {task.key}"):
-            # What comes before `*columns` is given by order, as Python wants it.
-            return (
-                self.call(*(v for _, v in given), **options)
-                if self.signature.rest
-                else self.call(**dict(given), **options)
-            )
 
     def _compare(self, batch: Batch, task: Task) -> Array:
         assert self.comparison is not None
@@ -235,64 +224,13 @@ class Function:
         left = task.states[str(side.value)] if run_state else batch.columns[str(side.value)].values
         return np.broadcast_to(COMPARISONS[self.comparison.kind](left, number.literal()), len(batch.rows))
 
-    def _times(self, result: Any, size: int, most: int) -> Array:
-        """How often each row of a unit goes on; `most` times at most."""
-        if Call.of(self.node).keep is not None:
-            truths = _array(result)
-            if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
-                belongs = "one truth value belongs" if self.node.per == "row" else f"{size} truth values belong"
-                raise BadResult(f"it returned {brief(result)}, where {belongs}")
-            return truths.reshape(-1).astype(np.int32)
-        places = _array(result)
-        if places.shape == (0,):
-            places = places.astype(np.int64)
-        if (
-            places.ndim != 1
-            or places.dtype.kind not in "iu"
-            or (len(places) and not 0 <= places.min() <= places.max() < size)
-        ):
-            shown = f"{brief(result)}: {result!r:.60}" if places.ndim else brief(result)
-            raise BadResult(f"it returned {shown}, where places from 0 to {size - 1} belong")
-        times = np.bincount(places, minlength=size).astype(np.int32)
-        if size and times.max() > most:
-            raise BadResult(
-                f"it returned place {times.argmax()} {times.max():,} times, where a row may go on {most:,} "
-                "times at most"
-            )
-        return times
-
     def _verdicts(self, rows: Array, times: Array) -> Results:
         assert self.sieve is not None
         return Results({self.sieve.column: Verdicts(rows, Column(times))}, rows=len(rows))
 
-    def _by_column(self, result: Any) -> list[tuple[str, Any]]:
-        """The result for each name that the node writes."""
-        gives = self.node.gives or self.node.writes
-        if len(gives) == 1:
-            return [(gives[0], result)]
-        if not isinstance(result, tuple) or len(result) != len(gives):
-            raise BadResult(f"it returned {brief(result)}, where a tuple of {len(gives)} belongs: {', '.join(gives)}")
-        return list(zip(gives, result, strict=True))
-
     def _lengths(self, name: str, batch: Batch, position: int) -> dict[str, int]:
         """How long those columns of a row are which a column has the length of."""
-        return {
-            d.like: len(batch.columns[d.like][position])
-            for d in self.graph.column(name).dims
-            if d.like in batch.columns
-        }
-
-    def _next(self, name: str, value: Any) -> float:
-        """The next value of a state."""
-        try:
-            number = pure_numbers(value, np.float64)
-        except NotNumbers:
-            raise BadResult(
-                f"it returned {brief(value)} for the state `{name}`, where one finite number belongs"
-            ) from None
-        if number.ndim or (self.returned.stops and not np.isfinite(number)):
-            raise BadResult(f"it returned {brief(value)} for the state `{name}`, where one finite number belongs")
-        return float(number)
+        return {like: len(batch.columns[like][position]) for like in self.like[name] if like in batch.columns}
 
 
 class _Part:
@@ -306,6 +244,14 @@ class _Part:
         self.times: list[Array] = []
         self.failed: dict[str, tuple[Failure, int]] = {}
         self.gone: list[slice] = []
+
+    def add(self, made: Made) -> None:
+        if made.times is not None:
+            self.times.append(made.times)
+        for name, of, value in made.values:
+            of_name, values = self.made[name]
+            of_name.append(of)
+            values.append(value)
 
     def fail(self, where: str, rows: slice, failure: Failure) -> None:
         self.failed[where] = (failure, rows.stop - rows.start)
@@ -328,93 +274,3 @@ class _Part:
             columns[function.drops] = Verdicts(rows, Column(stay[self.begin : end]))
         states = {name: NextValues(*self.made[name]) for name in function.node.sets}
         return Results(columns, states, self.failed, len(rows), last)
-
-
-def _array(result: Any) -> Array:
-    """What numpy makes of a result, whatever it is."""
-    if np.ma.is_masked(result):
-        return np.asarray(None)
-    try:
-        return np.asarray(result)
-    except ValueError:  # lists of unlike lengths
-        return np.asarray(None)
-
-
-class Weigher:
-    """What draws prompts: from the states and the columns of all rows of the data to a weight for each."""
-
-    def __init__(self, plan: Plan, data: Dataset) -> None:
-        self.source = source = plan.graph.node("source")
-        expr = Source.of(source).weights
-        assert expr is not None
-        self.call, signature = called(expr, "function")
-        self.options, renamed = options_of(expr), expr.columns()
-        self.filled, self.data, self.rows = Filled(signature, source, plan), data, len(data)
-        self.bound = [(p, renamed.get(p, p)) for p in signature.columns]
-        self.columns: dict[str, Callable[[], Any]] = {}  # of the data, by parameter: each call gets values of its own
-        for parameter, name in self.bound:
-            if name in source.weighs:
-                text = parameter in signature.text
-                tokens = data.tokens if text and is_tokens(plan.graph, name) else None
-                column, element = data.columns[name].take(data.usable), plan.graph.column(name).element
-                if column.offsets is None:
-                    self.columns[parameter] = column.values.copy
-                elif text or element == "text":  # what takes long to decode, and nobody can change
-                    self.columns[parameter] = seen(column, element, range(self.rows), text, tokens).copy
-                else:
-                    self.columns[parameter] = partial(seen, column, element, range(self.rows), text, tokens)
-
-    def __call__(self, tables: Mapping[str, Array], task: Task) -> Array:
-        """The weights of an iteration, finite, none below 0 and some above it; `tables` are the states of each row."""
-        states = {**task.draws, **{name: np.array(table) for name, table in tables.items()}}
-        given = {p: states[name] for p, name in self.bound if name in states}
-        given |= {parameter: values() for parameter, values in self.columns.items()}
-        try:
-            result = self.call(**given, **self.options, **self.filled(task.name, task.number, 0))
-        except Exception as error:
-            raise RunError(blame(self.source, error, "what `weights` reads", given.items())) from error
-        try:
-            found = pure_numbers(result, np.float64)
-        except NotNumbers:
-            found = np.zeros(0)
-        what = f"`weights` of the source ({self.source.span.place})"
-        if found.shape != (self.rows,):
-            raise RunError(
-                f"{what} returned {brief(result)}, where a number of 0 or more belongs for each of {self.rows} rows "
-                "of the data"
-            )
-        if len(wrong := np.flatnonzero(~(np.isfinite(found) & (found >= 0)))):
-            row, more = (
-                self.data.where(int(wrong[0])),
-                f", and so of {len(wrong) - 1} more of {self.rows}" if len(wrong) > 1 else "",
-            )
-            raise RunError(
-                f"{what} returned {found[wrong[0]]:g} for {row}{more}, where a finite number of 0 or more belongs"
-            )
-        if not found.any():
-            raise RunError(
-                f"{what} returned 0 for each of {self.rows} rows of the data in iteration {task.number}: there is "
-                "none to draw"
-            )
-        return found
-
-
-def scarce(source: Node, task: Task, weights: Array, first: int) -> list[str]:
-    """What to tell of an iteration whose prompts from `first` on are the first of it that only rows of weight 0 were
-    left for."""
-    some = np.count_nonzero(weights)
-    if not first <= some < min(first + task.prompts, len(weights)):
-        return []
-    few = f"only {some} of {len(weights)} rows of the data have a weight above 0"
-    return [
-        f"`weights` of the source ({source.span.place}): {few}, so iteration {task.number} takes rows of weight 0 too"
-    ]
-
-
-def options_of(call: Expr) -> dict[str, Any]:
-    """The options of a call; one that is a call itself is what that gives."""
-    given = {k: a for k, a in zip(call.keys, call.args, strict=True) if a.kind not in ("column", "state")}
-    return {
-        k: algorithms.load("option", str(a.value))(**options_of(a)) if a.kind == "call" else a.literal()
-        for k, a in given.items()
-    }

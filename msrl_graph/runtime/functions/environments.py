@@ -25,10 +25,10 @@ from ..dock.wire import Batch
 from ..process import shipped
 from ..process.report import Report
 from ..process.task import Task
-from .apart import Apart, Nest, parts
+from .apart import Apart, EnvironmentSpec, parts
 from .blame import BadResult
+from .forked import Nest
 from .instances import Answer, Ask, Called, Failure, Instances, Reset
-from .nest import Spec
 from .own_process import guard_exit
 from .standing import Standing
 from .values import Filled, Returned, imported, seen
@@ -68,7 +68,7 @@ class Environment:
         if self.verdicts:
             folder = shipped.folder()
             of = (self.filled, self.columns, self.timeout, self.gym)
-            self.nest = Nest(Spec(folder, self.path, self.name, *of))
+            self.nest = Nest(EnvironmentSpec(folder, self.path, self.name, self.call, *of))
         else:
             guard_exit()  # first: the file may have a name of its own for what it takes from `os`
             make = getattr(imported(self.path, self.call), self.name)

@@ -36,14 +36,16 @@ from ..dock.client import Client
 from ..dock.readers import readers
 from ..dock.wire import Way
 from ..metrics.spread import Means
-from ..process import log
+from ..process import log, shipped
 from ..process.facts import sampled
 from ..process.report import Loaded, NextValues, Report, RunError
 from ..process.surroundings import settle
 from ..process.task import Tables, Task
 from .blame import blame
-from .calling import Function, Results, Weigher, scarce
+from .calling import Function, Results
 from .note import Note, ProcessDied
+from .weigher import Weigher, scarce
+from .workers import Workers, WorkerSpec, shared
 
 OFTEN = 1.0  # seconds after which rows that are done are written, though others of their share are not
 
@@ -137,10 +139,11 @@ class FunctionHost:
                 else None
             )
         functions = {}
-        for node in plan.graph.nodes:
-            if plan.placement(node.name).pool == FUNCTIONS and node.verb != "source":
-                with self._noted(node, "its import"):
-                    functions[node.name] = Function(node, plan, self.readers[node.name], self.note)
+        called = [n for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"]
+        workers = self._workers([n for n in called if shared(n)])
+        for node in called:
+            with self._noted(node, "its import"):
+                functions[node.name] = Function(node, plan, self.readers[node.name], self.note, workers)
         self.functions = functions
         left_out = {
             name: f"{d.too_long} of {d.too_long + len(d)} rows are left out: {d.why}"
@@ -148,6 +151,14 @@ class FunctionHost:
             if d.too_long
         }
         return {name: Loaded(len(d), left_out.get(name, "")) for name, d in self.data.items()}
+
+    def _workers(self, nodes: Sequence[Node]) -> Workers | None:
+        """What calls the functions of these nodes, if not this process."""
+        count = self.plan.deploy.run.function_workers
+        if count == 1 or not nodes:
+            return None
+        readers_ = {n.name: self.readers[n.name] for n in nodes}
+        return Workers(count, WorkerSpec(shipped.folder(), self.plan.to_json(), readers_, f"{self.note.path}.worker"))
 
     def run(self, task: Task, tables: Tables) -> Report:
         """Does this pool's stream for one task, or a part of it.

@@ -1,10 +1,10 @@
-"""The program in which instances of an environment live that may do harm: a *nest*, which has imported the user's file,
-and the processes that it forks, each with the instances of some rows.
+"""The program in which a user's code runs that may do harm, or that runs side by side: a *nest*, which has imported the
+user's files, and the processes that it forks.
 
-Invariant: whatever an instance does, it does to the rows of its own process. A forked process has so much memory beside
-what the import took, is the first that the system ends where memory runs out, and ends with its nest, and that with
-the rank that began it. Messages are pickles behind their length: who writes the environment is trusted, though its
-processes may break off anywhere.
+Invariant: whatever the code does, it does to its own process. A forked process has so much memory beside what the
+import took, is the first that the system ends where memory runs out, and ends with its nest, and that with the process
+that began it. Messages are pickles behind their length: who writes the code is trusted, though its processes may break
+off anywhere.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
 from ..process import shipped
 from ..process.limits import data_bytes
-from .blame import BadResult, Told
-from .instances import Answer, Called, Failure, Instances
+from ..process.report import RunError
+from .blame import reason
 from .own_process import call_of
-from .values import Filled
 
 ORDER = struct.Struct("<cq")  # to a nest: FORK with the bytes that may be taken, or WAIT for a process of it
 PID = struct.Struct("<q")
@@ -37,17 +36,17 @@ _LENGTH = struct.Struct("<q")
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
-@dataclass(frozen=True)
-class Spec:
-    """What a nest is told of its environment; `folder` is where the run's shipped files lie."""
+Serve = Callable[[socket.socket], None]  # what a forked process does: it answers until nobody asks any more
 
-    folder: str
-    path: str
-    name: str
-    filled: Filled
-    columns: tuple[str, ...]
-    timeout: float
-    gym: Literal["", "sum", "each"]
+
+class Spec(Protocol):
+    """What a nest is told to be. `folder` is where the run's shipped files lie."""
+
+    @property
+    def folder(self) -> str: ...
+
+    def load(self) -> Serve:
+        """Imports the user's files."""
 
 
 def send(to: socket.socket, message: Any) -> None:
@@ -71,7 +70,7 @@ def exactly(of: socket.socket, length: int) -> bytes:
 
 
 def main() -> None:
-    """Hears its spec, says why the import failed (None: it did not), and does what it is ordered until nobody is there
+    """Hears its spec, says why the import failed ("": it did not), and does what it is ordered until nobody is there
     any more."""
     orders = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, meant for the run
@@ -81,12 +80,11 @@ def main() -> None:
         shipped.use(spec.folder)
     try:
         with call_of(os.getpid()):
-            make = getattr(shipped.module(spec.path), spec.name)
+            serve = spec.load()
     except (Exception, SystemExit) as error:
-        send(orders, Told.of(error))
+        send(orders, str(error) if isinstance(error, RunError) else reason(error))
         return
-    send(orders, None)
-    called = Called(make, spec.filled, spec.columns, spec.timeout, spec.gym)
+    send(orders, "")
     living: set[int] = set()
     while order := _order(orders):
         kind, number, fds = order
@@ -98,7 +96,8 @@ def main() -> None:
         if not (pid := os.fork()):
             orders.close()
             with suppress(EOFError, OSError):
-                _serve(socket.socket(fileno=fds[0]), called, number)
+                _prepare(number)
+                serve(socket.socket(fileno=fds[0]))
             os._exit(0)
         os.close(fds[0])
         living.add(pid)
@@ -114,8 +113,8 @@ def _order(orders: socket.socket) -> tuple[bytes, int, list[int]] | None:
     return (*ORDER.unpack(data), fds) if len(data) == ORDER.size else None
 
 
-def _serve(asking: socket.socket, called: Called, memory: int) -> None:
-    """Answers until nobody asks any more."""
+def _prepare(memory: int) -> None:
+    """A forked process, which may take so many bytes of memory; 0: as many as there are."""
     os.setsid()  # so that whatever it starts can be ended with it
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -123,26 +122,7 @@ def _serve(asking: socket.socket, called: Called, memory: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     with suppress(ValueError, OSError):  # a lower limit holds already
         most = data_bytes() + memory
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    instances = Instances(called, receive(asking))
-    while asked := receive(asking):
-        answers = instances.answers(asked, stops=False)
-        try:
-            send(asking, answers)
-        except OSError:
-            raise
-        except Exception:
-            send(asking, {position: _sendable(answer) for position, answer in answers.items()})
-    instances.end()
-
-
-def _sendable(answer: Answer | Failure) -> Answer | Failure:
-    """An answer, if it can leave the process."""
-    try:
-        pickle.dumps(answer)
-    except Exception as error:
-        return Failure.of(BadResult(f"what `step` returned cannot leave its process: {error}"))
-    return answer
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most) if memory else resource.getrlimit(resource.RLIMIT_DATA))
 
 
 if __name__ == "__main__":

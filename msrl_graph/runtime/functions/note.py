@@ -51,6 +51,7 @@ class Note:
     """The note of this process, in a file (none: of no use to others); `again`: it takes the place of one that died."""
 
     def __init__(self, path: Path | None = None, again: bool = False) -> None:
+        self.path = path
         self._death = _read(path) if path and again else None
         self._memory, self._pid = mmap.mmap(-1, _SIZE), os.getpid()
         self._call, self._times = "", 0

@@ -131,13 +131,22 @@ def seen(column: Column, element: str, rows: range, text: bool, tokens: Tokens |
 
 def called(call: Expr, kind: CallKind) -> tuple[Callable[..., Any], Signature]:
     """What a program calls: of the package, or of a file ("path.py:name")."""
-    name = str(call.value)
-    if ":" not in name:
-        return algorithms.load(kind, name), algorithms.library()[kind, name][0]
-    path, _, function = name.rpartition(":")
-    return getattr(imported(path, call), function), called_as(
-        kind, shipped.found(path).read_text(encoding="utf-8-sig")
-    )[function]
+    return loaded(call, kind), signature_of(call, kind)
+
+
+def loaded(call: Expr, kind: CallKind) -> Callable[..., Any]:
+    """What a program calls, without its signature."""
+    path, _, function = str(call.value).rpartition(":")
+    found: Callable[..., Any] = getattr(imported(path, call), function) if path else algorithms.load(kind, function)
+    return found
+
+
+def signature_of(call: Expr, kind: CallKind) -> Signature:
+    """The signature of what a program calls, which is not imported for it."""
+    path, _, function = str(call.value).rpartition(":")
+    if not path:
+        return algorithms.library()[kind, function][0]
+    return called_as(kind, shipped.found(path).read_text(encoding="utf-8-sig"))[function]
 
 
 def imported(path: str, call: Expr) -> Any:
