@@ -244,7 +244,7 @@ class Run(Declared):
     """`run { … }`. `save` 0: no checkpoint; `resume` "": a new run. The `warn_…` and `max_drift` are the thresholds of
     symptoms.py."""
 
-    iterations: int = attr(COUNT_OR_0, 1, "How many; 0: only the evaluations before them.")
+    iterations: int = attr(COUNT, 1, "How many; `msrl-run --iterations 0` does the evaluations before them only.")
     seed: int = attr(
         Number(0, 2**53, whole=True),
         0,
@@ -264,7 +264,7 @@ class Run(Declared):
         COUNT,
         1,
         "Processes of each host that call your functions, "
-        "[each for another row or group](functions.md#side-by-side); 1: one after another.",
+        "[each for another row or group](functions.md); 1: one after another.",
     )
     on_nan: str = attr(
         Words(("stop", "skip")),
