@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from language import context, diagnose, lowered
 
+from msrl_graph import Algorithm, check
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.derive import derive
@@ -184,6 +185,14 @@ def test_what_does_something_else_keeps_nothing_and_drop_takes_an_attribute_away
     assert written_out is not None
     (node,) = written_out.body
     assert isinstance(node, ast.Node) and {a.key.text for a in node.attrs} == kept
+
+
+def test_python_drops_an_attribute_as_a_file_does() -> None:
+    built = Algorithm("own", extends="ppo")
+    built.drop("critic.update.epochs")
+    own = check(built).node("critic.update")
+    inherited = check(Algorithm("same", extends="ppo")).node("critic.update")
+    assert {*inherited.attributes} - {*own.attributes} == {"epochs"}
 
 
 def test_an_attribute_that_is_not_there_cannot_be_dropped() -> None:

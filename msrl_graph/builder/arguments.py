@@ -101,10 +101,10 @@ class Arguments:
     def refs(self, parameter: str, names: Names, index: int = 0) -> tuple[ast.Ref, ...]:
         return tuple(self.ref(text, span) for text, span in self._each(parameter, names, index))
 
-    def ref(self, text: str, span: Span) -> ast.Ref:
+    def ref(self, text: str, span: Span, parts: int = 2) -> ast.Ref:
+        """A name of so many parts at most."""
         if text != "source":
-            worker, dot, verb = text.partition(".")
-            for word in (worker, verb) if dot else (worker,):
+            for word in text.split(".", parts - 1):
                 self.word(word, span)
         return ast.Ref(text, span)
 

@@ -165,12 +165,12 @@ class Algorithm(Program):
         self._body.append(_reshard(Arguments("src", "dst"), src, dst, attributes))
 
     def drop(self, name: str) -> None:
-        """`drop NAME`, of a worker, node, column, param or state that `extends` took over; or of an edge, as `drop("A
-        -> B")`."""
+        """`drop NAME`, of a worker, node, column, param or state that `extends` took over; of an attribute, as
+        `drop("actor.update.mini_batch")`; or of an edge, as `drop("A -> B")`."""
         call = Arguments("name")
         part = call.argument("name")
         call.string(name, "`name` is a str", part.span)
-        target = call.edge("name", name) or call.ref(name, at(part, name, 0, len(name)))
+        target = call.edge("name", name) or call.ref(name, at(part, name, 0, len(name)), parts=3)
         self._body.append(ast.Drop(target, call.site.span))
 
     def drop_edge(self, *groups: Names) -> None:
