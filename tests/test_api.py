@@ -4,6 +4,7 @@ themselves."""
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 import subprocess
 import sys
@@ -173,3 +174,10 @@ def test_a_lambda_of_a_script_without_a_guard_trains(tmp_path):
     )
     assert code == 0, err
     assert (tmp_path / "out" / "rows" / "000000.parquet").is_file()
+
+
+def test_a_plan_and_a_graph_can_be_sent_to_another_process():
+    """Whatever was computed of them before."""
+    plan = compile(EXAMPLE / "grpo.rlg")
+    str(plan)
+    assert pickle.loads(pickle.dumps(plan)) == plan and pickle.loads(pickle.dumps(plan.graph)) == plan.graph

@@ -7,7 +7,7 @@ knows the span that it came from. It is logical: one node a worker state, never 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -227,6 +227,10 @@ class Graph(GraphViews):
     span: Span = NOWHERE
     states: tuple[State, ...] = ()
     under: tuple[int, ...] = (-1, 0)  # the level above each: several may lie side by side under one
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a pickle holds: nothing that was worked out, some of which is known by the ids of objects."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def worked_out(self) -> dict[tuple[Any, ...], Any]:
