@@ -279,7 +279,7 @@ def test_another_user_finds_nothing_of_a_run_that_is_on(public):
         modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (folder, *rooms, folder / "attempt.json")}
     finally:
         run.send_signal(signal.SIGINT)
-        run.wait(60)
+        run.wait(180)
     assert reached.strip() == "[]"
     assert len(rooms) == 1 and modes == {folder.name: 0o700, rooms[0].name: 0o700, "attempt.json": 0o600}
     assert re.fullmatch(rf"{folder.name}-rows-0-[0-9a-f]{{32}}", rooms[0].name)
