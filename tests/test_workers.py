@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -133,22 +135,31 @@ def test_a_call_that_ends_its_worker_is_named_and_not_made_again(die, told, tmp_
 
 
 def test_who_stops_asking_leaves_no_call_under_way(tmp_path):
-    source = f"""import time
+    """The first row fails when the second is under way, which goes on when the error is known."""
+    source = f"""import os, time
+def seen(name):
+    until = time.monotonic() + 60
+    while not os.path.exists({str(tmp_path)!r} + name):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
 def f(score):
-    assert score > 1, "no"
-    time.sleep(1)
+    if score == 1:
+        seen("/begun")
+        raise ValueError("no")
+    open({str(tmp_path / "begun")!r}, "w").close()
+    seen("/known")
     open({str(tmp_path / "done")!r}, "w").close()
     return score
 """
     function, batch, task = prepared(tmp_path, source, ("reward",), workers=2)
-    with pytest.raises(RunError):
-        function(batch, task)
-    time.sleep(1.5)
-    assert not (tmp_path / "done").exists()
-    for seconds in (0.0, 1.0):  # they can be asked again
+    for _ in range(2):  # they can be asked again
         with pytest.raises(RunError, match="no"):
             function(batch, task)
-        time.sleep(seconds)
+        assert not (tmp_path / "done").exists()
+    (tmp_path / "known").touch()
+    time.sleep(0.5)
+    assert not (tmp_path / "done").exists()
 
 
 def test_workers_end_with_who_has_them(tmp_path):
@@ -219,6 +230,33 @@ def test_a_batch_may_be_waited_for(tmp_path):
 def test_a_call_that_waits_and_fails_is_told(then, tmp_path):
     with pytest.raises(RunError, match=r"failed on row 2 of iteration 7: (AssertionError: three|ProcessExit: it ends)"):
         results(tmp_path, WAITS.format(then=then), ("reward",))
+
+
+DYING = """
+import sys
+from pathlib import Path
+from test_functions import prepared
+from msrl_graph.runtime.functions.note import Note
+
+source = "import os, signal\\nasync def f(score):\\n    score != 3 or os.kill(os.getpid(), 11)\\n    return score"
+function, batch, task = prepared(Path({folder!r}), source, ("reward",))
+function.of_unit.note = Note(Path({folder!r}, "note"), again=bool(sys.argv[1:]))
+function(batch, task)
+"""
+
+
+def test_calls_at_once_in_which_a_process_died_are_not_made_again(tmp_path):
+    """Whoever takes its place tells of it."""
+    program = [sys.executable, "-c", DYING.format(folder=str(tmp_path))]
+    here = Path(__file__).parent
+    paths = {"PYTHONPATH": f"{here}:{here / 'support'}", "PATH": "/usr/bin:/bin"}
+    died, told = (
+        subprocess.run([*program, *again], capture_output=True, text=True, timeout=120, check=False, env=paths)
+        for again in ([], ["again"])
+    )
+    assert died.returncode == -signal.SIGSEGV, died
+    what = "failed on one of 4 calls under way of iteration 7: ProcessDied: it ended its process: Segmentation fault"
+    assert what in told.stderr and "mine.py:3" in told.stderr, told.stderr
 
 
 def test_what_a_file_keeps_between_calls_may_belong_to_the_loop(tmp_path):

@@ -100,6 +100,8 @@ def main() -> None:
                 serve(socket.socket(fileno=fds[0]))
             os._exit(0)
         os.close(fds[0])
+        with suppress(OSError):  # as it does itself: whoever is told of it may end it at once
+            os.setpgid(pid, pid)
         living.add(pid)
         orders.sendall(PID.pack(pid))
     for pid in living:
@@ -115,7 +117,7 @@ def _order(orders: socket.socket) -> tuple[bytes, int, list[int]] | None:
 
 def _prepare(memory: int) -> None:
     """A forked process, which may take so many bytes of memory; 0: as many as there are."""
-    os.setsid()  # so that whatever it starts can be ended with it
+    os.setpgid(0, 0)  # so that whatever it starts can be ended with it
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with suppress(OSError):

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 
 from ...ir.at_once import WAITING
+from ..process.report import RunError
 from ..process.task import Task
+from .blame import blame
+from .note import ProcessDied
 from .own_process import guard_exit
 from .units import Failed, Made, Unit, UnitFunction
 
@@ -23,7 +26,16 @@ class SideBySide:
         weakref.finalize(self, self.loop.close)
 
     def made(self, units: Iterable[Unit], task: Task) -> Generator[tuple[Unit, Made | Failed]]:
+        """What is made of each unit. RunError where a process died in these calls and it is not known in which."""
         all_ = [*units]
+        node, where = self.function.node, f"one of {len(all_)} calls under way"
+        try:
+            with self.function.note.at(f"{node.name}: {where} of {task.key}"):
+                yield from self._made(all_, task)
+        except ProcessDied as died:
+            raise RunError(blame(node, died, f"{where} of iteration {task.number}")) from died
+
+    def _made(self, all_: Sequence[Unit], task: Task) -> Generator[tuple[Unit, Made | Failed]]:
         free = asyncio.Semaphore(WAITING)
 
         async def one(unit: Unit) -> Made | Failed:
