@@ -489,7 +489,7 @@ def test_a_function_of_one_row_gives_a_value_for_the_row_above_where_that_has_on
         1,
     ]
     with pytest.raises(
-        RunError, match=r"failed on prompt 0 of iteration 7: .*`matches` is of one row, and there are 2"
+        RunError, match=r"failed on prompt 0 of iteration 7: .*`matches` takes one row, and the group has 2"
     ):
         results(tmp_path, "", ("difficulty",), "prompt", keys, named=matches)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from msrl_graph.runtime.process.parsing import MENDED
+from msrl_graph.runtime.process.parsing import FIXED_IN
 
 PARSE = """
 import ast, gc, inspect, os, sys, threading
@@ -48,7 +48,7 @@ def failed(first: str, meanwhile: str = "") -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(sys.version_info >= MENDED, reason="this Python keeps threads apart itself")
+@pytest.mark.skipif(sys.version_info >= FIXED_IN, reason="this Python keeps threads apart itself")
 def test_threads_that_parse_at_once_get_in_each_others_way_in_an_old_python() -> None:
     assert any(failed("") for _ in range(5))
 

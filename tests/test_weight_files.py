@@ -122,11 +122,11 @@ WRONG: dict[str, tuple[tuple[Change, ...], str]] = {
     ),
     "a file outside the folder": (
         (sharded, indexed(lambda names: names.update({"model.norm.weight": "../weights.safetensors"}))),
-        "names '../weights.safetensors', which is no file of safetensors beside it",
+        "names '../weights.safetensors', which is not a safetensors file in the same folder",
     ),
     "no index": (
         (sharded, lambda model: (model / "model.safetensors.index.json").write_text("[]")),
-        "is no index of weights",
+        "is not an index of weights",
     ),
     "an empty one": ((sharded, indexed(lambda names: names.clear())), "names no tensor"),
 }  # fmt: skip

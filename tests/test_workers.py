@@ -255,7 +255,7 @@ def test_calls_at_once_in_which_a_process_died_are_not_made_again(tmp_path):
         for again in ([], ["again"])
     )
     assert died.returncode == -signal.SIGSEGV, died
-    what = "failed on one of 4 calls under way of iteration 7: ProcessDied: it ended its process: Segmentation fault"
+    what = "failed on one of 4 calls in progress of iteration 7: ProcessDied: it ended its process: Segmentation fault"
     assert what in told.stderr and "mine.py:3" in told.stderr, told.stderr
 
 

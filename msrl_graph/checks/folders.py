@@ -5,10 +5,7 @@ Invariant: only what is at hand is judged, before anything starts: a folder of a
 
 from __future__ import annotations
 
-import json
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..diagnostics import Diagnostic, Fault
 from ..ir.plan import Plan
@@ -16,7 +13,7 @@ from ..ir.sequences import bound, is_tokens, sequences
 from ..model import models
 from ..model.architecture import Model
 from ..model.config import positions
-from ..model.ends import named
+from ..model.ends import read_end_tokens
 from . import weights
 
 
@@ -78,20 +75,14 @@ def _endless(plan: Plan, name: str) -> Diagnostic | None:
     generates = name in {graph.worker(n.worker).model for n in graph.verb("generate")}
     if not generates or not (folder / "tokenizer.json").is_file():
         return None
-    if any(named(partial(_stated, folder))):
+    try:
+        if any(read_end_tokens(folder)):
+            return None
+    except (OSError, ValueError, RecursionError):  # whatever needs the file reports it
         return None
     message = f"no file in {model.path} names an end token, so every response is as long as it may be"
     help = 'add `"eos_token_id": NUMBER` to its generation_config.json, or `eos_token` to its tokenizer_config.json'
     return Diagnostic("no-end-token", message, model.span, help, "warning")
-
-
-def _stated(folder: Path, file: str) -> dict[str, Any]:
-    """What a file of JSON states; nothing where it cannot be read."""
-    try:
-        found = json.loads((folder / file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _vocabulary(model: Model) -> Diagnostic | None:

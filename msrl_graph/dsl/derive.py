@@ -20,7 +20,7 @@ from .expressions import Problems, mistake
 T = TypeVar("T", ast.Algorithm, ast.Deploy)
 Key = tuple[str, str]  # what is declared, and its name
 # Attributes of a node of which one says what it does.
-INSTEAD = (frozenset(("call", "keep", "select")), frozenset(("environment", "agent")))
+EXCLUSIVE_ATTRIBUTES = (frozenset(("call", "keep", "select")), frozenset(("environment", "agent")))
 
 
 def derive(
@@ -77,11 +77,13 @@ def lineage(
     return line
 
 
-def _kept(old: ast.Node, new: ast.Node) -> list[ast.Attr]:
-    """The attributes of a node that another one keeps which takes its place: all that it does not state itself, unless
-    it does something else, by another verb or another kind of call."""
+def _inherited_attributes(old: ast.Node, new: ast.Node) -> list[ast.Attr]:
+    """Return the attributes that a restated node keeps: those that it does not state itself.
+
+    A node that changes its worker, its verb or its kind of call keeps none.
+    """
     stated, had = ({a.key.text for a in node.attrs} for node in (new, old))
-    other = any(stated & names and had & names and not stated & had & names for names in INSTEAD)
+    other = any(stated & names and had & names and not stated & had & names for names in EXCLUSIVE_ATTRIBUTES)
     if other or (old.worker.text, old.verb.text) != (new.worker.text, new.verb.text):
         return []
     return [a for a in old.attrs if a.key.text not in stated]
@@ -142,7 +144,7 @@ class _Written:
         old = self.declared.get(key)
         if node.reads is not None:
             if isinstance(old, ast.Node) and key not in self.own:
-                node = replace(node, attrs=(*_kept(old, node), *node.attrs))
+                node = replace(node, attrs=(*_inherited_attributes(old, node), *node.attrs))
             self._declare(key, node)
             return
         if not isinstance(old, ast.Node):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..diagnostics import Span, nearest
-from ..ir.signatures import coroutines, otherwise
+from ..ir.signatures import coroutines, describe_binding
 from . import ast, guesses
 from .calls import Caller, Library
 from .expressions import mistake
@@ -59,7 +59,7 @@ def in_file(
             "`async`"
         )
         raise mistake("unknown-function", waits, span, help)
-    if name not in found and (kind := otherwise(source, name)) and what == "function":
+    if name not in found and (kind := describe_binding(source, name)) and what == "function":
         raise mistake(
             "unknown-function",
             f"`{name}` is {kind} in `{file}`, and a file is read, not run, before a run starts",

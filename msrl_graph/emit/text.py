@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..hardware.cluster import Figure
 from ..hardware.settings import Setting
 from ..ir.ahead import late_states
-from ..ir.at_once import WAITING, at_once, signature
+from ..ir.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signature
 from ..ir.graph import Graph, Node
 from ..ir.plan import EngineChoice, Plan
 from .page import WIDTH, Page, Sheet
@@ -235,18 +235,17 @@ def _pools(page: Sheet, plan: Plan) -> None:
                     page.line(f"experts of {p.node}: {spread(experts, p.layout)}")
         else:
             page.table(("state", "hosts", "why here"), [(p.node, str(p.layout.dp), p.reason) for p in listed], (1,))
-            _at_once(page, plan, [plan.graph.node(p.node) for p in listed])
+            _parallel_calls(page, plan, [plan.graph.node(p.node) for p in listed])
 
 
-def _at_once(page: Sheet, plan: Plan, nodes: Sequence[Node]) -> None:
-    """Functions of which a host makes several calls at once."""
+def _parallel_calls(page: Sheet, plan: Plan, nodes: Sequence[Node]) -> None:
+    """List the functions that a host calls several times in parallel."""
     workers = plan.deploy.run.function_workers
-    found = {n.name: at_once(n, workers, signature(n)) for n in nodes if n.verb != "source"}
-    shared = [f"`{name}`" for name, calls in found.items() if 1 < calls == workers]
-    if shared:
-        page.line(f"called by {workers} processes a host, each for another row or group: {', '.join(shared)}")
-    if waits := [f"`{name}`" for name, calls in found.items() if calls == WAITING != workers]:
-        page.line(f"called for {WAITING} rows or groups at once, in an event loop: {', '.join(waits)}")
+    found = {n.name: concurrent_calls(n, workers, read_signature(n)) for n in nodes if n.verb != "source"}
+    if pooled := [f"`{name}`" for name, calls in found.items() if 1 < calls == workers]:
+        page.line(f"called in parallel by {workers} worker processes on each host: {', '.join(pooled)}")
+    if in_loop := [f"`{name}`" for name, calls in found.items() if calls == MAX_ASYNC_CALLS != workers]:
+        page.line(f"up to {MAX_ASYNC_CALLS} concurrent calls in one event loop: {', '.join(in_loop)}")
 
 
 def _engine(engine: EngineChoice, stated: EngineChoice | None) -> str:

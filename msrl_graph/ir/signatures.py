@@ -148,9 +148,8 @@ def coroutines(source: str) -> set[str]:
     return {item.name for item in ast.parse(source).body if isinstance(item, ast.AsyncFunctionDef)}
 
 
-def otherwise(source: str, name: str) -> str:
-    """What a name is at the top level of a Python source, if it is none of its functions: "a class", "assigned",
-    "imported" or ""."""
+def describe_binding(source: str, name: str) -> str:
+    """Return what a top-level name that is not a function is: "a class", "assigned", "imported" or ""."""
     for item in ast.parse(source).body:
         if isinstance(item, ast.ClassDef) and item.name == name:
             return "a class"

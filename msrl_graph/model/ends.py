@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from pathlib import Path
 from typing import Any
 
 
-def named(read: Callable[[str], Mapping[str, Any]]) -> tuple[list[int], str]:
-    """The ids that generation_config.json names, or else config.json; and the `eos_token` of the tokenizer, which
-    counts where they name none or several. `read` gives what a file of the folder states, nothing where it is
-    missing."""
-    stated = (read(name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
-    ids: int | list[int] = next((e for e in stated if e is not None), [])
-    token = read("tokenizer_config.json").get("eos_token")
-    return ids if isinstance(ids, list) else [ids], (token["content"] if isinstance(token, dict) else token) or ""
+def read_end_tokens(folder: Path) -> tuple[list[int], str]:
+    """Return the ids that generation_config.json or else config.json names, and the tokenizer's `eos_token` ("": none).
+
+    The `eos_token` counts where these two files name no id or several. Raises OSError and ValueError for a file that
+    cannot be read; a missing file names nothing.
+    """
+    stated = (_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
+    ids: int | list[int] = next((ids for ids in stated if ids is not None), [])
+    token = _read(folder / "tokenizer_config.json").get("eos_token")
+    text = token["content"] if isinstance(token, dict) else token
+    return ids if isinstance(ids, list) else [ids], text or ""
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} is not a JSON object")
+    return content

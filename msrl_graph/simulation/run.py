@@ -15,8 +15,8 @@ from ..backends.spec import EngineSpec
 from ..cost import between as costs
 from ..cost import holdings
 from ..cost.time import Costs
-from ..ir.at_once import at_once, signature
 from ..ir.attributes import Generate
+from ..ir.concurrency import concurrent_calls, read_signature
 from ..ir.instruction import Walker
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.sequences import token_columns
@@ -246,7 +246,7 @@ class Simulator:
         # What a call takes by itself: on a CPU cluster the ranks', which have all cores (Driver.around).
         call = costs.function(self.plan, self.plan.cluster.nodes).value * (not self.plan.cluster.device.kind.is_host)
         seconds = [call + s for s in self.draws.seconds(name, turn.number, self.flow.rows(level))]
-        calls = at_once(node, self.plan.deploy.run.function_workers, signature(node))
+        calls = concurrent_calls(node, self.plan.deploy.run.function_workers, read_signature(node))
         together = self.plan.graph.fan(level, self.plan.graph.unit_level(node))  # rows of a call
         times = [0.0] * self.flow.rows(level)
         causes = list(lanes.before)

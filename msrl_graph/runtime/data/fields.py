@@ -89,7 +89,7 @@ def as_json(value: Any) -> str:
 
 
 def _stated(value: Messages) -> Messages:
-    """Messages without the keys that have no value: a Parquet file gives every message the keys of all."""
+    """Drop the keys of messages that are null: a chat template takes a null for a value."""
     return [{k: v for k, v in message.items() if v is not None} for message in value]
 
 

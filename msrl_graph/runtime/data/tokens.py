@@ -6,9 +6,8 @@ them, and what the template writes is all that is added. The same text gives the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ...data.chat import Messages, messages
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import is_tokens, sequences, speaker
-from ...model.ends import named
+from ...model.ends import read_end_tokens
 from ..process import shipped
 from . import rendering
 from .columns import Array, Column, ragged
@@ -191,17 +190,9 @@ def _chat(folder: str) -> Any:
 def ends(folder: str) -> tuple[int, ...]:
     """The tokens that end a response of the model in a folder, as its files name them; first the one of its
     tokenizer. None where no file names one."""
-    ids, token = named(partial(_config, folder))
+    ids, token = read_end_tokens(shipped.found(folder))
     own = _tokenizer(folder).token_to_id(token) if token and len(ids) != 1 else None
     if not ids:
         return () if own is None else (own,)
     # Of several, the tokenizer's own is the one that ends a turn.
     return tuple(sorted(ids, key=lambda end: end != own))
-
-
-def _config(folder: str, name: str) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads((shipped.found(folder) / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    return content

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ...files.weights import files_of
+from ...files.weights import candidate_weight_files
 from ...ir.plan import Plan
 from ..process import facts, interpreters
 from ..weights.saved import beside
@@ -88,7 +88,7 @@ def take(plan: Plan, replay: str = "") -> Inputs:
 def _paths(plan: Plan, replay: str) -> Iterator[tuple[str, Path]]:
     for name, model in plan.deploy.models.items():
         if folder := Path(model.path) if model.path else None:
-            for file in sorted({*files_of(folder), *folder.glob("*.index.json"), *beside(folder)}):
+            for file in sorted({*candidate_weight_files(folder), *folder.glob("*.index.json"), *beside(folder)}):
                 yield f"model {name}: {file.relative_to(folder)}", file
     for name, data in plan.deploy.data.items():
         yield f"data {name}", Path(data.path)

@@ -23,7 +23,7 @@ from typing import Literal
 from ...ir.graph import Expr
 from ..process import row_progress
 from .blame import BadResult, Told
-from .forked import GONE, Nest, dead, ends
+from .forked import PROCESS_GONE, Nest, death_reason, exits_within
 from .instances import Answer, Ask, Called, Failure, Instances
 from .nest import Serve, receive, send
 from .values import Filled, imported
@@ -85,12 +85,12 @@ class _Process:
 
     def kill(self, why: Failure | None = None) -> None:
         """Ends it with all that it has started, and keeps `why`; where that is not known, as it says by its status."""
-        alone = why is None and ends(self.pid, PATIENCE)
+        alone = why is None and exits_within(self.pid, PATIENCE)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.line.close()
         status = self.nest.status(self.pid)
-        self.why = why or (dead(status) if alone else GONE)
+        self.why = why or (death_reason(status) if alone else PROCESS_GONE)
 
 
 class Apart:
@@ -149,7 +149,7 @@ class Apart:
         for process in {self.of[position] for position in positions}:
             process.rows.difference_update(positions)
             if not process.rows and process.why is None:
-                process.kill(GONE)
+                process.kill(PROCESS_GONE)
 
     def end(self) -> None:
         """Ends all of them."""
@@ -160,7 +160,7 @@ class Apart:
         until = time.monotonic() + PATIENCE
         for process in living:  # each closes its end as it has let go of its instances
             wait([process.line], max(until - time.monotonic(), 0))
-            process.kill(GONE)
+            process.kill(PROCESS_GONE)
 
 
 def parts(rows: int, unit: int) -> list[range]:

@@ -29,13 +29,13 @@ from ..dock.wire import Batch
 from ..process import row_progress
 from ..process.report import NextValues, RunError
 from ..process.task import Task
+from .async_caller import AsyncCaller
 from .blame import blame
 from .instances import Failure
 from .note import Note
-from .side_by_side import SideBySide
-from .units import Failed, Made, Unit, UnitFunction, passing
+from .units import Unit, UnitFailure, UnitFunction, UnitOutcome, UnitResult, row_filter
 from .values import Returned, seen
-from .workers import Workers, shared
+from .workers import Workers, uses_workers
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "<": operator.lt,
@@ -88,15 +88,15 @@ class Function:
         self.returned = Returned(plan, node.writes)
         sieve = rowsets(plan.graph).sieves.get(node.name)
         self.drops = sieve.column if sieve is not None and sieve.failures else ""  # the dock's name for which rows stay
-        self.sieve = passing(sieve)
+        self.sieve = row_filter(sieve)
         self.per_row = {s.name for s in plan.graph.states if s.per}  # states that come with the rows, as columns do
         call = Call.of(node).functions[0]
         self.comparison = call if call.kind != "call" else None
         if self.comparison is None:
             self.of_unit = of_unit = UnitFunction(node, plan, reader, self.note)
             self.signature = signature = of_unit.signature
-            self.workers = workers if workers is not None and shared(node) else None
-            self.side_by_side = SideBySide(of_unit) if signature.waits and node.per != "batch" else None
+            self.workers = workers if workers is not None and uses_workers(node) else None
+            self.async_caller = AsyncCaller(of_unit) if signature.waits and node.per != "batch" else None
             self.many = None
             if self.workers is None:
                 self.many = getattr(of_unit.call, "many", None) if of_unit.single else None
@@ -135,31 +135,35 @@ class Function:
             return
         part, done, all_ = _Part(self), 0, len(batch.rows)
         row_progress.report(0, all_)
-        with closing(self._made(batch, task)) as all_made:  # who raises leaves no call under way
-            for unit, made in all_made:
-                if isinstance(made, Failed):
-                    told = blame(self.node, made.failure.told, f"{made.where} of iteration {task.number}", unit.given)
+        with closing(self._call_units(batch, task)) as outcomes:  # an error leaves no call in progress
+            for unit, outcome in outcomes:
+                if isinstance(outcome, UnitFailure):
+                    told = blame(
+                        self.node, outcome.failure.told, f"{outcome.where} of iteration {task.number}", unit.given
+                    )
                     if not self.drops:
                         raise RunError(told)
-                    part.fail(made.where, unit.rows, made.failure)
+                    part.fail(outcome.where, unit.rows, outcome.failure)
                 else:
-                    part.add(made)
+                    part.add(outcome)
                 row_progress.report(done := unit.rows.stop, all_)
                 if done < all_ and time.monotonic() - part.since >= often:
                     yield part.results(batch, done, last=False)
                     part = _Part(self, done)
         yield part.results(batch, all_, last=True)
 
-    def _made(self, batch: Batch, task: Task) -> Generator[tuple[Unit, Made | Failed]]:
-        """What is made of each unit, in their order."""
+    def _call_units(self, batch: Batch, task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
+        """Yield each unit with its outcome, in order."""
         units = self._units(batch, task, seen := self._seen(batch, task))
         if self.workers is not None:
-            return self.workers.made(self.node.name, units, task)
-        if self.side_by_side is not None:
-            return self.side_by_side.made(units, task)
+            return self.workers.map_units(self.node.name, units, task)
+        if self.async_caller is not None:
+            return self.async_caller.map_units(units, task)
         if self.many and (self.node.per == "row" or (batch.share.sizes == 1).all()):
             results = self._at_once(batch, task, seen)
-            return ((unit, self.of_unit.of(unit, result)) for unit, result in zip(units, results, strict=True))
+            return (
+                (unit, self.of_unit.check_result(unit, result)) for unit, result in zip(units, results, strict=True)
+            )
         return ((unit, self.of_unit(unit, task)) for unit in units)
 
     def _units(self, batch: Batch, task: Task, seen: list[tuple[str, Any]]) -> Iterator[Unit]:
@@ -234,28 +238,34 @@ class Function:
 
 
 class _Part:
-    """What a function has made of the rows of a batch from the position `begin` on: by name rows or units and their
-    values, how often each row goes on, and which rows failed."""
+    """The outcomes of the rows of a batch from position `begin` on.
+
+    - `values`: for each name, the rows or units and their values.
+    - `times`: for a filter, how many times each row passes.
+    - `failed`: the failures, by where they occurred; `dropped`: their rows.
+    """
 
     def __init__(self, function: Function, begin: int = 0) -> None:
-        self.function, self.begin, self.since = function, begin, time.monotonic()
+        self.function = function
+        self.begin = begin
+        self.since = time.monotonic()
         names = function.node.gives or function.node.writes
-        self.made: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in names}
+        self.values: dict[str, tuple[list[int], list[Any]]] = {name: ([], []) for name in names}
         self.times: list[Array] = []
         self.failed: dict[str, tuple[Failure, int]] = {}
-        self.gone: list[slice] = []
+        self.dropped: list[slice] = []
 
-    def add(self, made: Made) -> None:
-        if made.times is not None:
-            self.times.append(made.times)
-        for name, of, value in made.values:
-            of_name, values = self.made[name]
-            of_name.append(of)
+    def add(self, result: UnitResult) -> None:
+        if result.times is not None:
+            self.times.append(result.times)
+        for name, number, value in result.values:
+            numbers, values = self.values[name]
+            numbers.append(number)
             values.append(value)
 
     def fail(self, where: str, rows: slice, failure: Failure) -> None:
         self.failed[where] = (failure, rows.stop - rows.start)
-        self.gone.append(rows)
+        self.dropped.append(rows)
 
     def results(self, batch: Batch, end: int, last: bool) -> Results:
         """As results, of the rows before the position `end`."""
@@ -264,13 +274,13 @@ class _Part:
             found = function._verdicts(rows, np.concatenate([*self.times, np.zeros(0, np.int32)]))
             return replace(found, last=last)
         columns = {
-            c: Piece(np.asarray(self.made[c][0], np.int64), function.returned.column(c, self.made[c][1]))
+            c: Piece(np.asarray(self.values[c][0], np.int64), function.returned.column(c, self.values[c][1]))
             for c in function.node.writes
         }
         if function.drops:
             stay = np.ones(len(batch.rows), np.int32)
-            for some in self.gone:
+            for some in self.dropped:
                 stay[some] = 0
             columns[function.drops] = Verdicts(rows, Column(stay[self.begin : end]))
-        states = {name: NextValues(*self.made[name]) for name in function.node.sets}
+        states = {name: NextValues(*self.values[name]) for name in function.node.sets}
         return Results(columns, states, self.failed, len(rows), last)

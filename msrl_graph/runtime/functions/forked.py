@@ -1,6 +1,6 @@
-"""Processes that are forked from one that has imported a user's code (nest.py), as who asks them has them.
+"""The caller's side of processes that are forked from one that has imported a user's code (nest.py).
 
-Invariant: none of them outlives who asked for it. How one ended is known to its nest, which is its parent.
+Invariant: no forked process outlives the process that asked for it. Its parent, the nest, knows how it ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ S = TypeVar("S", bound=Spec)
 
 
 class Nest(Generic[S]):
-    """The process that forks others which run a user's code. RunError where that cannot be imported."""
+    """The process that forks others to run a user's code. Raises RunError if that code cannot be imported."""
 
     def __init__(self, spec: S) -> None:
         self.spec = spec
@@ -48,7 +48,7 @@ class Nest(Generic[S]):
             raise RunError(why)
 
     def fork(self, memory: int) -> tuple[int, socket.socket]:
-        """A process that may take so much memory, and the way to it."""
+        """Fork a process that may use `memory` bytes (0: any number); return its id and a socket to it."""
         here, there = socket.socketpair()
         with there:
             try:
@@ -59,7 +59,7 @@ class Nest(Generic[S]):
         return pid, here
 
     def status(self, pid: int) -> int | None:
-        """How a process ended; waits for that. None: nobody knows."""
+        """Wait until a process has ended and return its status; None if it is unknown."""
         with suppress(OSError, EOFError):
             return self._ordered(WAIT, pid)
         return None
@@ -72,16 +72,16 @@ class Nest(Generic[S]):
 
 
 def _over(orders: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """Nobody asks a nest any more: it ends, with what it has forked."""
+    """End a nest and the processes that it has forked."""
     orders.close()
     process.wait()
 
 
-GONE = Failure("exited", Told("its process is gone"))
+PROCESS_GONE = Failure("exited", Told("its process is gone"))
 
 
-def ends(pid: int, seconds: float) -> bool:
-    """Whether a process ends by itself within so many seconds; one that has ended is still its nest's to ask after."""
+def exits_within(pid: int, seconds: float) -> bool:
+    """Return whether a process ends by itself within `seconds`. Its status can still be asked for afterwards."""
     try:
         handle = os.pidfd_open(pid)
     except OSError:
@@ -92,10 +92,10 @@ def ends(pid: int, seconds: float) -> bool:
         os.close(handle)
 
 
-def dead(status: int | None) -> Failure:
-    """Why a process ended by itself."""
+def death_reason(status: int | None) -> Failure:
+    """Return the failure that explains a process's exit status."""
     if status is None:
-        return GONE
+        return PROCESS_GONE
     if not os.WIFSIGNALED(status):
         return Failure("exited", Told(f"it ended its process with status {os.WEXITSTATUS(status)}"))
     number = os.WTERMSIG(status)
@@ -105,4 +105,4 @@ def dead(status: int | None) -> Failure:
     return Failure("exited", Told(words))
 
 
-__all__ = ["GONE", "Nest", "dead", "ends"]
+__all__ = ["PROCESS_GONE", "Nest", "death_reason", "exits_within"]

@@ -45,7 +45,7 @@ from .blame import blame
 from .calling import Function, Results
 from .note import Note, ProcessDied
 from .weigher import Weigher, scarce
-from .workers import Workers, WorkerSpec, shared
+from .workers import Workers, WorkerSpec, uses_workers
 
 OFTEN = 1.0  # seconds after which rows that are done are written, though others of their share are not
 
@@ -140,7 +140,7 @@ class FunctionHost:
             )
         functions = {}
         called = [n for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"]
-        workers = self._workers([n for n in called if shared(n)])
+        workers = self._workers([n for n in called if uses_workers(n)])
         for node in called:
             with self._noted(node, "its import"):
                 functions[node.name] = Function(node, plan, self.readers[node.name], self.note, workers)

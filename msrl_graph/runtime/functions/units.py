@@ -1,8 +1,8 @@
-"""A function node's function, for one unit: a row, a group, or the batch.
+"""Call a function node's function for one unit: a row, a group, or the batch.
 
-Invariant: what a function makes of a unit depends on nothing but the unit, whatever process calls it, and when. What it
-returns fits its columns, or BadResult says what was returned. A generator that it asks for is keyed by (seed, node,
-iteration, unit).
+Invariant: a function's result for a unit depends on the unit alone, not on the process that calls it or on the time.
+The result fits the node's columns, or BadResult says what was returned. A random generator that the function asks for
+is keyed by (seed, node, iteration, unit).
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from .values import Filled, NotNumbers, Returned, brief, by_row, loaded, pure_nu
 
 @dataclass(frozen=True)
 class Unit:
-    """What a function is called for at once: the `number` of its row or group, `where` that is in words, what the
-    function is `given` by parameter, and the positions of its `rows` in the batch.
+    """The input of one call.
 
-    - `targets`: by column that the node writes, the rows that the unit has values for.
-    - `lengths`: by such a column, for each of these rows how long its other columns are, if a column is as long as one.
-    - `most`: how often a filter may let a row pass.
+    - `number`: the number of the row or group; `where`: the same in words, for messages.
+    - `given`: the function's arguments, by parameter.
+    - `rows`: the positions of the unit's rows in the batch.
+    - `targets`: for each column that the node writes, the rows that get a value from this unit.
+    - `lengths`: for each of these columns and rows, the lengths of the columns that it must be as long as.
+    - `most`: the number of times that a filter may pass a row on.
     """
 
     number: int
@@ -56,40 +58,48 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Made:
-    """What was made of a unit: by name of a column or state the row or the unit, and the value. Of a filter, how often
-    each row goes on."""
+class UnitResult:
+    """The checked result of one unit.
+
+    - `values`: (column, row, value) or (state, unit, value) triples.
+    - `times`: for a filter, how many times each row passes.
+    """
 
     values: Sequence[tuple[str, int, Any]] = ()
     times: Array | None = None
 
 
 @dataclass(frozen=True)
-class Failed:
-    """Why nothing was made of a unit, and `where` in words."""
+class UnitFailure:
+    """The reason why a unit has no result, and `where` it is, in words."""
 
     failure: Failure
     where: str
 
 
+UnitOutcome = UnitResult | UnitFailure
+
+
 class UnitFunction:
-    """The function that a node of a plan calls; `reader` is what the dock knows of the node. It is imported when it is
-    first asked for. `note` is where it tells which call it is in."""
+    """The function of a node, imported when it is first needed.
+
+    `reader` is the dock's description of the node. `note` records the call that is in progress.
+    """
 
     def __init__(self, node: Node, plan: Plan, reader: Reader, note: Note | None = None) -> None:
         self.node, self.note = node, note or Note()
         self.expr = Call.of(node).functions[0]
         self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
         self.signature = signature_of(self.expr, "function")
-        # A function of one row may have a group that is one: a value for the row above it.
+        # A function of one row can be called for a group of one row: its value belongs to the row above.
         self.alone = node.per != "row" and self.signature.scope == "row" and ":" not in str(self.expr.value)
         self.single = node.per == "row" or self.alone
         self.returned, self.filled = Returned(plan, node.writes), Filled(self.signature, node, plan)
         self.options = options_of(self.expr)
         found = rowsets(plan.graph)
-        self.sieve = passing(found.sieves.get(node.name))
-        self.written = {c: found.columns[c] for c in node.writes}  # the set of the rows of each
-        # The columns of which a unit has one value; of others it has one for each row.
+        self.sieve = row_filter(found.sieves.get(node.name))
+        self.written = {c: found.columns[c] for c in node.writes}  # the row set of each
+        # The columns that have one value for a unit; the others have one for each row.
         self.one = {
             name
             for name, of in self.written.items()
@@ -100,65 +110,65 @@ class UnitFunction:
     def call(self) -> Any:
         return loaded(self.expr, "function")
 
-    def __call__(self, unit: Unit, task: Task) -> Made | Failed:
-        """Calls it for a unit."""
+    def __call__(self, unit: Unit, task: Task) -> UnitOutcome:
+        """Call the function for a unit."""
         try:
-            self._fits(unit)
+            self._check_size(unit)
             with self.note.at(f"{self.node.name}: {unit.where} of {task.key}"):
-                found = self._begun(unit, task)
+                found = self._invoke(unit, task)
                 if inspect.iscoroutine(found) and self.signature.waits:
                     found = asyncio.run(found)
-            return self.made(unit, found)
-        except (Exception, SystemExit) as error:  # an exit would end this process, and who takes its place
-            return self.failed(unit, error)
+            return self._parse(unit, found)
+        except (Exception, SystemExit) as error:  # an exit would end this process and each replacement
+            return self._failure(unit, error)
 
-    async def awaited(self, unit: Unit, task: Task) -> Made | Failed:
-        """Calls it for a unit, in a loop that calls it for others too."""
+    async def call_async(self, unit: Unit, task: Task) -> UnitOutcome:
+        """Call the function for a unit, in an event loop that it shares with other calls."""
         try:
-            self._fits(unit)
+            self._check_size(unit)
             with call_of(os.getpid()):
-                found = self._begun(unit, task)
+                found = self._invoke(unit, task)
                 if inspect.isawaitable(found):
                     found = await found
-            return self.made(unit, found)
+            return self._parse(unit, found)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # an exit would end the loop
-            return self.failed(unit, error)
+            return self._failure(unit, error)
 
-    def of(self, unit: Unit, result: Any) -> Made | Failed:
-        """The same where the function has been called."""
+    def check_result(self, unit: Unit, result: Any) -> UnitOutcome:
+        """Check a result that the function has already returned for a unit."""
         try:
-            self._fits(unit)
-            return self.made(unit, result)
+            self._check_size(unit)
+            return self._parse(unit, result)
         except Exception as error:
-            return self.failed(unit, error)
+            return self._failure(unit, error)
 
-    def failed(self, unit: Unit, error: BaseException) -> Failed:
+    def _failure(self, unit: Unit, error: BaseException) -> UnitFailure:
         row = error.row if isinstance(error, BadResult) else None
         where = unit.where if row is None or self.single else f"{unit.where}, row {row}"
-        return Failed(Failure.of(error, "exited" if isinstance(error, ProcessDied) else None), where)
+        return UnitFailure(Failure.of(error, "exited" if isinstance(error, ProcessDied) else None), where)
 
-    def _fits(self, unit: Unit) -> None:
+    def _check_size(self, unit: Unit) -> None:
         if self.alone and unit.size != 1:
-            raise BadResult(f"`{self.signature.name}` is of one row, and there are {unit.size}")
+            raise BadResult(f"`{self.signature.name}` takes one row, and the group has {unit.size}")
 
-    def _begun(self, unit: Unit, task: Task) -> Any:
+    def _invoke(self, unit: Unit, task: Task) -> Any:
         options = self.options | self.filled(task.name, task.number, unit.number)
-        if self.signature.rest:  # what comes before `*columns` is given by order, as Python wants it
+        if self.signature.rest:  # Python requires that parameters before `*columns` are passed by position
             return self.call(*(value for _, value in unit.given), **options)
         return self.call(**dict(unit.given), **options)
 
-    def made(self, unit: Unit, result: Any) -> Made:
-        """What was returned for a unit, by row. BadResult where it does not fit."""
+    def _parse(self, unit: Unit, result: Any) -> UnitResult:
+        """Assign a returned value to columns and rows; BadResult where it does not fit."""
         if self.sieve is not None:
-            return Made(times=self._times(result, unit.size, unit.most))
-        return Made([*self._values(unit, result)])
+            return UnitResult(times=self._times(result, unit.size, unit.most))
+        return UnitResult([*self._values(unit, result)])
 
     def _values(self, unit: Unit, result: Any) -> Iterator[tuple[str, int, Any]]:
         for name, value in self._by_column(result):
             if name not in self.written:
-                if np.isfinite(number := self._next(name, value)):  # under `on_nan = skip` a state stays as it is
+                if np.isfinite(number := self._next(name, value)):  # `on_nan = skip` leaves the state unchanged
                     yield name, unit.number, number
                 continue
             rows, one = unit.targets[name], name in self.one
@@ -171,7 +181,7 @@ class UnitFunction:
                     raise
 
     def _times(self, result: Any, size: int, most: int) -> Array:
-        """How often each row of a unit goes on; `most` times at most."""
+        """Return how many times each row of a unit passes, at most `most` times."""
         if Call.of(self.node).keep is not None:
             truths = _array(result)
             if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
@@ -197,7 +207,7 @@ class UnitFunction:
         return times
 
     def _by_column(self, result: Any) -> list[tuple[str, Any]]:
-        """The result for each name that the node writes."""
+        """Pair the result with the names that the node writes."""
         gives = self.node.gives or self.node.writes
         if len(gives) == 1:
             return [(gives[0], result)]
@@ -206,7 +216,7 @@ class UnitFunction:
         return list(zip(gives, result, strict=True))
 
     def _next(self, name: str, value: Any) -> float:
-        """The next value of a state."""
+        """Check the next value of a state."""
         try:
             number = pure_numbers(value, np.float64)
         except NotNumbers:
@@ -219,7 +229,7 @@ class UnitFunction:
 
 
 def options_of(call: Expr) -> dict[str, Any]:
-    """The options of a call; one that is a call itself is what that gives."""
+    """Evaluate the options of a call, including options that are calls themselves."""
     given = {k: a for k, a in zip(call.keys, call.args, strict=True) if a.kind not in ("column", "state")}
     return {
         k: algorithms.load("option", str(a.value))(**options_of(a)) if a.kind == "call" else a.literal()
@@ -228,18 +238,18 @@ def options_of(call: Expr) -> dict[str, Any]:
 
 
 def _array(result: Any) -> Array:
-    """What numpy makes of a result, whatever it is."""
+    """Convert a result to an array; an object array of None where numpy cannot."""
     if np.ma.is_masked(result):
         return np.asarray(None)
     try:
         return np.asarray(result)
-    except ValueError:  # lists of unlike lengths
+    except ValueError:  # lists of different lengths
         return np.asarray(None)
 
 
-def passing(sieve: Sieve | None) -> Sieve | None:
-    """The filter that a node is, if it is one: none where rows leave only as they fail."""
+def row_filter(sieve: Sieve | None) -> Sieve | None:
+    """Return a node's row filter, or None if the node only drops rows that fail."""
     return None if sieve is None or sieve.failures else sieve
 
 
-__all__ = ["Failed", "Made", "Unit", "UnitFunction", "options_of", "passing"]
+__all__ = ["Unit", "UnitFailure", "UnitFunction", "UnitOutcome", "UnitResult", "options_of", "row_filter"]

@@ -1,8 +1,8 @@
-"""Processes that call functions of the user's for single rows or groups, side by side.
+"""Worker processes that call a user's function for rows or groups in parallel.
 
-Invariant: what is made of the units comes in their order, and is what one process would make of them. A call that
-ended its process is not made again; one whose process was killed once is (note.py). Who stops asking leaves no call
-under way.
+Invariant: results come in the order of the units and equal the results of one process. A call that ended its own
+process is not repeated; a call whose process was killed once is repeated (note.py). When the caller stops iterating,
+no call stays in progress.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from ...algorithms.registry import tell, told
-from ...ir.at_once import at_once
 from ...ir.attributes import Call
+from ...ir.concurrency import concurrent_calls
 from ...ir.graph import Node
 from ...ir.plan import from_json
 from ..dock.readers import Reader
@@ -31,30 +31,31 @@ from ..process.task import Task
 from .forked import Nest
 from .nest import Serve, receive, send
 from .note import Note
-from .units import Failed, Made, Unit, UnitFunction
+from .units import Unit, UnitFunction, UnitOutcome
 from .values import signature_of
 
-ENOUGH = 0.02  # seconds of work that are worth a message
-MOST = 256  # units in one message
-DEATHS = 5  # of a worker, one after another, that no call is to blame for
-Calls = tuple[str, Task, list[Unit]]  # of a node
-Answers = tuple[list[Made | Failed], dict[str, float], float]  # with what functions told (registry.py), and seconds
+MESSAGE_SECONDS = 0.02  # the work of one message, so that sending it costs little
+MAX_UNITS = 256  # in one message
+MAX_DEATHS = 5  # of a worker in a row, before it has answered
+Request = tuple[str, Task, list[Unit]]  # the node's name, the task, the units
+# The outcomes, the metrics that the functions reported (registry.py), and the seconds that the calls took.
+Reply = tuple[list[UnitOutcome], dict[str, float], float]
 
 
-def shared(node: Node) -> bool:
-    """Whether workers call what a node calls, if there are any."""
+def uses_workers(node: Node) -> bool:
+    """Return whether worker processes, if there are any, call this node's function."""
     call = Call.of(node).functions[0]
     signature = signature_of(call, "function") if call.kind == "call" else None
-    return at_once(node, 2, signature) == 2
+    return concurrent_calls(node, 2, signature) == 2
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a nest is told of the workers of a process. Each has a note, whose name begins with `note`."""
+    """What the fork server loads for the workers. Each worker has a note (note.py) whose name begins with `note`."""
 
     folder: str
     plan: str  # as JSON
-    readers: Mapping[str, Reader]  # of the nodes that they call for
+    readers: Mapping[str, Reader]  # by node
     note: str
 
     def load(self) -> Serve:
@@ -65,58 +66,58 @@ class WorkerSpec:
         return partial(_serve, functions, self.note)
 
 
-def _serve(functions: Mapping[str, UnitFunction], note: str, asking: socket.socket) -> None:
-    number, again = receive(asking)
-    kept = Note(Path(f"{note}{number}"), again)
+def _serve(functions: Mapping[str, UnitFunction], note_path: str, line: socket.socket) -> None:
+    number, again = receive(line)
+    note = Note(Path(f"{note_path}{number}"), again)
     for function in functions.values():
-        function.note = kept
-    while (asked := receive(asking)) is not None:
-        name, task, units = asked
-        begun = time.perf_counter()
-        answers = [functions[name](unit, task) for unit in units]
-        send(asking, (answers, told(), time.perf_counter() - begun))
+        function.note = note
+    while (request := receive(line)) is not None:
+        name, task, units = request
+        start = time.perf_counter()
+        outcomes = [functions[name](unit, task) for unit in units]
+        send(line, (outcomes, told(), time.perf_counter() - start))
 
 
 @dataclass(eq=False)
 class _Process:
-    """A worker, and what it is asked for."""
+    """A worker process and the request that it is answering."""
 
     number: int
     nest: Nest[WorkerSpec]
-    asked: Calls | None = None
-    places: range = range(0)  # of the units among all
-    deaths: int = 0  # since it last answered
+    request: Request | None = None
+    positions: range = range(0)  # the request's units among all units
+    deaths: int = 0  # since its last reply
     pid: int = 0
     line: socket.socket = field(init=False)
 
-    def ask(self, calls: Calls, places: range) -> None:
+    def submit(self, request: Request, positions: range) -> None:
         if not self.pid:
-            self._begin(again=False)
-        self.asked, self.places = calls, places
+            self._start(again=False)
+        self.request = request
+        self.positions = positions
         self._send()
 
     def _send(self) -> None:
-        with suppress(OSError):  # it is gone: who listens hears it
-            send(self.line, self.asked)
+        with suppress(OSError):  # the process has died: `reply` notices
+            send(self.line, self.request)
 
-    def _begin(self, again: bool) -> None:
+    def _start(self, again: bool) -> None:
         self.pid, self.line = self.nest.fork(0)
         with suppress(OSError):
             send(self.line, (self.number, again))
 
-    def answers(self) -> Answers | None:
-        """None where it has died; it is replaced then, and asked again."""
+    def reply(self) -> Reply | None:
+        """Return the reply; or None if the process has died, after replacing it and sending the request again."""
         with suppress(OSError, EOFError):
-            found: Answers = receive(self.line)
-            self.asked, self.deaths = None, 0
-            return found
+            reply: Reply = receive(self.line)
+            self.request = None
+            self.deaths = 0
+            return reply
         self.deaths += 1
-        if self.deaths > DEATHS:
-            raise RunError(
-                f"a worker of functions died {self.deaths} times before it had made a call; its log says more"
-            )
+        if self.deaths > MAX_DEATHS:
+            raise RunError(f"a function worker died {self.deaths} times before it finished a call; see its log")
         self.end()
-        self._begin(again=True)
+        self._start(again=True)
         self._send()
         return None
 
@@ -129,56 +130,60 @@ class _Process:
 
 
 class Workers:
-    """So many processes; they begin as they are first asked, and end with this one."""
+    """`count` processes. Each starts with its first request and ends with this process."""
 
     def __init__(self, count: int, spec: WorkerSpec) -> None:
         self.nest = Nest(spec)
         self.processes = [_Process(number, self.nest) for number in range(count)]
-        self.seconds: dict[str, float] = {}  # of a unit, by node
-        weakref.finalize(self, _over, self.processes)
+        self.seconds: dict[str, float] = {}  # of one unit, by node
+        weakref.finalize(self, _close_lines, self.processes)
 
-    def made(self, node: str, units: Iterable[Unit], task: Task) -> Generator[tuple[Unit, Made | Failed]]:
-        """What they make of each unit of a node."""
-        all_, known = [*units], Task(task.name, task.number, task.prompts)  # what a call depends on
-        found: dict[int, Made | Failed] = {}
-        begun = given = 0
+    def map_units(self, node: str, units: Iterable[Unit], task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
+        """Yield each unit of a node with its outcome, in order."""
+        all_units = [*units]
+        key = Task(task.name, task.number, task.prompts)  # the parts of a task that a call depends on
+        outcomes: dict[int, UnitOutcome] = {}
+        submitted = 0
+        yielded = 0
         try:
-            while given < len(all_):
+            while yielded < len(all_units):
                 for process in self.processes:
-                    if process.asked is None and begun < len(all_):
-                        places = range(begun, begun := begun + self._size(node, len(all_) - begun))
-                        process.ask((node, known, all_[places.start : places.stop]), places)
-                self._hear(node, found)
-                while given in found:
-                    yield all_[given], found.pop(given)
-                    given += 1
+                    if process.request is None and submitted < len(all_units):
+                        size = self._message_size(node, len(all_units) - submitted)
+                        positions = range(submitted, submitted + size)
+                        process.submit((node, key, all_units[positions.start : positions.stop]), positions)
+                        submitted = positions.stop
+                self._collect(node, outcomes)
+                while yielded in outcomes:
+                    yield all_units[yielded], outcomes.pop(yielded)
+                    yielded += 1
         finally:
             for process in self.processes:
-                if process.asked is not None:
+                if process.request is not None:
                     process.end()
-                    process.asked = None
+                    process.request = None
 
-    def _size(self, node: str, left: int) -> int:
-        """How many units to ask a process for, so that a message is worth it, and others have work too."""
-        worth = min(ENOUGH / max(self.seconds.get(node, math.inf), 1e-9), MOST)
-        return max(1, min(int(worth), math.ceil(left / (2 * len(self.processes)))))
+    def _message_size(self, node: str, left: int) -> int:
+        """Return how many units to send: enough to be worth a message, and few enough to leave work for others."""
+        enough = min(MESSAGE_SECONDS / max(self.seconds.get(node, math.inf), 1e-9), MAX_UNITS)
+        return max(1, min(int(enough), math.ceil(left / (2 * len(self.processes)))))
 
-    def _hear(self, node: str, found: dict[int, Made | Failed]) -> None:
-        """Waits for answers."""
-        lines = {process.line: process for process in self.processes if process.asked is not None}
+    def _collect(self, node: str, outcomes: dict[int, UnitOutcome]) -> None:
+        """Wait for at least one process and take what has arrived."""
+        lines = {process.line: process for process in self.processes if process.request is not None}
         for line in wait([*lines]):
             assert isinstance(line, socket.socket)
             process = lines[line]
-            if (heard := process.answers()) is not None:
-                answers, figures, seconds = heard
-                found |= dict(zip(process.places, answers, strict=True))
-                self.seconds[node] = seconds / len(answers)
-                for name, amount in figures.items():
+            if (reply := process.reply()) is not None:
+                results, metrics, seconds = reply
+                outcomes |= dict(zip(process.positions, results, strict=True))
+                self.seconds[node] = seconds / len(results)
+                for name, amount in metrics.items():
                     tell(name, amount)
 
 
-def _over(processes: list[_Process]) -> None:
-    """Nobody asks them any more: their nest ends them."""
+def _close_lines(processes: list[_Process]) -> None:
+    """Close the workers' lines; the fork server then ends them."""
     for process in processes:
         if process.pid:
             process.line.close()

@@ -2,4 +2,4 @@
 
 from . import parsing
 
-parsing.one_at_a_time()  # every process of a run imports this package, before it has threads of its own
+parsing.serialize_parsing()  # every process of a run imports this package before it starts threads

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...files.urls import is_url
-from ...files.weights import files_of
+from ...files.weights import candidate_weight_files
 from ...ir.plan import Plan
 
 ROOM = 64 << 20  # bytes that a host's rows may take at least
@@ -31,7 +31,7 @@ def reads(plan: Plan, host: int) -> dict[str, list[str]]:
             if is_url(plan.deploy.models[name].path):
                 continue
             folder = Path(plan.deploy.models[name].path)
-            found[f"model {name}"] = [str(folder / "config.json"), *map(str, files_of(folder))]
+            found[f"model {name}"] = [str(folder / "config.json"), *map(str, candidate_weight_files(folder))]
     for name, data in plan.deploy.data.items() if host == 0 else ():
         if is_url(data.path):
             continue

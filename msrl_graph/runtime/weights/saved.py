@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...files.contained import OutsideError, escape, open_inside
-from ...files.weights import files_of
+from ...files.weights import candidate_weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ def beside(source: Path) -> Iterator[Path]:
 
 def links_out(source: Path) -> dict[Path, Path]:
     """Return where links in a model's folder lead outside it, for its weights and what would be copied with them."""
-    files = {*_listed(source), *files_of(source)}
+    files = {*_listed(source), *candidate_weight_files(source)}
     return {file: target for file in sorted(files) if (target := escape(file, source))}
 
 

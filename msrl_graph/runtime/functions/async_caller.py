@@ -1,0 +1,57 @@
+"""Call an `async def` function for many units concurrently, in one event loop.
+
+Invariant: results come in the order of the units. The loop lives as long as the process, so objects that a user's file
+keeps between calls, such as an HTTP client, may belong to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Generator, Iterable, Sequence
+
+from ...ir.concurrency import MAX_ASYNC_CALLS
+from ..process.report import RunError
+from ..process.task import Task
+from .blame import blame
+from .note import ProcessDied
+from .own_process import guard_exit
+from .units import Unit, UnitFunction, UnitOutcome
+
+
+class AsyncCaller:
+    def __init__(self, function: UnitFunction) -> None:
+        guard_exit()  # before the user's file is imported: it may copy functions of `os` under names of its own
+        self.function = function
+        self.loop = asyncio.new_event_loop()
+        weakref.finalize(self, self.loop.close)
+
+    def map_units(self, units: Iterable[Unit], task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
+        """Yield each unit with its outcome, in order.
+
+        Raises RunError if these calls ended a process before, since nobody knows which of them did.
+        """
+        all_units = [*units]
+        node = self.function.node
+        where = f"one of {len(all_units)} calls in progress"
+        try:
+            with self.function.note.at(f"{node.name}: {where} of {task.key}"):
+                yield from self._map(all_units, task)
+        except ProcessDied as died:
+            raise RunError(blame(node, died, f"{where} of iteration {task.number}")) from died
+
+    def _map(self, units: Sequence[Unit], task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
+        slots = asyncio.Semaphore(MAX_ASYNC_CALLS)
+
+        async def call(unit: Unit) -> UnitOutcome:
+            async with slots:
+                return await self.function.call_async(unit, task)
+
+        calls = [self.loop.create_task(call(unit)) for unit in units]
+        try:
+            for unit, outcome in zip(units, calls, strict=True):
+                yield unit, self.loop.run_until_complete(outcome)
+        finally:
+            for outcome in calls:
+                outcome.cancel()
+            self.loop.run_until_complete(asyncio.gather(*calls, return_exceptions=True))
