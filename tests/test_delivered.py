@@ -227,8 +227,16 @@ def test_what_an_engine_keeps_of_old_weights_is_told(way, engine, tmp_path):
         words = [w for w in second if w]
         assert words
         for w in words:
-            assert "it holds version 1 of the weights, and computes something else than `actor.update`" in w, w
+            assert "it holds version 1 of the weights, but computes something else than `actor.update`" in w, w
             assert "off by" in w or "none of the trainer's 8 likeliest" in w
+
+
+def test_an_engine_with_kernels_of_its_own_can_be_left():
+    """The statement that the message proposes compiles."""
+    assert proof.other_kernels("actor.generate", "hf") == ""
+    (statement,) = re.findall("`(.*)`", proof.other_kernels("actor.generate", "vllm"))
+    plan = planned("swap", ("  run {", f"  {statement}\n  run {{"))
+    assert plan.placement("actor.generate").engine.name == "hf"
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def begun(plan):
     return environment.begin(batch, np.arange(len(PROMPTS) * GROUP), Task("train", 3, 4, 2))
 
 
-# Of a group what differs is who goes: a way for each of what ends a turn, a process and an episode.
-GROUPS = [way for way in WAYS if way.startswith(("raise V", "__import__('os')._", "return 'x', 'm"))]
+# For a group only the set of dropped rows differs: one way for what ends a turn, a process and an episode, and text.
+GROUPS = [way for way in WAYS if way.startswith(("raise V", "__import__('os')._", "return 'x', 'm", "return 'half"))]
 
 
 @pytest.mark.parametrize(

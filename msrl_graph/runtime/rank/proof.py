@@ -230,9 +230,11 @@ class Proof:
     def _computes(self, prompt: int, what: str) -> str:
         version = int(self._facts()[VERSION])
         of = f" after probe {prompt}" if prompt >= 0 else ""
+        way_out = other_kernels(self.edge.dst, self.plan.placement(self.edge.dst).engine.name)
         return (
-            f"it holds version {version} of the weights, and computes something else than `{self.edge.src}`{of}: "
-            f"{what}; a cache of old weights, or a copy in another form, that `filled` does not make anew?"
+            f"it holds version {version} of the weights, but computes something else than `{self.edge.src}`{of}: "
+            f"{what}. Either `filled` leaves a cache of old weights or a copy in another form, or a kernel of "
+            f"the engine computes this model differently{way_out}"
         )
 
     # Both.
@@ -271,6 +273,11 @@ class Proof:
 
 def _likeliest() -> Sampling:
     return Sampling(samples=1, max_tokens=1, temperature=1.0, top_p=1.0, top_k=1)
+
+
+def other_kernels(node: str, engine: str) -> str:
+    """Return how to generate without the kernels of an engine, for a message."""
+    return "" if engine == "hf" else f"; `engine {node} = hf` uses torch's own kernels"
 
 
 def complete(
