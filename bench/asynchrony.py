@@ -126,7 +126,7 @@ def report(found: dict[str, list[Run]]) -> None:
         want[name] = statistics.median(r.estimate.iteration_seconds.value for r in runs)
         over[name] = rates[name] / rates["in step"]
         foreseen[name] = want["in step"] / want[name]
-        old = statistics.mean(r.estimate.behind.mean.value if r.estimate.behind else 0.0 for r in runs)
+        old = statistics.mean(r.estimate.staleness.mean.value if r.estimate.staleness else 0.0 for r in runs)
         table.add_row(
             name,
             f"{rates[name]:.0f}",

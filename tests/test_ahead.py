@@ -285,13 +285,13 @@ def test_the_estimate_is_the_simulation_in_the_long_run(places: str, staleness: 
     """With every row at its bound; a mean over so many iterations as may be under way, times some."""
     made = far(places, staleness, *machine)
     assert made.estimate is not None
-    behind = made.estimate.behind
+    behind = made.estimate.staleness
     assert behind is not None
     found = simulate(made, iterations=18 * (1 + staleness))
     last = found.iterations[-6 * (1 + staleness) - 1 : -1]  # beside the very last nothing more is begun
     took = (last[-1].end - last[0].begin) / len(last)
     assert took == pytest.approx(made.estimate.iteration_seconds.value, rel=1e-6)
-    assert behind.most == max(i.most_stale for i in last) <= (1 if places in PIPELINED.values() else staleness)
+    assert max(i.most_stale for i in last) <= behind.bound == (1 if places in PIPELINED.values() else staleness)
     assert behind.mean.value == pytest.approx(sum(i.staleness for i in last) / len(last), abs=0.05)
     edges = tuple(replace(e, attributes={}) for e in made.graph.edges)
     still = replace(made, graph=replace(made.graph, edges=edges))
@@ -307,14 +307,14 @@ def test_the_estimate_is_the_simulation_where_not_every_version_is_sent(
 ) -> None:
     """But for the turns at which weights come, of which the estimate has an even part in each."""
     made = far(places, staleness, every=every)
-    assert made.estimate is not None and made.estimate.behind is not None
+    assert made.estimate is not None and made.estimate.staleness is not None
     found = simulate(made, iterations=24 * every * (1 + staleness))
     last = found.iterations[-12 * every * (1 + staleness) :]
     took = (last[-1].end - last[0].begin) / len(last)
     (fetch,) = (p.seconds.value for p in made.estimate.phases if p.name == "reshard")
     assert took == pytest.approx(made.estimate.iteration_seconds.value, abs=fetch)
-    behind = made.estimate.behind
-    assert behind.most == max(i.most_stale for i in last) <= staleness
+    behind = made.estimate.staleness
+    assert max(i.most_stale for i in last) <= behind.bound == staleness
     assert behind.mean.value == pytest.approx(sum(i.staleness for i in last) / len(last), abs=0.1)
     full = far(places, staleness).estimate
     assert full is not None
@@ -402,9 +402,9 @@ def test_the_text_of_a_plan_in_which_not_every_version_is_sent() -> None:
 
 
 def test_the_json_of_a_plan_with_pools_ahead() -> None:
-    behind = json.loads(emit_json.plan_json(compile(COUNTDOWN)))["estimate"]["behind"]
-    assert behind["mean"] == {"value": 1.0, "source": "assumed", "basis": "in the long run"}
-    assert behind["most"] == 1 and behind["in_step_seconds"]["basis"].startswith("critical path: actor.generate > ")
+    stale = json.loads(emit_json.plan_json(compile(COUNTDOWN)))["estimate"]["staleness"]
+    assert stale["mean"] == {"value": 1.0, "source": "assumed", "basis": "in the long run"}
+    assert stale["bound"] == 1 and stale["in_step_seconds"]["basis"].startswith("critical path: actor.generate > ")
 
 
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
@@ -412,7 +412,7 @@ def test_the_json_of_a_plan_with_pools_ahead() -> None:
 def test_what_is_said_of_staleness_that_is_not_stated_is_what_it_then_takes(name: str, devices: int) -> None:
     places = f"{PLACES[name]}\n  layout actor.update {{ dp = {devices} }}"
     plain, stated = far(places, 0), far(places, 1)
-    assert plain.estimate is not None and stated.estimate is not None and stated.estimate.behind is not None
+    assert plain.estimate is not None and stated.estimate is not None and stated.estimate.staleness is not None
     then, now = (p.estimate.iteration_seconds.value for p in (stated, plain) if p.estimate is not None)
     (said,) = (n.text for n in plain.notes if n.about == "staleness")
     assert f"an iteration would take {duration(then)}, {100 * (1 - then / now):.3g} % less" in said
@@ -430,8 +430,8 @@ def test_why_pools_are_apart_where_nothing_is_stated_but_staleness(golden: Calla
     found = far("", 1)
     golden("stale_open.why.txt", why_text(found))
     assert found.search is not None and found.search.rival is not None and found.estimate is not None
-    behind, rival = found.estimate.behind, found.search.rival
-    assert behind is not None and (behind.mean.value, behind.most) == (rival.mean, rival.most) == (1.0, 1)
+    behind, rival = found.estimate.staleness, found.search.rival
+    assert behind is not None and (behind.mean.value, behind.bound) == (rival.mean, rival.bound) == (1.0, 1)
     nodes = "actor.generate, actor.infer, actor.update, reference.infer"
     together = far(f"place {nodes} together", 0).search
     assert together is not None and not rival.ahead

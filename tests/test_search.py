@@ -330,7 +330,7 @@ def test_staleness_where_nothing_is_parted_is_compared_with_the_same_in_step() -
     found, plain = passed(replace(start, graph=replace(graph, edges=edges))), passed(start)
     record = found.search
     assert record is not None and record.rival is not None and plain.search is not None
-    assert found.estimate is not None and found.estimate.behind is not None and not record.rival.ahead
+    assert found.estimate is not None and found.estimate.staleness is not None and not record.rival.ahead
     assert record.seconds <= record.rival.seconds == plain.search.seconds
     assert found.placements == plain.placements
     assert not staleness_check.check(found)

@@ -26,7 +26,9 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.cli import compile_main
 from msrl_graph.cost import between as costs
 from msrl_graph.diagnostics import Fault
+from msrl_graph.emit.text import plan_text
 from msrl_graph.hardware.cluster import DEVICES, Figure
+from msrl_graph.ir.ahead import row_age_bound
 from msrl_graph.ir.attributes import LOOKS, Update
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.dock.controller import Controller
@@ -445,6 +447,20 @@ def test_no_row_is_older_than_the_edge_allows(staleness: int) -> None:
     found = simulate(stale(staleness, 0.0), iterations=8, lengths="fixed(16)", function_seconds={"host.reward": 0.5})
     assert found.iterations[-1].most_stale == staleness
     assert all(i.most_stale <= min(staleness, i.number) for i in found.iterations)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("cuts", [1, 3])
+def test_rows_that_are_cut_reach_the_age_that_the_plan_states(staleness: int, cuts: int) -> None:
+    """The plan's bound counts `staleness` and `cuts`; long responses reach it and never exceed it."""
+    text = STALE.read_text(encoding="utf-8").replace("partial = share", f"partial = share, cuts = {cuts}")
+    plan = compile("stale.rlg", text=text, sets={"staleness": str(staleness), "share": "1"})
+    assert row_age_bound(plan) == staleness + cuts
+    assert (f"rows at most {staleness + cuts}" in plan_text(plan)) == bool(staleness)
+    assert f"rows are at most {staleness + cuts} version" in plan_text(plan)
+    long_tail = {"lengths": "lognormal(600, 1.8)", "function_seconds": {"host.reward": 30.0}}
+    oldest = max(i.most_stale for i in simulate(plan, iterations=24, **long_tail).iterations)
+    assert staleness < oldest <= staleness + cuts
 
 
 def test_warehouses_keep_rows_of_all_iterations_under_way() -> None:

@@ -263,7 +263,7 @@ def _seconds(plan: Plan) -> Section:
         return {}
     whole, rate = plan.estimate.iteration_seconds, plan.estimate.tokens_per_second_per_device
     found = {"an iteration": {"": Fact(whole.value, "s")}, "throughput": {"": Fact(rate.value, "tokens/s/device")}}
-    if (behind := plan.estimate.behind) is not None:
-        found["staleness"] = {"": Fact(behind.mean.value, "versions")}
-        found["the same pools in step"] = {"": Fact(behind.in_step_seconds.value, "s")}
+    if (stale := plan.estimate.staleness) is not None:
+        found["staleness"] = {"": Fact(stale.mean.value, "versions")}
+        found["the same pools in step"] = {"": Fact(stale.in_step_seconds.value, "s")}
     return found | {p.name: {"": Fact(p.seconds.value, "s")} for p in plan.estimate.phases}

@@ -175,8 +175,14 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
         whole, rate = plan.estimate.iteration_seconds, plan.estimate.tokens_per_second_per_device
         found.append(("an iteration", duration(whole.value), f"{whole.source}, every row at its bound"))
         found.append(("throughput", f"{rate.value:,.4g}", f"tokens/s/device, {rate.source}"))
-        if (behind := plan.estimate.behind) is not None:
-            found.append(("versions old", f"{behind.mean.value:.3g}", f"the weights on average, at most {behind.most}"))
+        if (stale := plan.estimate.staleness) is not None:
+            found.append(
+                (
+                    "versions old",
+                    f"{stale.mean.value:.3g}",
+                    f"the weights that generate, on average; rows at most {stale.bound}",
+                )
+            )
     cluster = plan.cluster
     found.append(("devices", f"{cluster.devices:,}", f"{cluster.device.name}, {many(cluster.nodes, 'host')}"))
     if plan.memory:

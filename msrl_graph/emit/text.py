@@ -11,14 +11,15 @@ from dataclasses import replace
 
 from ..hardware.cluster import Figure
 from ..hardware.settings import Setting
-from ..ir.ahead import late_states
+from ..ir.ahead import late_states, row_age_bound
+from ..ir.attributes import Generate
 from ..ir.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signature
 from ..ir.graph import Graph, Node
 from ..ir.plan import EngineChoice, Plan
 from .page import WIDTH, Page, Sheet
 from .placed import placed
 from .resharding import write_reshards
-from .words import aged, doing, duration, laid, many, size, spread
+from .words import doing, duration, laid, many, size, spread, staleness
 
 
 def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
@@ -330,12 +331,16 @@ def _estimate(page: Sheet, plan: Plan) -> None:
     whole, rate = estimate.iteration_seconds, estimate.tokens_per_second_per_device
     page.line(f"an iteration: {duration(whole.value)} ({whole.source}); {whole.basis}")
     page.line(f"throughput: {rate.value:,.4g} tokens/s/device ({rate.source}); {rate.basis}")
-    if (behind := estimate.behind) is not None:
-        old, in_step = behind.mean, behind.in_step_seconds
-        page.line(f"staleness: weights that generate are {aged(old.value, behind.most)} ({old.source})")
+    if (stale := estimate.staleness) is not None:
+        mean, in_step = stale.mean, stale.in_step_seconds
+        page.line(f"staleness: the weights that generate are {staleness(mean.value, stale.bound)} ({mean.source})")
         for state, most in late_states(plan).items():
             page.line(f"state {state}: draws rows by its value of up to {many(most, 'iteration')} before")
         page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saved(whole, in_step)}")
+    if cuts := max((Generate.of(n).cuts for n in plan.graph.verb("generate") if n.cuts), default=0):
+        page.line(
+            f"partial rollout: rows are at most {many(row_age_bound(plan), 'version')} old, {cuts} of them by `cuts`"
+        )
 
 
 def _surroundings(page: Sheet, plan: Plan) -> None:

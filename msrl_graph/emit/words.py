@@ -47,9 +47,9 @@ def doing(plan: Plan, stream: Stream) -> str:
     return f"of {of} {', '.join(steps[:first])}; then of this one {', '.join(steps[first:])}"
 
 
-def aged(mean: float, most: int) -> str:
-    """How old weights are that generate."""
-    return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, at most {most}"
+def staleness(mean: float, bound: int) -> str:
+    """Describe how old the weights that generate are, and how old a row can be."""
+    return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, and rows at most {bound}"
 
 
 def laid(layout: Layout) -> str:
@@ -70,7 +70,7 @@ def versus(found: Searched, rival: Rival) -> str:
     if not rival.seconds:
         return f"{kind} nothing fits"
     best = f"{kind} the best that was found takes {duration(rival.seconds)}"
-    old = aged(rival.mean, rival.most)
+    old = staleness(rival.mean, rival.bound)
     if rival.ahead:
         more = rival.seconds / found.seconds - 1
         return f"{best}, {f'{100 * more:.3g} % more' if more > 0 else 'as long'}, from weights {old}"

@@ -22,7 +22,7 @@ from functools import wraps
 from itertools import chain, combinations, count, takewhile
 from typing import TypeVar
 
-from .attributes import ReshardingEdge
+from .attributes import Generate, ReshardingEdge
 from .instruction import Instruction, Stream
 from .plan import FUNCTIONS, Evaluation, Plan
 from .rowsets import looping
@@ -73,6 +73,23 @@ def aged(plan: Plan) -> dict[Edge, int]:
         if behind and (pool := pool_of[edge[1]]) in ahead:
             found[edge] = ahead[pool] if pool in turns else behind
     return found
+
+
+def row_age_bound(plan: Plan) -> int:
+    """Return the largest age that a row can have when it is learnt from, in versions.
+
+    The age of a token is the number of versions that the trainer's weights are newer than the weights that drew it. The
+    age of a row is that of its oldest token. A row that is cut `cuts` times (`partial`) is that much older.
+    """
+    lags = aged(plan)
+    return max(
+        (
+            max((n for (_, dst), n in lags.items() if dst == node.name), default=0)
+            + (Generate.of(node).cuts if node.cuts else 0)
+            for node in plan.graph.verb("generate")
+        ),
+        default=0,
+    )
 
 
 def fetched(plan: Plan) -> dict[Edge, int]:

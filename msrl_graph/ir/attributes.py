@@ -108,7 +108,8 @@ class Generate(OfNode):
     cuts: int = attr(
         COUNT,
         4,
-        "With `partial`: how often a prompt's responses may be cut, so that no token is older than so many iterations.",
+        "With `partial`: how often a prompt's responses may be cut. A token is at most `staleness` + `cuts` versions "
+        "old.",
     )
     overdue: str = attr(
         Words(("wait", "drop_group")),

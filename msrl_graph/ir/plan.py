@@ -306,23 +306,27 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Behind:
-    """What `staleness` makes of an iteration, in the long run: how many versions old the weights are that generate, on
-    average and at `most`; and what an iteration would take with the same pools in step."""
+class StalenessEstimate:
+    """The effect of `staleness` on an iteration, in the long run.
+
+    - `mean`: the age of the weights that generate, on average, in versions.
+    - `bound`: the most versions that a row can be old (`ir.ahead.row_age_bound`).
+    - `in_step_seconds`: an iteration's seconds with the same pools in step.
+    """
 
     mean: Figure
-    most: int
+    bound: int
     in_step_seconds: Figure
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """`behind`: None where all pools are in step."""
+    """`staleness`: None if all pools are in step."""
 
     phases: tuple[Phase, ...]
     iteration_seconds: Figure
     tokens_per_second_per_device: Figure  # eq. 5
-    behind: Behind | None = None
+    staleness: StalenessEstimate | None = None
 
 
 @dataclass(frozen=True)

@@ -28,14 +28,14 @@ class Candidate:
 class Rival:
     """Where a program allows staleness, and the file leaves open which pools there are, the best of the other kind:
     with pools that may be `ahead`, or with all in step, though the program allows more. `seconds` of an iteration, 0
-    where none fits. With those that are ahead, be it the rival or what was chosen, weights are `mean` versions old, at
-    `most` so many."""
+    where none fits. With those that are ahead, be it the rival or what was chosen, the weights that generate are `mean`
+    versions old on average, and a row is at most `bound` versions old."""
 
     ahead: bool
     seconds: float
     best: Candidate
     mean: float = 0.0
-    most: int = 0
+    bound: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..hardware.cluster import Figure, weakest
 from ..ir import verify
-from ..ir.ahead import Sends, leads
+from ..ir.ahead import Sends, leads, row_age_bound
 from ..ir.attributes import Update
 from ..ir.graph import Graph
-from ..ir.plan import FUNCTIONS, Behind, Estimate, Note, Phase, Plan
+from ..ir.plan import FUNCTIONS, Estimate, Note, Phase, Plan, StalenessEstimate
 from .pace import critical, pace
 from .spec import Pass
 
@@ -93,12 +93,12 @@ class EstimateTime(Pass):
         paced = pace(plan, values, around.value)
         source = weakest(around, plan.cluster.device.overheads.handover, *seconds.values(), *dispatch)
         iteration = Figure(paced.seconds, source, paced.why)
-        behind = None
+        staleness = None
         if leads(plan):
             length, path = critical(plan, values)
-            mean, most = paced.versions(plan)
-            old = Figure(mean, source, "in the long run")
-            behind = Behind(old, most, Figure(length + around.value, source, f"critical path: {path}"))
+            mean = Figure(paced.mean_staleness(plan), source, "in the long run")
+            in_step = Figure(length + around.value, source, f"critical path: {path}")
+            staleness = StalenessEstimate(mean, row_age_bound(plan), in_step)
         notes = plan.notes
         if names := [
             n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"
@@ -111,7 +111,7 @@ class EstimateTime(Pass):
         if any(n.cuts for n in plan.graph.verb("generate")):
             notes += (Note("estimate", "each row whole: what `partial` gains, `msrl-compile --simulate N` shows"),)
         rate = _throughput(plan, iteration)
-        return replace(plan, estimate=Estimate(tuple(phases), iteration, rate, behind), notes=notes)
+        return replace(plan, estimate=Estimate(tuple(phases), iteration, rate, staleness), notes=notes)
 
     def of_node(self, plan: Plan, node: str) -> tuple[Figure, Figure]:
         """What a node takes in an iteration, and its exchanges of gradients; of the plan's placements only its own

@@ -50,9 +50,8 @@ class Pace:
     arcs: tuple[_Arc, ...] = ()
     places: int = 1
 
-    def versions(self, plan: Plan) -> tuple[float, int]:
-        """How old the weights are in the long run, on average over the edges over which they are fetched, and at
-        most."""
+    def mean_staleness(self, plan: Plan) -> float:
+        """Return the age of the weights that generate, in versions: the long-run mean over their resharding edges."""
         sends, run, turns = Sends(plan), plan.deploy.run, pipelined(plan)
         ahead, many = (
             [p for p in sends.leads if p not in turns],
@@ -74,7 +73,7 @@ class Pace:
                 now = bisect_right(begins[UPDATES], begins[pool][number]) - 1
                 now = sends.after(pool, number) if run.deterministic else now
                 behind += [number - sends.newest(edge, now) for edge in edges]
-        return (sum(behind) / len(behind), max(behind)) if behind else (0.0, 0)
+        return sum(behind) / len(behind) if behind else 0.0
 
 
 def critical(plan: Plan, seconds: Seconds) -> tuple[float, str]:

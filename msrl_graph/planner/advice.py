@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..backends.dividing import misfits
 from ..backends.spec import EngineSpec
-from ..emit.words import aged, duration
+from ..emit.words import duration, staleness
 from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Expr, Node
 from ..ir.plan import FUNCTIONS, Deploy, EngineChoice, Memory, Note, Plan
@@ -78,14 +78,18 @@ class Advice:
         )
         other = self._fitting(pinned, replace(plan, graph=replace(graph, edges=changed)))
         estimate = self.passes["estimate"].apply(other).estimate if other is not None else None
-        if estimate is None or estimate.behind is None:
+        if estimate is None or estimate.staleness is None:
             return ()
-        now, then, behind = plan.estimate.iteration_seconds.value, estimate.iteration_seconds.value, estimate.behind
+        now = plan.estimate.iteration_seconds.value
+        then = estimate.iteration_seconds.value
+        stale = estimate.staleness
         if then > (1 - WORTH) * now:
             return ()
         told = "; ".join(f"`{e.src} => {e.dst} {{ staleness = 1 }}`" for e in edges)
         gain = f"an iteration would take {duration(then)}, {100 * (1 - then / now):.3g} % less"
-        how = f"weights that generate would be {aged(behind.mean.value, behind.most)}: correct the loss for that"
+        how = (
+            f"the weights that generate would be {staleness(stale.mean.value, stale.bound)}: correct the loss for that"
+        )
         return (Note("staleness", f"with {told} {gain}, and {how}"),)
 
     def _other(self, plan: Plan, nodes: Sequence[str], worst: Memory) -> str:

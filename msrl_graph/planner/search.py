@@ -79,8 +79,8 @@ class Search(Placing):
         rival = _Run(self, run.place, whole, run.passes, others, RIVALS, 0.0, began=run.began, lists=run.lists).best()
         assert rival.search is not None
         estimate = run.passes.after("place").apply(plan if ahead else rival).estimate
-        behind = estimate.behind if estimate is not None else None
-        old = (behind.mean.value, behind.most) if behind is not None else ()
+        stale = estimate.staleness if estimate is not None else None
+        old = (stale.mean.value, stale.bound) if stale is not None else ()
         found = replace(found, rival=Rival(not ahead, rival.search.seconds, rival.search.best, *old))
         assert found.rival is not None
         note = f"{'' if ahead else 'no use is made of it: '}{versus(found, found.rival)}"
