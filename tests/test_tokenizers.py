@@ -82,3 +82,72 @@ def test_a_preset_and_a_folder_are_not_compared() -> None:
 
 def test_every_preset_has_a_tokenizer() -> None:
     assert [name for name in presets.PRESETS if presets.tokenizer(name) is None] == ["tiny"]
+
+
+BETWEEN = """\
+import grpo
+algorithm cross {{
+  columns {{ prompt : text  answer : text  ids : i32[<= 64]  said : text  score : f32 {columns} }}
+  worker actor   : policy
+  worker teacher : {kind} {{ model = teacher }}
+  worker host    : function
+  source(8) -> prompt, answer
+{nodes}
+}}
+cluster pod {{ device = "h200", nodes = 1, devices_per_node = 8 }}
+deploy cross on pod {{
+  model policy  = "qwen2.5-7b"
+  model teacher = "llama3-8b"
+  data source   = "train.jsonl" {{ prompt = "problem" }}
+}}
+"""
+WAYS = {
+    "trained on what the teacher generates": (
+        "policy frozen",
+        "",
+        """
+  node teacher.generate(prompt) -> ids
+  node host.said(ids) -> said { call = text() }
+  node actor.update(prompt, said) { loss = sft(), optimizer = adamw(lr = 1e-5) }
+  source -> teacher.generate -> host.said -> actor.update
+  source -> actor.update
+""",
+    ),
+    "judged by what the teacher generates": (
+        "policy frozen",
+        "verdict : i32[<= 8]  opinion : text",
+        """
+  node actor.generate(prompt) -> ids
+  node host.said(ids) -> said { call = text() }
+  node teacher.generate(said) -> verdict
+  node host.opinion(verdict) -> opinion { call = text() }
+  node host.reward(opinion, answer) -> score { call = exact_match(response = opinion) }
+  node actor.update(prompt, ids, score) { loss = clip(0.2, advantage = score), optimizer = adamw(lr = 1e-6) }
+  source -> actor.generate -> host.said -> teacher.generate -> host.opinion -> host.reward -> actor.update
+  actor.generate -> actor.update
+  source -> host.reward, actor.update
+  actor.update => actor.generate
+""",
+    ),
+    "scored as a row": (
+        "reward_model frozen",
+        "",
+        """
+  node actor.generate(prompt) -> ids
+  node host.said(ids) -> said { call = text() }
+  node teacher.infer(prompt, said) -> score
+  node actor.update(prompt, ids, score) { loss = clip(0.2, advantage = score), optimizer = adamw(lr = 1e-6) }
+  source -> actor.generate -> host.said -> teacher.infer -> actor.update
+  actor.generate -> actor.update
+  source -> teacher.infer, actor.update
+  actor.update => actor.generate
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_models_with_different_tokenizers_work_together_by_text(way: str) -> None:
+    kind, columns, nodes = WAYS[way]
+    found = told(BETWEEN.format(kind=kind, columns=columns, nodes=nodes), TESTS / "corpus")
+    assert [d.message for d in found if d.severity == "error"] == []

@@ -19,37 +19,43 @@ KINDS = ("policy", "value", "reward_model")
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """One diagnostic a node of a model, at the first column that it would misread."""
+    """Report each node of a model at one column that it would misread: a scored one if there is any."""
     found = []
     for node in plan.graph.nodes:
         if node.verb == "source" or plan.graph.worker(node.worker).kind not in KINDS:
             continue
+        own = plan.model(node.name)
+        misread: dict[str, Model] = {}
         for column in filter(_tokens, map(plan.graph.column, node.reads)):
             writer = _writer(plan.graph, plan.graph.writer(column.name))
-            theirs, own = writer and plan.deploy.models[writer.model], plan.model(node.name)
-            if theirs and _differ(theirs, own):
-                message = (
-                    f"`{node.name}` reads `{column.name}`, tokens of `{theirs.name}`; its model `{own.name}` "
-                    "has another tokenizer"
-                )
-                help = f"take a model with the tokenizer of `{theirs.name}`{_instead(plan.graph, node, column.name)}"
-                notes = [(m.span, f"`{m.name}`") for m in (theirs, own) if m.span != NOWHERE]
-                found.append(Diagnostic("other-tokenizer", message, node.span, help, related=tuple(notes)))
-                break
+            if writer is not None and _differ(theirs := plan.deploy.models[writer.model], own):
+                misread[column.name] = theirs
+        if not misread:
+            continue
+        scored = sequences(plan.graph, node).scored
+        name = next((c for c in misread if c in scored), next(iter(misread)))
+        theirs = misread[name]
+        message = (
+            f"`{node.name}` reads `{name}`, tokens of `{theirs.name}`; its model `{own.name}` has another tokenizer"
+        )
+        help = f"use a model with the tokenizer of `{theirs.name}`{_instead(plan.graph, node, name)}"
+        notes = [(m.span, f"`{m.name}`") for m in (theirs, own) if m.span != NOWHERE]
+        found.append(Diagnostic("other-tokenizer", message, node.span, help, related=tuple(notes)))
     return found
 
 
 def _instead(graph: Graph, node: Node, column: str) -> str:
-    """How a model may read what another wrote: as text, where it scores none of it."""
+    """Say how models with different tokenizers can work together: by text, which has no scores of tokens."""
+    host = next((w.name for w in graph.workers if w.kind == "function"), "host")
+    as_text = f"`node {host}.said({column}) -> said {{ call = text() }}`"
     if column in sequences(graph, node).scored:
-        return ""
+        return (
+            f": scores of single tokens need one. Between tokenizers only text passes: train on text that "
+            f"`{node.worker}` generates (`sft()`), or let it judge a column `said : text`, written by {as_text}"
+        )
     if graph.writer(column).verb == "source":
         return f"; or declare `{column} : text`, which each model reads by its own tokenizer"
-    host = next((w.name for w in graph.workers if w.kind == "function"), "host")
-    return (
-        f"; or read a column `said : text` instead, which `node {host}.said({column}) -> said {{ call = text() "
-        "}` writes"
-    )
+    return f"; or read a column `said : text` instead, which {as_text} writes"
 
 
 def _tokens(column: Column) -> bool:
