@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,16 +127,21 @@ def data(path: Path) -> Data:
     return Data("source", str(path), {"prompt": "prompt"})
 
 
+def count(path: Path, most: int) -> int:
+    graph = compile("p.rlg", text=PROGRAM.format(file="p.jsonl", fields="")).graph
+    return datafile.head(data(path), most, graph)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_counted_as_far_as_they_are_asked_for(tmp_path: Path, kind: str) -> None:
     path = written(tmp_path / kind, [{"prompt": "1"}] * 250)
-    assert [datafile.head(data(path), most) for most in (1, 100, 249, 250, 251, 10_000)] == [1, 100, 249, 250, 250, 250]
+    assert [count(path, most) for most in (1, 100, 249, 250, 251, 10_000)] == [1, 100, 249, 250, 250, 250]
 
 
 def test_blank_lines_are_no_rows_and_lines_end_as_editors_write_them(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"prompt": "a\u2028b"}\r\n\r\n  \n{"prompt": "c"}'.encode())
-    assert datafile.head(data(path), 9) == 2
+    assert count(path, 9) == 2
     assert list(datafile.rows(data(path))) == [(1, {"prompt": "a\u2028b"}), (4, {"prompt": "c"})]
 
 
@@ -144,16 +151,16 @@ def test_no_more_than_the_head_is_read(tmp_path: Path, size: int, monkeypatch: p
     monkeypatch.setattr(datafile, "CHARACTERS", 200)
     with path.open("a", encoding="utf-8") as file:
         file.write("no JSON")
-    assert datafile.head(data(path), 1000) == 1000  # how many there are is not known
+    assert count(path, 1000) == 1000  # how many there are is not known
     with pytest.raises(Fault, match=r"line 21 of .* is not JSON"):
         list(datafile.rows(data(path)))
 
 
 def test_a_file_that_ends_with_the_head_is_known_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "rows.jsonl", [{"prompt": "x"}] * 3)
-    for more, count in ((1, 3), (0, 9), (-1, 9)):
+    for more, rows in ((1, 3), (0, 9), (-1, 9)):
         monkeypatch.setattr(datafile, "CHARACTERS", path.stat().st_size + more)
-        assert datafile.head(data(path), 9) == count
+        assert count(path, 9) == rows
 
 
 def test_few_rows_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,6 +194,53 @@ def test_a_file_without_rows_can_be_planned_with(
     assert f"warning[{code}]: the data file " in capsys.readouterr().err
     assert run_main([str(program(tmp_path)), "--dry-run", "--diagnostics", "concise"]) == 1
     assert [f"[{code}]" in line for line in capsys.readouterr().err.splitlines() if "rows.jsonl" in line] == [True]
+
+
+def applied(help: str, folder: Path) -> None:
+    """Run the command of a help text in a folder, by Python or the shell."""
+    (command,) = re.findall(r"`(.*)`", help)
+    program = [sys.executable, "-c", command] if "import" in command else ["bash", "-c", command]
+    subprocess.run(program, cwd=folder, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(("file", "made"), [("x.csv", "x.parquet"), ("x.jsonl.gz", "x.jsonl"), ("x.json", "x.jsonl")])
+def test_files_of_other_kinds_come_with_a_command_that_converts_them(tmp_path: Path, file: str, made: str) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}] * 4
+    if file.endswith(".csv"):
+        (tmp_path / file).write_text("prompt,answer\n" + "1+1=,2\n" * 4)
+    elif file.endswith(".json"):
+        (tmp_path / file).write_text(json.dumps(rows))
+    else:
+        with gzip.open(tmp_path / file, "wt") as packed:
+            packed.write("".join(json.dumps(row) + "\n" for row in rows))
+    (diagnostic,) = told(program(tmp_path, file))
+    applied(diagnostic.help, tmp_path)
+    compile(program(tmp_path, made))
+
+
+def test_a_folder_of_data_is_reported_as_one(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (diagnostic,) = told(program(tmp_path, "rows"))
+    assert diagnostic.help == "it is a folder: name one file in it, `rows/NAME.parquet`"
+
+
+STRUCT = {"style": "rule", "ground_truth": "2"}  # as verl's files have it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("value", "has"), [(STRUCT, "dict"), ([1], "list"), (None, "null")])
+def test_a_value_of_another_type_is_reported_by_compiling_as_by_a_run(
+    tmp_path: Path, kind: str, value: Any, has: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": "1+1=", "answer": STRUCT if value == STRUCT else [1]} for _ in range(4)]
+    written(tmp_path / kind, [*rows[:1], {"prompt": "1+1=", "answer": value}, *rows[1:]])
+    reports = []
+    for main, option in ((compile_main, "--check"), (run_main, "--dry-run")):
+        assert main([str(program(tmp_path, kind)), option, "--diagnostics", "concise"]) == 1
+        reports.append([line for line in capsys.readouterr().err.splitlines() if "bad-data" in line])
+    assert reports[0] == reports[1] and len(reports[0]) == 1
+    first = {"null": "list"}.get(has, has)
+    assert f"has {first} in `answer`, where text, a number or messages belong" in reports[0][0]
 
 
 LIGHT = """

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from msrl_graph.data.chat import messages
+from msrl_graph.data.fields import Misfit, take
 from msrl_graph.ir.graph import Column, Dim
-from msrl_graph.runtime.data.fields import Misfit, take
 
 MOST, FOUR, LIKE = Dim(9, ragged=True), Dim(4), Dim(like="chosen")
 CHAT = [{"role": "user", "content": "hello"}]

@@ -29,7 +29,7 @@ def _found(plan: Plan) -> Iterator[Diagnostic]:
         try:
             if not is_file(Path((data := _at_hand(data)).path)):
                 continue  # told, or more than the compiler fetches
-            count = head(data, most)
+            count = head(data, most, plan.graph)
         except ModuleNotFoundError:
             continue  # what reads Parquet comes with what runs plans
         except Fault as fault:

@@ -1,7 +1,7 @@
 """The rows of a data file as they are written, and whether they have the fields that are read.
 
 Invariant: compiler and run read a file here, so both tell the same of a row. A file is read from its start, and no
-further than rows are taken; nothing heavy is imported, but for a Parquet file what reads it.
+further than rows are taken; nothing heavy is imported, except what reads Parquet and numbers where a file has them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import difflib
 import json
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import Diagnostic, Fault
+from ..ir.graph import Graph
 from ..ir.plan import Data
+from . import fields
 from .chat import are_messages
 
 if TYPE_CHECKING:
@@ -39,19 +41,24 @@ def rows(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
             raise _empty(data)
 
 
-def head(data: Data, most: int) -> int:
-    """How many rows a file has, `most` at most. Raises Fault as `rows` does for the first `LOOKED` of them. A JSON
-    lines file that is not at its end after `CHARACTERS` is taken to have as many as are asked for."""
+def head(data: Data, most: int, graph: Graph) -> int:
+    """Count the rows of a file, up to `most`, and check the first `LOOKED` of them.
+
+    Raises Fault as `rows` and `take_row` do. A JSON lines file that is not at its end after `CHARACTERS` is taken to
+    have `most` rows.
+    """
     with _told(data):
         if is_parquet(data):
             with _opened(data) as file:
                 count: int = file.metadata.num_rows
+            for number, row in islice(_parquet(data, LOOKED), LOOKED):
+                take_row(row, number, data, graph)
         else:
             count = 0
             for number, line in _lines(data, CHARACTERS):
                 count += 1
                 if count <= LOOKED:
-                    _object(data, number, line)
+                    take_row(_object(data, number, line), number, data, graph)
                 elif count >= most:
                     break
             if count < most and Path(data.path).stat().st_size >= CHARACTERS:
@@ -59,6 +66,17 @@ def head(data: Data, most: int) -> int:
         if not count:
             raise _empty(data)
     return min(count, most)
+
+
+def take_row(row: Mapping[str, Any], number: int, data: Data, graph: Graph) -> dict[str, Any]:
+    """Return the values of a row by column, as `fields.take` has them. Raises Fault where one does not fit."""
+    values = {}
+    for column, name in data.fields.items():
+        try:
+            values[column] = fields.take(row[name], graph.column(column))
+        except fields.Misfit as misfit:
+            raise bad(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}") from None
+    return values
 
 
 def few(data: Data, has: str, prompts: int) -> Diagnostic:
@@ -152,12 +170,12 @@ def _opened(data: Data) -> Iterator[ParquetFile]:
         ) from None
 
 
-def _parquet(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet(data: Data, batch_size: int = 65536) -> Iterator[tuple[int, dict[str, Any]]]:
     """Messages come without the fields that are null: Arrow gives all structs of a column the fields of each."""
     # A part at a time, and of it the fields that are read: a file may hold more than memory does.
     with _opened(data) as file:
         number = 0
-        for batch in file.iter_batches(columns=list(dict.fromkeys(data.fields.values()))):
+        for batch in file.iter_batches(batch_size, columns=list(dict.fromkeys(data.fields.values()))):
             for row in batch.to_pylist():
                 number += 1
                 yield number, {name: _stated(value) if are_messages(value) else value for name, value in row.items()}

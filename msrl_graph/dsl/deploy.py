@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..backends.spec import EVERY, EngineSpec
 from ..diagnostics import Span, nearest
-from ..files.paths import hub_name, is_file
+from ..files.paths import hub_name, is_file, is_folder
 from ..files.urls import is_url
 from ..hardware import calibration
 from ..hardware.cluster import NETWORK, Cluster
@@ -31,7 +31,7 @@ from ..ir.options import (
 from ..ir.plan import Data, Deploy, EngineChoice, Evaluation, reported
 from ..model.architecture import Model
 from ..sharding.layout import Layout
-from . import ast
+from . import ast, guesses
 from .algorithm import unknown_node
 from .attributes import read
 from .expressions import TOLD, Names, Problems, mistake
@@ -211,7 +211,9 @@ class _Deploy:
             )
             raise mistake("bad-value", message, span, help)
         if not target.endswith((".jsonl", ".parquet")):
-            raise mistake("bad-value", "data is a .jsonl file, one object a line, or a .parquet file", span)
+            folder = not is_url(target) and is_folder(self.folder(span) / target)
+            message = "data is a .jsonl file, one object a line, or a .parquet file"
+            raise mistake("bad-value", message, span, guesses.data_file(target, folder))
         path = target if is_url(target) else str(self.folder(span) / target)
         self.data[name] = Data(name, path, fields, span, {k: v.span for k, v in stated.items()})
         if not is_url(path) and not is_file(Path(path)):

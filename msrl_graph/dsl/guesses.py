@@ -66,6 +66,24 @@ def option(key: str, known: Collection[str]) -> str:
     return "did you mean `low`?" if key in _BOUND and "low" in known else ""
 
 
+def data_file(target: str, folder: bool) -> str:
+    """Return how to make a data file of a file of another kind, or of a folder; "" for an unknown kind."""
+    if folder:
+        return f"it is a folder: name one file in it, `{target.rstrip('/')}/NAME.parquet`"
+    stem, _, kind = target.rpartition(".")
+    if kind == "gz":
+        return f"unpack it: `gunzip -k {target}`"
+    if kind == "csv":
+        return (
+            f"convert it in Python: `from pyarrow import csv, parquet; "
+            f'parquet.write_table(csv.read_csv("{target}"), "{stem}.parquet")`'
+        )
+    if kind == "json":
+        lines = f'open("{stem}.jsonl", "w").writelines(json.dumps(row) + "\\n" for row in json.load(open("{target}")))'
+        return f"write one object a line, in Python: `import json; {lines}`"
+    return ""
+
+
 def groups(word: str, above: str) -> str:
     """Help for a `per` that names the groups in place of the column, `above`, whose rows they are under."""
     return f"the rows of one `{above}` are `per = {above}`" if above and word in _GROUPS else ""

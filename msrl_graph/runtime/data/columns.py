@@ -14,13 +14,11 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ...data.fields import NUMBERS
+
 Array = NDArray[Any]
 DTYPES = {
-    "i32": np.int32,
-    "i64": np.int64,
-    "f32": np.float32,
-    "bf16": np.float32,
-    "bool": np.bool_,
+    **{element: np.dtype(kind.dtype).type for element, kind in NUMBERS.items()},
     "text": np.uint8,
     "json": np.uint8,
 }

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from ... import noise
-from ...data import datafile
+from ...data import datafile, fields
 from ...data.chat import Messages, messages
-from ...data.datafile import bad, where
+from ...data.datafile import bad, take_row, where
 from ...diagnostics import Diagnostic, Fault
 from ...ir.graph import Graph
 from ...ir.plan import Data, Plan
 from ...ir.sequences import is_tokens, models, preceding, responses, sequences, speaker, token_columns
-from . import fields, order
+from . import order
 from .columns import DTYPES, Array, Column, ragged, texts
 from .pieces import BadPieceError
 from .rendering import BadMessages
@@ -125,7 +125,7 @@ def read(data: Data, graph: Graph) -> dict[int, dict[str, Any]]:
         )
     rows, numbers = dict[int, dict[str, Any]](), _Numbers(data, graph)
     for number, row in datafile.rows(data):
-        rows[number] = _row(row, number, data, graph)
+        rows[number] = take_row(row, number, data, graph)
         numbers.see(number, row)
     for column, lines in numbers.whole():
         for line in lines:
@@ -152,16 +152,6 @@ class _Numbers:
     def whole(self) -> Iterator[tuple[str, list[int]]]:
         """The columns in which all numbers are whole, and the rows with floats."""
         yield from ((column, lines) for column, lines in self.floats.items() if column not in self.broken)
-
-
-def _row(row: dict[str, Any], number: int, data: Data, graph: Graph) -> dict[str, Any]:
-    found = {}
-    for column, name in data.fields.items():
-        try:
-            found[column] = fields.take(row[name], graph.column(column))
-        except fields.Misfit as misfit:
-            raise bad(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}") from None
-    return found
 
 
 class Dataset:

@@ -16,11 +16,11 @@ import numpy as np
 
 from ... import algorithms, noise
 from ...data.characters import half_character
+from ...data.fields import Misfit, as_json
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 from ...ir.signatures import GIVEN, CallKind, Signature, called_as
 from ..data.columns import DTYPES, Array, Column, ragged, texts
-from ..data.fields import Misfit, as_json
 from ..data.tokens import Tokens, of_node
 from ..data.wrong import vocabulary
 from ..process import shipped

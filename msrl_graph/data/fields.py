@@ -1,29 +1,44 @@
-"""What a field of a data file may hold, by the type of its column.
+"""What a field of a data file can hold, by the type of its column.
 
-Invariant: a value is taken as it is or told as what it is and what belongs in its place; nothing is rounded, cut or
-guessed.
+Invariant: a value is taken as it is, or refused with what it is and what belongs in its place. Nothing is rounded, cut
+or guessed. NumPy is imported for columns of numbers only, since the compiler reads the first rows of a file too.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from ..ir.graph import Column
+from .characters import half_character, half_character_within
+from .chat import Messages, are_messages, messages
 
-from ...data.characters import half_character, half_character_within
-from ...data.chat import Messages, are_messages, messages
-from ...ir.graph import Column
-from .columns import DTYPES, Array
+if TYPE_CHECKING:
+    import numpy as np
 
-# By element: the types that its numbers may have, one of them, several.
-NUMBERS: dict[str, tuple[set[type], str, str]] = {
-    "i32": ({int}, "a whole number of 32 bits", "whole numbers of 32 bits"),
-    "i64": ({int}, "a whole number of 64 bits", "whole numbers of 64 bits"),
-    "f32": ({int, float}, "a finite number", "finite numbers"),
-    "bf16": ({int, float}, "a finite number", "finite numbers"),
-    "bool": ({bool}, "true or false", "true and false"),
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class NumberKind:
+    """The numbers of an element: their NumPy `dtype`, the Python `types` that a file may have, and words for them."""
+
+    dtype: str
+    types: frozenset[type]
+    one: str
+    several: str
+
+
+_FINITE = NumberKind("float32", frozenset((int, float)), "a finite number", "finite numbers")
+NUMBERS = {
+    "i32": NumberKind("int32", frozenset((int,)), "a whole number of 32 bits", "whole numbers of 32 bits"),
+    "i64": NumberKind("int64", frozenset((int,)), "a whole number of 64 bits", "whole numbers of 64 bits"),
+    "f32": _FINITE,
+    "bf16": _FINITE,
+    "bool": NumberKind("bool", frozenset((bool,)), "true or false", "true and false"),
 }
 
 
@@ -43,7 +58,7 @@ def take(value: Any, column: Column) -> str | Messages | Array:
     if column.element == "text":
         if are_messages(value):
             return as_json(_stated(value))
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and np.isfinite(value):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return str(value)
         return _text(value, "text, a number or messages belong")
     if not holds_tokens(column):
@@ -65,7 +80,7 @@ def holds_tokens(column: Column) -> bool:
 
 def _text(value: Any, wanted: str) -> str:
     if not isinstance(value, str):
-        odd = isinstance(value, float) and not np.isfinite(value)
+        odd = isinstance(value, float) and not math.isfinite(value)
         raise Misfit(str(value) if odd else _called(type(value)), wanted)
     if half := half_character(value):
         raise Misfit(half, wanted)
@@ -94,10 +109,12 @@ def _stated(value: Messages) -> Messages:
 
 
 def _numbers(value: Any, column: Column, wanted: str = "") -> Array:
-    types, one, several = NUMBERS[column.element]
+    import numpy as np
+
+    kind = NUMBERS[column.element]
     sizes = " x ".join(str(d.size) for d in column.dims if d.size and not d.ragged)
     wanted = wanted or (
-        f"a list of {sizes + ' ' if sizes else ''}{several} belongs" if column.dims else f"{one} belongs"
+        f"a list of {sizes + ' ' if sizes else ''}{kind.several} belongs" if column.dims else f"{kind.one} belongs"
     )
     flat = [value]
     for dim in column.dims:
@@ -107,11 +124,11 @@ def _numbers(value: Any, column: Column, wanted: str = "") -> Array:
             raise Misfit(f"a list of {min(lengths)}", wanted)
         flat = list(chain.from_iterable(flat))
     within = "a list with " if column.dims else ""
-    if odd := {_called(t) for t in set(map(type, flat)) - types}:
+    if odd := {_called(t) for t in set(map(type, flat)) - kind.types}:
         raise Misfit(within + min(odd), wanted)
     try:
         with np.errstate(over="ignore"):
-            array: Array = np.asarray(flat, DTYPES[column.element])
+            array: Array = np.asarray(flat, kind.dtype)
     except OverflowError:
         raise Misfit(f"{within}{max(flat, key=abs):.3g}", wanted) from None
     if not np.isfinite(array).all():
