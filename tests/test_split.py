@@ -61,8 +61,8 @@ def test_a_term_is_per_row_or_says_that_it_is_not(judge, term, seed):
         assert split.per_row(graph, node, seed)
 
 
-def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest=""):
-    """What is found of a term with this body."""
+def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest="", beside=""):
+    """What is found of a term with this body; `beside`: what the loss adds it to."""
     path = tmp_path / "mine.py"
     body = (
         source
@@ -70,7 +70,7 @@ def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest=""
         else f"def term({parameters}){rest}:\n    import torch\n    r = (logp - old_logp).exp()\n    {source}\n"
     )
     path.write_text(body)
-    return split.found(planned(ROLLOUT, (LOSS, f'"{path}:term"'), judge=judge))
+    return split.found(planned(ROLLOUT, (LOSS, f'{beside}"{path}:term"'), judge=judge))
 
 
 @pytest.mark.parametrize(
@@ -170,3 +170,21 @@ def test_made_up_rows_have_their_columns_shapes(judge):
     tokens = int(seen.lengths["response"].sum())
     assert seen.columns["top_logp"].values.shape == made["given"]["response"].values.shape == (tokens, 3)
     assert made["logp"]["response"].values.shape == (tokens,)
+
+
+@pytest.mark.parametrize(
+    ("body", "flat"),
+    [("return advantage", True), ("return -(logp.detach() * advantage)", True), ("return -logp * advantage", False)],
+)
+def test_a_loss_without_a_gradient_is_found_before_the_run(tmp_path, judge, body, flat):
+    source = f"def term(logp, advantage):\n    {body}\n"
+    found = own(tmp_path, judge, source)
+    assert [d.message for d in found] == flat * [
+        "the loss of `actor.update` has no gradient: nothing in it depends on the weights"
+    ]
+    assert all(d.severity == "error" and d.span.line > 0 for d in found)
+
+
+def test_a_term_without_a_gradient_may_be_added_to_one_that_has(tmp_path, judge):
+    source = "def term(advantage):\n    return advantage\n"
+    assert own(tmp_path, judge, source, beside="clip(0.2) + ") == []

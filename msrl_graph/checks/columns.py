@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from ..diagnostics import Diagnostic
 from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.plan import reported as is_metric
+from ..ir.sequences import of_response
 from ..ir.signatures import CallKind, Signature
 
 Library = Mapping[tuple[CallKind, str], tuple[Signature, str]]
@@ -121,8 +122,9 @@ def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> list[Diagnostic]:
-    """Columns that nobody reads, unless an evaluation reports them."""
+    """Report columns that nothing reads: no node, no evaluation, and not a replay, which needs versions of tokens."""
     read = {c for n in graph.nodes for c in n.reads} | {d.like for c in graph.columns for d in c.dims} | set(reported)
+    read |= {of_response(graph, n, "i32") for n in graph.verb("generate")}
     read |= {c for n in graph.verb("source") for c in n.weighs}
     writers = graph.writers
     found = []

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..diagnostics import NOWHERE, Diagnostic, Span
+from ..diagnostics import NOWHERE, Diagnostic, Span, nearest
 from ..ir.attributes import CALLED, Call, Generate, ReshardingEdge, Update
 from ..ir.graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
 from ..ir.kinds import LOSS, OPTIMIZER
 from ..ir.plan import METRICS, reported
 from ..ir.sequences import is_tokens, of_response, sequences, tempered, whole
-from ..ir.signatures import Signature
+from ..ir.signatures import FILLED, Signature
 from . import states
 from .columns import Library
 
@@ -376,7 +376,9 @@ def calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
 def _help(graph: Graph, node: Node, column: str, call: Expr, signature: Signature) -> str:
     if column not in {c.name for c in graph.columns}:
         if ":" in str(call.value):  # a file's: a program names no arguments of it
-            return f"a parameter has the name of a column that `{node.name}` reads, or a default"
+            near = nearest(column, (*node.reads, *node.states, *signature.fills, *FILLED))
+            rule = f"a parameter has the name of a column that `{node.name}` reads, or a default"
+            return f"{near} {rule}" if near.startswith("did you mean") else rule
         return f"read a column for it and name it: `{signature.name}({column} = COLUMN)`"
     help = f"add `{column}` to what `{node.name}` reads"
     writer = next((n.name for n in graph.nodes if column in n.writes), "")

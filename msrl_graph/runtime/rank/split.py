@@ -1,9 +1,8 @@
-"""Whether a term of a loss gives a row the same whatever rows are beside it: run on made-up rows, all at once and in
-two parts.
+"""Try the loss terms of a user's files on made-up rows, all at once and in two parts.
 
 Invariant: a term that passes is computed per row, as far as rows of the columns' shapes can show: its numbers and their
-slopes are those of the row alone, so neither micro-batches nor ranks change a loss. Terms of the whole mini-batch are
-not split (ahead.py), and not looked at.
+slopes are those of the row alone, so neither micro-batches nor ranks change a loss. A loss that passes has a gradient.
+Terms of the whole mini-batch are not split (ahead.py) and not tried.
 """
 
 from __future__ import annotations
@@ -42,8 +41,12 @@ NEAR: dict[str, Any] = {
 
 
 def found(plan: Plan) -> list[Diagnostic]:
-    """The terms of files that give a row something else beside other rows, and those that could not be run."""
-    return [d for node, call in own_terms(plan) if (d := _found(plan.graph, node, call)) is not None]
+    """Report terms that depend on other rows, terms that could not be run, and losses without a gradient."""
+    terms = own_terms(plan)
+    problems = [d for node, call in terms if (d := _found(plan.graph, node, call)) is not None]
+    if not problems:
+        problems = [_flat(node) for node in {n.name: n for n, _ in terms}.values() if has_no_gradient(plan.graph, node)]
+    return problems
 
 
 def _found(graph: Graph, node: Node, call: Expr) -> Diagnostic | None:
@@ -69,6 +72,22 @@ def _found(graph: Graph, node: Node, call: Expr) -> Diagnostic | None:
         "each row alone"
     )
     return Diagnostic("bad-scope", what, span(call, node), help)
+
+
+def _flat(node: Node) -> Diagnostic:
+    message = f"the loss of `{node.name}` has no gradient: nothing in it depends on the weights"
+    help = "let a term use `logp`, `values` or `entropy` without `detach()` and outside of `no_grad()`"
+    return Diagnostic("bad-value", message, node.at("loss"), help)
+
+
+def has_no_gradient(graph: Graph, node: Node) -> bool:
+    """Return whether an update's loss depends on nothing that a forward pass gives."""
+    if loss.of_mini_batch(node):
+        return False
+    rows, most = SIZES[0]
+    seen, made = _made_up(graph, node, np.random.default_rng(0), rows, most, negative=True)
+    value, _ = _evaluated(graph, node, seen, made, np.arange(rows))
+    return not value.requires_grad
 
 
 def per_row(graph: Graph, node: Node, seed: int) -> bool:
@@ -126,12 +145,7 @@ def _numbers(
     graph: Graph, node: Node, seen: Given, made: dict[str, dict[str, Column]], rows: Array
 ) -> Iterator[Column]:
     """The loss of each of these rows, and its slopes at what forward passes gave."""
-    leaves = {
-        name: torch.cat([torch.from_numpy(c.take(rows).values) for c in made[name].values()]).requires_grad_()
-        for name in FIELDS
-    }
-    torch.manual_seed(0)
-    value = loss.evaluate(node, loss.inputs(graph, node, seen, rows, Outputs(**leaves))).loss
+    value, leaves = _evaluated(graph, node, seen, made, rows)
     lengths = next(iter(seen.lengths.values()))[rows]
     yield Column(value.detach().numpy(), None if loss.of_rows(node) else offsets_of(lengths))
     if value.requires_grad:
@@ -142,6 +156,18 @@ def _numbers(
         for slope in slopes:
             for c, part in seen.split(rows, slope).items():
                 yield Column(part.numpy(), offsets_of(seen.lengths[c][rows]))
+
+
+def _evaluated(
+    graph: Graph, node: Node, seen: Given, made: dict[str, dict[str, Column]], rows: Array
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Evaluate the loss of some rows; return it with the outputs of forward passes that it can depend on."""
+    leaves = {
+        name: torch.cat([torch.from_numpy(c.take(rows).values) for c in made[name].values()]).requires_grad_()
+        for name in FIELDS
+    }
+    torch.manual_seed(0)
+    return loss.evaluate(node, loss.inputs(graph, node, seen, rows, Outputs(**leaves))).loss, leaves
 
 
 def main() -> None:
