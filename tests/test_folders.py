@@ -267,7 +267,7 @@ def test_a_weight_that_the_config_says_nothing_of_is_told(
    |
 {line} |   model policy = "./model"
    |                  ^^^^^^^^^
-   = help: a config.json is its weights' own: copy both anew, or take out what is not the model's
+   = help: a config.json is its weights' own: copy both again, or take out what is not the model's
 """
     assert capsys.readouterr().err == (told if name else "")
 

@@ -97,4 +97,4 @@ def _vocabulary(model: Model) -> Diagnostic | None:
         f"the tokenizer of `{model.name}` makes token {token:,}, {known[token]!r}; its `vocab_size` is "
         f"{model.vocabulary:,}"
     )
-    return Diagnostic("unknown-model", message, model.span, "a tokenizer.json is its weights' own: copy both anew")
+    return Diagnostic("unknown-model", message, model.span, "a tokenizer.json is its weights' own: copy both again")

@@ -82,7 +82,7 @@ def _unread(there: Held, models: list[Model]) -> list[Diagnostic]:
     more = f" and {len(left) - 1:,} more" if len(left) > 1 else ""
     name = min(left)
     what = f"{there[name][0]} holds `{name}`{more}, which nothing computes with: the config.json beside it has no such"
-    help = "a config.json is its weights' own: copy both anew, or take out what is not the model's"
+    help = "a config.json is its weights' own: copy both again, or take out what is not the model's"
     return [Diagnostic("unused-weight", what, model.span, help, "warning")]
 
 

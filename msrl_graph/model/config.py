@@ -24,10 +24,14 @@ class FieldKind(NamedTuple):
 
 
 class Wrong(NamedTuple):
-    """A field that no engine could take, and what is wrong with it."""
+    """A field that no engine can take, and what is wrong with it.
+
+    `feature`: the feature of the model that no engine has yet; "" where the config itself is wrong.
+    """
 
     field: str
     message: str
+    feature: str = ""
 
 
 def _whole(value: object, least: int = 1, most: int = MOST) -> bool:
@@ -153,6 +157,7 @@ ROPES: dict[str, tuple[str, ...]] = {
     "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+UNSUPPORTED_ROPES = ("longrope", "proportional")  # the other kinds of transformers' ROPE_INIT_FUNCTIONS
 ROPE_MORE = (
     "rope_theta",
     "original_max_position_embeddings",
@@ -212,7 +217,9 @@ def _routed(config: Config, family: str) -> Wrong | None:
         return None
     for name, only in ROUTER.items():
         if (value := config.get(name)) not in (None, only):
-            return Wrong(name, f"has {_shown(value)} for `{name}`: only `{only}` is supported yet")
+            known = isinstance(value, str | int)
+            message = f"has {_shown(value)} for `{name}`: only `{only}` is supported yet"
+            return Wrong(name, message, f"routers with `{name} = {value}`" if known else "")
     number, layers = config["n_routed_experts"], config["num_hidden_layers"]
     groups, some, first = config["n_group"], config["topk_group"], config["first_k_dense_replace"]
     if first >= layers:
@@ -238,6 +245,9 @@ def _rope(config: Config) -> Wrong | None:
             "has a `rope_scaling` that its `rope_parameters` differ from: write all of it into `rope_parameters`",
         )
     kind = table.get("rope_type", table.get("type", "default"))
+    if kind in UNSUPPORTED_ROPES:
+        message = f"has the `rope_type` {_shown(kind)}: only {', '.join(ROPES)} are supported yet"
+        return Wrong(stated, message, f"rotary positions of the type `{kind}`")
     if not isinstance(kind, str) or kind not in ROPES:
         return Wrong(
             stated, f"has {_shown(kind)} for the `rope_type` of `{stated}`, which is one of {', '.join(ROPES)}"
@@ -251,7 +261,8 @@ def _rope(config: Config) -> Wrong | None:
     if kind != "default" and table["factor"] < 1:
         return Wrong(stated, f"has {_shown(table['factor'])} for the `factor` of `{stated}`, a number of 1 or more")
     if other := sorted(table.keys() - {*ROPES[kind], *ROPE_MORE, "rope_type", "type", "factor", "truncate"}, key=str):
-        return Wrong(stated, f"has `{other[0]}` in `{stated}`, which is not supported yet")
+        message = f"has `{other[0]}` in `{stated}`, which is not supported yet"
+        return Wrong(stated, message, f"rotary positions with `{other[0]}`")
     return None
 
 
@@ -277,10 +288,12 @@ def _windows(config: Config) -> Wrong | None:
     if types is not None and len(types) != layers:
         return Wrong("layer_types", f"has {len(types):,} `layer_types` for {layers:,} layers")
     if other := [t for t in types or () if t != "full_attention"]:
-        return Wrong("layer_types", f"has layers of {_shown(other[0])}: only `full_attention` is supported yet")
+        message = f"has layers of {_shown(other[0])}: only `full_attention` is supported yet"
+        return Wrong("layer_types", message, f"layers of `{other[0]}`")
     window = config.get("use_sliding_window") and config.get("sliding_window") is not None and types is None
     if window and config.get("max_window_layers", 28) < layers:
-        return Wrong("use_sliding_window", "has `use_sliding_window`: only full attention is supported yet")
+        message = "has `use_sliding_window`: only full attention is supported yet"
+        return Wrong("use_sliding_window", message, "sliding windows of attention")
     return None
 
 

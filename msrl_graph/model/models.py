@@ -148,7 +148,7 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
                 "unknown-model",
                 f"the config.json of `{name}` {what}",
                 span,
-                "a config.json is its weights' own: copy both anew",
+                "a config.json is its weights' own: copy both again",
             )
         )
 
@@ -167,6 +167,9 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
             f"is of the architecture `{architecture}` and has {kind!r} for its `model_type`, which is {family!r} there"
         )
     if wrong := judged(config, family):
+        if wrong.feature:
+            help = f"no engine has {wrong.feature} yet: use a model without"
+            raise Fault(Diagnostic("not-yet", f"the config.json of `{name}` {wrong.message}", span, help))
         raise unfit(wrong.message)
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     stated = str(dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16")

@@ -8,7 +8,7 @@ the Hub, and words that change no size (`Instruct`, `Base`, a date) set it apart
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..diagnostics import nearest
 from ..files.paths import hub_name
@@ -136,13 +136,21 @@ def near(hub: str) -> str:
 
 
 def others(target: str) -> str:
-    """Help for a name that is no preset's: the one that may be meant, else all."""
-    # One of another size is another model.
+    """Return help for an unknown preset: the name that is probably meant, or all presets."""
     name = _short(target)
-    sizes = _numbers(name)
-    alike = [p for p in PRESETS if all(a == b for a, b in zip(sizes, _numbers(p), strict=False))]
-    help = nearest(name, alike)
-    return help if help.startswith("did") else f"the presets, for plans, are {', '.join(_series())}"
+    numbers = _numbers(name)
+    for tolerance in (0.0, 0.1):  # 33b is close to 32b, and 8b is another model than 7b
+        help = nearest(name, [p for p in PRESETS if _alike(numbers, _numbers(p), tolerance)])
+        if help.startswith("did"):
+            return help
+    return f"the presets, for plans, are {', '.join(_series())}"
+
+
+def _alike(numbers: Sequence[str], preset: Sequence[str], tolerance: float) -> bool:
+    """Return whether the numbers in a name are those of a preset; only its size, the last, may differ a little."""
+    pairs = [*zip(map(float, numbers), map(float, preset), strict=False)]
+    exact = len(pairs) if len(numbers) < len(preset) else len(preset) - 1
+    return all(a == b for a, b in pairs[:exact]) and all(abs(a - b) <= tolerance * b for a, b in pairs[exact:])
 
 
 def _numbers(name: str) -> list[str]:
