@@ -238,13 +238,16 @@ def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: Positiv
     """PPO's value loss, max((v - R)^2, (clip(v, V - range, V + range) - R)^2) / 2.
 
     v are the predictions of the weights being updated (`values`), V those that the advantages were computed from
-    (`value`), R the returns. (Stated by the first implementations of arXiv:1707.06347, not by the paper.) Tells the
-    `error` v - R of each token, and whether it is `clipped`, so that it has no gradient.
+    (`value`), R the returns. (Stated by the first implementations of arXiv:1707.06347, not by the paper.) Reports
+    the `error` v - R of each token, and whether it is `clipped`, so that it has no gradient. The explained variance
+    follows from the moments of errors and returns.
     """
     clipped = values.clamp(value - range, value + range)  # to the last bit `values` where it is inside
     error = values - returns
     worst = error.square().maximum((clipped - returns).square())
-    return worst / 2, {"error": error, "clipped": (error.square() < worst).float()}
+    figures = {"error": error, "clipped": (error.square() < worst).float()}
+    moments = {"_error_square": error.square(), "_returns": returns, "_returns_square": returns.square()}
+    return worst / 2, figures | moments
 
 
 @loss_term

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...ir.ahead import Sends
+from ...ir.ahead import Sends, row_age_bound
 from ...ir.plan import Plan
 from ..process.report import Report
+from .derived import means
 from .predicted import estimate
 from .spread import spreads
 from .tensorboard import TensorBoard
@@ -75,7 +76,7 @@ class Recorder:
     ) -> dict[str, Any]:
         """Adds the metrics of one iteration and returns them."""
         line: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
-        line |= {name: total / weight if weight else total for name, (total, weight) in sorted(_sums(reports).items())}
+        line |= means(_sums(reports))
         line |= spreads(reports)
         for name, value in (peak for r in reports for peak in r.peaks.items()):
             line[name] = max(value, line.get(name, value))
@@ -211,13 +212,17 @@ class Recorder:
                 rows.append((phase.name, "s", phase.seconds.value, took, phase.seconds.source))
         whole = found.iteration_seconds
         rows.append(("iteration", "s", whole.value, statistics.median(x["seconds"] for x in lines), whole.source))
-        if (behind := found.behind) is not None:
-            for name, what, old, of in (
-                ("staleness", "staleness", behind.mean.value, statistics.fmean),
-                ("staleness_max", "staleness, at most", behind.most, max),
-            ):
-                got = [v for line in lines for k, v in line.items() if k.rpartition("/")[2] == name]
-                rows.append((what, "versions", old, of(got), whole.source))
+        if bound := row_age_bound(plan):
+            ages = {
+                name: [v for line in lines for key, v in line.items() if key.rpartition("/")[2] == name]
+                for name in ("staleness", "staleness_max")
+            }
+            if found.staleness is not None and not any(node.cuts for node in plan.graph.nodes):
+                # `partial` makes rows older than the weights that generate, by as much as only a simulation knows.
+                mean = statistics.fmean(ages["staleness"])
+                rows.append(("staleness", "versions", found.staleness.mean.value, mean, whole.source))
+            if ages["staleness_max"]:  # a replayed run with `partial` does not know its rows' ages
+                rows.append(("staleness, at most", "versions", bound, max(ages["staleness_max"]), "derived"))
         for edge in plan.reshards:
             key = f"{edge.dst}/reshard_bytes" if len(plan.reshards) > 1 else "reshard_bytes"
             received, ends, share = [x[key] for x in lines], (edge.src, edge.dst), 1.0

@@ -95,10 +95,13 @@ class Now:
 def figures(line: Mapping[str, Any], scalars: Sequence[str]) -> list[tuple[str, str]]:
     """What an iteration came to, by name; `scalars` are the columns whose means are shown."""
     shown = [(name, f"{line[name]:.3f}") for name in scalars if name in line]
-    # Of several updates all together; how far the policy is from the reference, or else from the one that drew.
+    # How far the policy is from the reference, or else from the policy that drew the tokens.
     kl = next((k for k in ("loss/kl", "clip/kl") if k in line), "")
     for name, key in (("loss", "loss"), ("kl", kl), ("grad_norm", "grad_norm"), ("length", "response_length")):
-        shown += [(name, f"{line[key]:.3g}")] if key in line else []
+        # With several updates the line has a figure of each, `NODE/loss`, and one of all, which says little.
+        each = [k for k in line if k.endswith(f".update/{key}")]
+        for label, of in [(f"{name} {k.partition('.')[0]}", k) for k in each] or [(name, key)]:
+            shown += [(label, f"{line[of]:.3g}")] if of in line else []
     return [*shown, ("tokens/s", f"{line['tokens_per_second']:,.0f}"), ("s", f"{line['seconds']:.2f}")]
 
 

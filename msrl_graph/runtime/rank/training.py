@@ -306,6 +306,10 @@ def _told(made: Outputs, found: loss.Value, total: torch.Tensor) -> _Told:
     sums: list[Sum] = [("loss", float(total.detach()), 0)]
     sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in found.terms.items()]
     figures: list[Sum] = [(name, float(part.sum()), part.numel()) for name, part in found.figures.items()]
+    for name, part in found.figures.items():
+        if name.endswith("/ratio"):  # for the effective sample size (metrics/derived.py)
+            square = part.double().square().sum()
+            figures.append((f"{name.removesuffix('ratio')}_ratio_square", float(square), part.numel()))
     if made.entropy is not None:
         figures.append(("entropy", float(made.entropy.detach().sum()), made.entropy.numel()))
     outputs = Outputs(*(x if x is None else x.detach().cpu() for x in made[:2]))
