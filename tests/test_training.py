@@ -235,6 +235,8 @@ REDUCED = {
     "tokens": lambda rows: torch.cat(rows).mean(),
     "sequences": lambda rows: torch.stack([r.mean() if len(r) else r.sum() for r in rows]).mean(),
     "constant(3)": lambda rows: torch.stack([r.sum() / 3 for r in rows]).mean(),
+    "sequences, masked_rows = skip": lambda rows: torch.stack([r.mean() for r in rows if len(r)]).mean(),
+    "constant(3), masked_rows = skip": lambda rows: torch.stack([r.sum() / 3 for r in rows if len(r)]).mean(),
 }
 
 
@@ -245,6 +247,7 @@ def test_loss_and_gradient_are_those_of_torch(rolled, judge, node, expected, red
     _, columns = rolled
     stage, _ = built(ROLLOUT, ("optimizer = adamw", f"reduce = {reduce}, optimizer = adamw"), judge=judge)
     kept = [columns["mask"][i] for i in range(8)]
+    assert any(not mask.any() for mask in kept), "a row without a token in the loss"
     model, rows = expected(stage, columns, kept)
     loss = REDUCED[reduce](rows)
     loss.backward()

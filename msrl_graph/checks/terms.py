@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ..diagnostics import Diagnostic
-from ..ir.attributes import Generate
+from ..ir.attributes import Generate, Update
 from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.sequences import is_tokens, of_response, sequences, tempered
 from ..ir.signatures import FILLED, ROUNDING
@@ -89,6 +89,11 @@ def of_rows(graph: Graph, library: Library) -> list[Diagnostic]:
             message = f"`reduce` is for terms of tokens, and `{rows[0][1].name}` gives one number a row"
             help = "leave it out: the loss is the mean over rows"
             found.append(Diagnostic("bad-value", message, node.at("reduce"), help))
+        if node.stated("masked_rows") is not None and (rows or str(Update.of(node).reduce.value) == "tokens"):
+            over = "rows" if rows else "tokens"
+            message = f"`masked_rows` of `{node.name}` has no effect: its loss is the mean over {over}"
+            help = "leave it out" if rows else "leave it out, or state `reduce = sequences`"
+            found.append(Diagnostic("bad-value", message, node.at("masked_rows"), help))
     return found
 
 

@@ -213,6 +213,13 @@ class Update(OfNode):
         "How the losses of tokens become one: `tokens` is their mean over the mini-batch; `sequences` the mean "
         "over rows of each row's mean; `constant(n)` the mean over rows of each row's sum / n.",
     )
+    masked_rows: str = attr(
+        Words(("count", "skip")),
+        "count",
+        "With `sequences` or `constant(n)`: the rows of which no token is in the loss, since a mask leaves all of them "
+        "out or the row is empty. `count`: each counts as a row with the loss 0. `skip`: the mean is over the other "
+        "rows, as in verl.",
+    )
     mini_batch: int | None = attr(
         COUNT,
         None,

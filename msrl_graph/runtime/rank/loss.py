@@ -36,7 +36,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": opera
 
 @dataclass(frozen=True)
 class Whole:
-    """The mini-batch that a micro-batch belongs to: its response tokens and its rows, over all ranks."""
+    """The mini-batch that a micro-batch belongs to: the response tokens and the rows that count, over all ranks."""
 
     tokens: int
     rows: int

@@ -84,7 +84,7 @@ class Training(Engines):
                 known = known | wrong.not_finite(column)
         known = self.watch.unscored(node, task, report, batch.rows, seen.lengths, known)
         trainer = self.trainers[node.worker]
-        whole = loss.Whole(self._tokens(node, batch, seen), batch.share.round_units)
+        whole = self._whole(node, batch, seen)
         micro, target = self._micro_batches(node, batch, seen), next(iter(seen.lengths))
         packed, asked = self._passes(node, seen, micro, entropy="entropy" in loss.fills(node))
         join = partial(self._joint, node, task, batch, seen, micro, known, whole)
@@ -251,16 +251,20 @@ class Training(Engines):
             )
         return found
 
-    def _tokens(self, node: Node, batch: Batch, seen: Given) -> int:
-        """Tokens that enter the loss, over all ranks."""
+    def _whole(self, node: Node, batch: Batch, seen: Given) -> loss.Whole:
+        """Count the tokens and rows of the mini-batch that the loss is over, on all ranks."""
         target = next(iter(seen.scored))
-        if target not in seen.masks and self.plan.graph.column(target).element != "text":
-            return batch.share.elements[target]
-        count = torch.tensor(int(seen.lengths[target].sum()))
+        rows = batch.share.round_units
+        skips = Update.of(node).masked_rows == "skip"
+        if not skips and target not in seen.masks and self.plan.graph.column(target).element != "text":
+            return loss.Whole(batch.share.elements[target], rows)
+        lengths = seen.lengths[target]
+        counts = torch.tensor([int(lengths.sum()), int((lengths > 0).sum())])
         placement = self.plan.placement(node.name)
         if placement.layout.dp > 1:
-            dist.all_reduce(count, group=self._mesh(placement)["dp"].get_group())
-        return int(count)
+            dist.all_reduce(counts, group=self._mesh(placement)["dp"].get_group())
+        tokens, scored_rows = counts.tolist()
+        return loss.Whole(tokens, scored_rows if skips else rows)
 
     # What is looked at.
 
