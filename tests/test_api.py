@@ -21,7 +21,7 @@ from msrl_graph.compiler import pipeline
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 # What compiling takes, what a terminal needs, and a program.
-NOT_OF_A_RUN = {"file", "deploy", "sets", "diagnostics", "color", "help"}
+NOT_OF_A_RUN = {"file", "deploy", "sets", "export", "to", "worker", "diagnostics", "color", "help"}
 
 SCRIPT = """\
 from msrl_graph import Algorithm, Cluster, Deploy, compile, run

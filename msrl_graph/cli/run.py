@@ -17,6 +17,7 @@ from ..diagnostics.shown import shown
 from .common import guarded, load_plan, natural, tell
 
 if TYPE_CHECKING:
+    from ..compiler.sources import Source
     from ..ir.plan import Plan
 
 
@@ -35,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         "130 ended by Ctrl-C (once: after the iteration, with a checkpoint; twice: at once)",
         allow_abbrev=False,
     )
-    p.add_argument("file", metavar="FILE", help="a program, or a plan that msrl-compile wrote (.json)")
+    p.add_argument("file", metavar="FILE", nargs="?", help="a program, or a plan that msrl-compile wrote (.json)")
     p.add_argument("--deploy", metavar="NAME", help="which deploy of the file")
     p.add_argument(
         "--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated"
@@ -65,6 +66,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--replay", metavar="DIR", help="train on the responses of a run that was recorded, in place of generated ones"
     )
+    p.add_argument(
+        "--export",
+        metavar="DIR",
+        help="write the weights of a checkpoint, or of a run's newest one, as Hugging Face folders, and start nothing; "
+        "FILE is only needed where the run's folder is not there or the model was moved",
+    )
+    p.add_argument(
+        "--to",
+        metavar="DIR",
+        help="where --export writes a folder for each worker, or, with --worker, that worker's (default: below "
+        "exported/ in the run's folder)",
+    )
+    p.add_argument("--worker", metavar="NAME", help="the worker whose weights --export writes (default: all)")
     p.add_argument(
         "--dry-run", action="store_true", help="check all that can be checked, say what would run, and start nothing"
     )
@@ -107,31 +121,80 @@ def _run(argv: Sequence[str]) -> int:
     options = p.parse_args(argv)
     if any("=" not in s for s in options.sets):
         p.error("`--set` takes PARAM=VALUE")
-    source = None
+    _go_together(p, options)
+    program = _Program(options)
     try:
-        if options.file.endswith(".json"):
-            if options.sets or options.deploy:
-                p.error("a plan is compiled already: `--set` and `--deploy` go with a program")
-            plan = load_plan(options.file, run=True)
-        else:
-            from ..compiler.pipeline import no_deploy, translate
-            from ..compiler.sources import read
-
-            source = read(options.file)
-            sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}
-            result = translate(source, deploy=options.deploy, sets=sets)
-            # Of data its own check tells more: that they are not there is an error of the run.
-            own = ("missing-file", "no-data", "few-rows", "not-installed")
-            tell([w for w in result.warnings if w.code not in own], source, options)
-            if result.plan is None:
-                raise no_deploy()
-            plan = result.plan
+        if options.export:
+            return _export(program, options)
+        plan = program.plan(p)
         stated = {k: v for k, v in (("iterations", options.iterations), ("seed", options.seed)) if v is not None}
         plan = replace(plan, deploy=replace(plan.deploy, run=replace(plan.deploy.run, **stated)))
         return _execute(plan, options)
     except Fault as fault:
-        tell(fault.diagnostics, source, options)
+        tell(fault.diagnostics, program.source, options)
         return 3 if any(d.code in UNFIT for d in fault.diagnostics) else 1
+
+
+# The flags that go with --export; all others are of a run.
+_OF_EXPORT = {"file", "export", "to", "worker", "deploy", "sets", "diagnostics", "color"}
+
+
+def _go_together(p: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End with bad usage where flags of a run and of an export are mixed."""
+    stated = {a.dest: a.option_strings[0] for a in p._actions if a.option_strings and a.dest != "help"}
+    stated = {dest: flag for dest, flag in stated.items() if getattr(options, dest) != p.get_default(dest)}
+    if not options.export:
+        if alone := [flag for dest, flag in stated.items() if dest in ("to", "worker")]:
+            p.error(f"`{alone[0]}` goes with `--export`")
+        if options.file is None:
+            p.error("the following arguments are required: FILE")
+        return
+    if of_run := [flag for dest, flag in stated.items() if dest not in _OF_EXPORT]:
+        p.error(f"`--export` starts no run: `{of_run[0]}` does not go with it")
+    if options.file is None and (options.sets or options.deploy):
+        p.error("`--set` and `--deploy` go with a program")
+
+
+class _Program:
+    """What FILE names, compiled; `source` is its text, for messages."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.source: Source | None = None
+
+    def plan(self, p: argparse.ArgumentParser) -> Plan:
+        """Compile it, or load it. Raises Fault."""
+        options = self.options
+        if options.file.endswith(".json"):
+            if options.sets or options.deploy:
+                p.error("a plan is compiled already: `--set` and `--deploy` go with a program")
+            return load_plan(options.file, run=True)
+        from ..compiler.pipeline import no_deploy, translate
+        from ..compiler.sources import read
+
+        self.source = read(options.file)
+        sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}
+        result = translate(self.source, deploy=options.deploy, sets=sets)
+        # Of data its own check tells more: that they are not there is an error of the run.
+        own = ("missing-file", "no-data", "few-rows", "not-installed")
+        tell([w for w in result.warnings if w.code not in own], self.source, options)
+        if result.plan is None:
+            raise no_deploy()
+        return result.plan
+
+
+def _export(program: _Program, options: argparse.Namespace) -> int:
+    """`--export`."""
+    plan = program.plan(parser()) if options.file else None
+    try:
+        from ..runtime.driver.export import export
+    except ModuleNotFoundError as error:
+        return _not_installed(error)
+    found = export(options.export, plan, options.worker or "", options.to or "")
+    tell(found.warnings, program.source, options)
+    for name, folder in found.folders.items():
+        print(shown(f"{name}: {folder}"))
+    return 0
 
 
 def run_plan(text: str, out: str | None) -> int:
@@ -163,12 +226,16 @@ def run_plan(text: str, out: str | None) -> int:
     return guarded("msrl-run", main, sys.argv[1:])
 
 
+def _not_installed(error: ModuleNotFoundError) -> int:
+    print(f"msrl-run: {error.name} is not installed; to run plans: pip install 'msrl-graph[run]'", file=sys.stderr)
+    return 2
+
+
 def _execute(plan: Plan, options: argparse.Namespace) -> int:
     try:
         from ..runtime.driver import supervisor
     except ModuleNotFoundError as error:
-        print(f"msrl-run: {error.name} is not installed; to run plans: pip install 'msrl-graph[run]'", file=sys.stderr)
-        return 2
+        return _not_installed(error)
     resume = options.resume or ""
     watched = supervisor.Options(
         options.measure_memory,

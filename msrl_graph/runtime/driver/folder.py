@@ -38,6 +38,7 @@ MADE = (
     "trace.json",
     "memory.json",
     "weights",
+    "exported",
     checkpoint.FOLDER,
     rows.FOLDER,
 )

@@ -85,6 +85,11 @@ def take(plan: Plan, replay: str = "") -> Inputs:
     return Inputs(entries, versions)
 
 
+def companions(folder: Path, name: str) -> dict[str, Entry]:
+    """Take the files of a model's folder other than its weights; `name` is the model's in the program."""
+    return {f"model {name}: {file.relative_to(folder)}": _entry(file) for file in sorted(beside(folder))}
+
+
 def _paths(plan: Plan, replay: str) -> Iterator[tuple[str, Path]]:
     for name, model in plan.deploy.models.items():
         if folder := Path(model.path) if model.path else None:
@@ -292,6 +297,7 @@ __all__ = [
     "Differences",
     "Digesting",
     "Inputs",
+    "companions",
     "data",
     "differences",
     "edited",

@@ -18,6 +18,7 @@ from ..weights import checkpoint
 from .folder import MADE
 
 METRICS = "metrics.jsonl"
+PLAN = "plan.json"
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ def clear(url: str) -> None:
         raise Fault(Diagnostic("bad-value", f"the results at {url} cannot be replaced: {error}")) from None
 
 
-def bring(target: str, span: Span, copies: list[Path]) -> Brought:
-    """The checkpoint that a URL names, a checkpoint's or a run's, with the metrics of its run, in a working copy, which
-    `copies` hears of. Raises Fault."""
+def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> Brought:
+    """The checkpoint that a URL names, a checkpoint's or a run's, with the metrics and the plan of its run, in a
+    working copy, which `copies` hears of. `use` is the flag that names it. Raises Fault."""
     above, _, last = target.rstrip("/").rpartition("/")
     of_run = checkpoint.is_named(last) and urls.name(above) == checkpoint.FOLDER
     run = above.rpartition("/")[0] if of_run else target.rstrip("/")
@@ -82,9 +83,9 @@ def bring(target: str, span: Span, copies: list[Path]) -> Brought:
     folder.parent.mkdir()
     with urls.told(url, span):
         urls.fetch(url, found.files, folder)
-        if METRICS in urls.names(run):
-            urls.fetch(run, {METRICS: None}, copy / "of")
-            (copy / "of" / METRICS).rename(copy / METRICS)
+        for name in {METRICS, PLAN} & set(urls.names(run)):
+            urls.fetch(run, {name: None}, copy / "of")
+            (copy / "of" / name).rename(copy / name)
             (copy / "of").rmdir()
     try:
         manifest = checkpoint.sound(folder)
@@ -94,8 +95,10 @@ def bring(target: str, span: Span, copies: list[Path]) -> Brought:
     except checkpoint.Unsound as error:
         older = [n for n in there if int(n) < int(chosen)]
         go = urls.under(run, checkpoint.FOLDER, older[-1]) if older else ""
-        help = f"try the one before: --resume {go}, with --out another folder, or --overwrite for what is newer"
-        raise refuse(f"the checkpoint {url} cannot be used: {error}", help if go else "begin anew") from None
+        help = f"try the one before: --{use} {go}" if go else ""
+        if use == "resume":
+            help = f"{help}, with --out another folder, or --overwrite for what is newer" if go else "begin anew"
+        raise refuse(f"the checkpoint {url} cannot be used: {error}", help) from None
     return Brought(run, folder, chosen == there[-1])
 
 

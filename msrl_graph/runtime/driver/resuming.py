@@ -43,7 +43,14 @@ class Resumed:
 def resumed(plan: Plan, target: str, span: Span, now: Inputs | None = None) -> Resumed:
     """The checkpoint that `target` names, a checkpoint's folder or a run's; Fault where it is unsound or another's.
     `now`: the inputs of the plan."""
-    path, manifest = _sound(plan, target, span)
+    path, manifest = find_checkpoint(target, span)
+    if manifest.iteration > plan.deploy.run.iterations:
+        done = (
+            f"the checkpoint {path} is of {manifest.iteration} iterations, the run is to have "
+            f"{plan.deploy.run.iterations}"
+        )
+        help = "state more iterations, or resume from an older checkpoint"
+        raise Fault(Diagnostic("bad-checkpoint", done, span, help))
     help = "bring back what the run began with, or begin another run, without --resume"
     other = differences(manifest.program, program(plan))
     if foreign := [d for d in other if d.startswith(("models.", "algorithm.name "))]:
@@ -65,17 +72,18 @@ def resumed(plan: Plan, target: str, span: Span, now: Inputs | None = None) -> R
     return Resumed(path, manifest, tuple(other), (Diagnostic("changed-program", what, span, help, severity="warning"),))
 
 
-def _sound(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest]:
-    """The checkpoint that `target` names. Raises Fault."""
+def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path, Manifest]:
+    """Find the checkpoint that `target` names; of a run the newest. `use` is the flag that names it. Raises Fault."""
     path = Path(target).absolute()
 
     def refuse(what: str, help: str = "") -> Fault:
         return Fault(Diagnostic("bad-checkpoint", what, span, help))
 
     if not is_folder(path):
-        raise refuse(f"there is no folder {path} to resume from")
+        raise refuse(f"there is no folder {path} to {use} from")
     run = path.parent.parent if path.parent.name == checkpoint.FOLDER else path
-    if path == run:
+    copied_out = use == "export" and (path / checkpoint.MANIFEST).is_file()  # of its run's folder
+    if path == run and not copied_out:
         if not checkpoint.found(run):
             raise refuse(
                 f"the run in {run} has saved no checkpoint",
@@ -83,32 +91,23 @@ def _sound(plan: Plan, target: str, span: Span) -> tuple[Path, Manifest]:
             )
         path = checkpoint.found(run)[-1]
     try:
-        manifest = checkpoint.sound(path)
+        return path, checkpoint.sound(path)
     except checkpoint.Unsound as error:
         older = checkpoint.newest(run)
-        help = (
-            f"{older[0]} is sound: --resume {older[0]}, with --out another folder, or --overwrite for what is newer"
-            if older
-            else ""
-        )
-        help = help or "no other of this run is sound: begin anew; `run { keep = 3 }` keeps more of them to go back to"
+        if older is None:
+            help = "no other of this run is sound"
+            help += ": begin anew; `run { keep = 3 }` keeps more of them to go back to" if use == "resume" else ""
+        else:
+            help = f"{older[0]} is sound: --{use} {older[0]}"
+            help += ", with --out another folder, or --overwrite for what is newer" if use == "resume" else ""
         raise refuse(f"the checkpoint {path} cannot be used: {error}", help) from None
-    if manifest.iteration > plan.deploy.run.iterations:
-        done = (
-            f"the checkpoint {path} is of {manifest.iteration} iterations, the run is to have "
-            f"{plan.deploy.run.iterations}"
-        )
-        raise refuse(done, "state more iterations, or resume from an older checkpoint")
-    return path, manifest
 
 
 def program(plan: Plan) -> dict[str, Any]:
     """All of a plan that decides the result of a run: the algorithm, the models' shapes, the seed, the version of the
     streams that draw by it, the data, what a wrong number does, and under a schedule of the learning rate how many
     iterations it is for."""
-    models = {
-        name: {f: getattr(m, f) for f in MODEL} | {"tensors": len(m.tensors)} for name, m in plan.deploy.models.items()
-    }
+    models = model_shapes(plan)
     data = {name: {"fields": d.fields, "bytes": _size(d.path)} for name, d in plan.deploy.data.items()}
     found: dict[str, Any] = _bare(msgspec.to_builtins({"algorithm": plan.graph, "models": models, "data": data}))
     run = plan.deploy.run
@@ -116,6 +115,13 @@ def program(plan: Plan) -> dict[str, Any]:
     if scheduled := [n.name for n in plan.graph.verb("update") if _is_scheduled(Update.of(n))]:
         decides[f"iterations, which the learning rate of {' and '.join(scheduled)} is scheduled over,"] = run.iterations
     return found | decides
+
+
+def model_shapes(plan: Plan) -> dict[str, Any]:
+    """What makes two models of a plan the same, but for their weights."""
+    return {
+        name: {f: getattr(m, f) for f in MODEL} | {"tensors": len(m.tensors)} for name, m in plan.deploy.models.items()
+    }
 
 
 def _is_scheduled(update: Update) -> bool:
@@ -163,4 +169,4 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-__all__ = ["Resumed", "differences", "program", "resumed"]
+__all__ = ["Resumed", "differences", "find_checkpoint", "model_shapes", "program", "resumed"]

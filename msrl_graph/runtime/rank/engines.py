@@ -7,8 +7,6 @@ layout.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -29,8 +27,8 @@ from ...ir.ahead import fetched, sparse
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan, Reshard
-from ...sharding.layout import Side, full, owns, slices
-from ..weights import checkpoint, saved
+from ...sharding.layout import Side, owns, slices
+from ..weights import checkpoint, exported
 from ..weights.checkpoint import Manifest
 from ..weights.published import Published
 from ..weights.reshard import Resharder, Swap
@@ -275,18 +273,4 @@ class Engines:
         whole = {t.name: torch.empty(t.shape, dtype=given[0][2].dtype) for t in model.tensors}
         for name, box, values in given:
             whole[name][slices(box)] = values
-        whole = {
-            name: whole[t.name][i] if i else whole[t.name]
-            for t in model.tensors
-            for name, i, _ in t.in_files(full(t.shape))
-        } | transformer.fixed(model)
-        target = Path(folder).with_suffix(".partial")
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
-        saved.tensors(target / "model.safetensors", whole, {"format": "pt"})
-        saved.companions(Path(model.path), target)
-        if model.scores:
-            config = target / "config.json"
-            config.write_text(json.dumps(transformer.scoring(json.loads(config.read_text())), indent=2) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was gone on with
-        target.rename(folder)
+        exported.write_folder(model, whole, Path(folder))

@@ -341,6 +341,16 @@ class Source:
         """The files that hold something of what lies in `box`."""
         return {file for file, there in self.pieces.get(name, ()) if overlap(there, box) is not None}
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in which a tensor was saved. Raises Unsound."""
+        from safetensors import safe_open
+
+        if name not in self.pieces:
+            raise Unsound(f"it holds no {name}")
+        with safe_open(self.path / self.pieces[name][0][0], framework="pt") as tensors:
+            found: torch.dtype = tensors.get_slice(name)[:0].dtype
+        return found
+
     def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """The part of a tensor that lies in `box`, from however many files."""
         import torch
