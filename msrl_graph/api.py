@@ -39,6 +39,7 @@ def run(
     replay: Path | str | None = None,
     iterations: int | None = None,
     seed: int | None = None,
+    evaluate: bool = False,
     dry_run: bool = False,
     verbose: bool = False,
     measure_memory: bool = False,
@@ -52,12 +53,13 @@ def run(
     Both may be URLs.
 
     `overwrite` replaces the results of a run that is in `out` already, or, with `resume`, the newer checkpoints.
-    `iterations` and `seed` take the place of the plan's. `record` writes the rows of each iteration; `replay` is the
-    folder of a run that did, whose responses are taken in place of generated ones. `dry_run` checks all that can be
-    checked, prints what would run and starts nothing. `verbose` shows what the processes print, `measure_memory` what a
-    rank's tensors take. `nice`, from 0 to 19, is how much nicer than this process those are that compute. `watch`
-    serves a page on which the run can be watched, `metrics_port` (0: a free one) metrics for Prometheus. What is told
-    on the way goes to `stderr` (default: the process's own).
+    `iterations` and `seed` take the place of the plan's. `evaluate` does the plan's evaluations once, with the weights
+    of `resume` or the models' own, and trains nothing; its results go to a folder of their own. `record` writes the
+    rows of each iteration; `replay` is the folder of a run that did, whose responses are taken in place of generated
+    ones. `dry_run` checks all that can be checked, prints what would run and starts nothing. `verbose` shows what the
+    processes print, `measure_memory` what a rank's tensors take. `nice`, from 0 to 19, is how much nicer than this
+    process those are that compute. `watch` serves a page on which the run can be watched, `metrics_port` (0: a free
+    one) metrics for Prometheus. What is told on the way goes to `stderr` (default: the process's own).
 
     Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a
     process died more often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
@@ -83,7 +85,11 @@ def run(
             stated.get("nice", 0),
             watch,
             stated.get("metrics_port"),
+            evaluate,
         )
+        for name, given in (("iterations", iterations), ("replay", replay), ("measure_memory", measure_memory or None)):
+            if evaluate and given is not None:
+                _refuse(f"`evaluate` trains nothing: `{name}` does not go with it")
         if not dry_run:
             return supervisor.run(plan, out, str(resume or ""), options, stderr)
         made = supervisor.prepare(plan, out, str(resume or ""), options)

@@ -67,6 +67,12 @@ def parser() -> argparse.ArgumentParser:
         "--replay", metavar="DIR", help="train on the responses of a run that was recorded, in place of generated ones"
     )
     p.add_argument(
+        "--evaluate",
+        action="store_true",
+        help="do the program's evaluations once and train nothing, with the models' own weights or, with --resume, "
+        "those of a checkpoint; results go to a folder of their own",
+    )
+    p.add_argument(
         "--export",
         metavar="DIR",
         help="write the weights of a checkpoint, or of a run's newest one, as Hugging Face folders, and start nothing; "
@@ -138,6 +144,8 @@ def _run(argv: Sequence[str]) -> int:
 # The flags that go with --export; all others are of a run.
 _OF_EXPORT = {"file", "export", "to", "worker", "deploy", "sets", "diagnostics", "color"}
 
+_OF_TRAINING = {"iterations", "replay", "measure_memory"}
+
 
 def _go_together(p: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """End with bad usage where flags of a run and of an export are mixed."""
@@ -148,6 +156,8 @@ def _go_together(p: argparse.ArgumentParser, options: argparse.Namespace) -> Non
             p.error(f"`{alone[0]}` goes with `--export`")
         if options.file is None:
             p.error("the following arguments are required: FILE")
+        if options.evaluate and (other := [f for d, f in stated.items() if d in _OF_TRAINING]):
+            p.error(f"`--evaluate` trains nothing: `{other[0]}` does not go with it")
         return
     if of_run := [flag for dest, flag in stated.items() if dest not in _OF_EXPORT]:
         p.error(f"`--export` starts no run: `{of_run[0]}` does not go with it")
@@ -211,6 +221,7 @@ def run_plan(text: str, out: str | None) -> int:
             record=False,
             replay=None,
             dry_run=False,
+            evaluate=False,
             verbose=False,
             measure_memory=False,
             nice=0,
@@ -246,6 +257,7 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         options.nice,
         options.watch,
         options.metrics_port,
+        options.evaluate,
     )
     if options.dry_run:
         made = supervisor.prepare(plan, options.out, resume, watched)

@@ -244,7 +244,7 @@ class Run(Declared):
     """`run { … }`. `save` 0: no checkpoint; `resume` "": a new run. The `warn_…` and `max_drift` are the thresholds of
     symptoms.py."""
 
-    iterations: int = attr(COUNT, 1, "How many; `msrl-run --iterations 0` does the evaluations before them only.")
+    iterations: int = attr(COUNT, 1, "How many; `msrl-run --evaluate` does the evaluations alone.")
     seed: int = attr(
         Number(0, 2**53, whole=True),
         0,

@@ -111,6 +111,8 @@ class Driver:
         folder = Path(self.attempt.resume)
         manifest = checkpoint.manifest_of(folder)
         self.pool.parted.bring(folder, manifest, self._written)
+        if self.attempt.options.evaluate:
+            return manifest
         copy = checkpoint.metrics_copy(folder, manifest)
         if copy is not None and (wrong := restore(out / METRICS, copy)):
             self.display.say(f"{out / METRICS} {wrong}: its {many(manifest.lines, 'line')} come from {folder}")
@@ -131,7 +133,9 @@ class Driver:
         self.ahead = Ahead(plan, self.pool.ranks, begin)
         if not self.attempt.lines:
             for evaluation in plan.deploy.evaluations:
-                self._evaluate(evaluation, 0, sizes)
+                self._evaluate(evaluation, begin, sizes)
+        if self.attempt.options.evaluate:
+            return self._done()
         scalars = [c.name for c in plan.graph.columns if c.element == "f32" and not c.dims]
         symptoms = Symptoms(plan)
         for line in self.recorder.lines:  # of what was told already
@@ -183,8 +187,11 @@ class Driver:
             folder = (out / "weights" / worker).absolute()
             self._written([r.save.remote(worker, str(folder)) for r in self.pool.ranks])
             self.pool.parted.collect(folder)
+        return self._done()
+
+    def _done(self) -> Result:
         if self.attempt.url:
-            self.pool.parted.leave(out.absolute(), self.attempt.url)
+            self.pool.parted.leave(Path(self.attempt.out).absolute(), self.attempt.url)
         # All else is done; but who asked for checkpoints must not take this run for one that has its last.
         return Result("failed", self.unsaved) if self.unsaved else Result("done")
 

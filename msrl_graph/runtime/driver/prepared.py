@@ -40,6 +40,7 @@ class Options:
     nice: int = 0  # by how much the processes that compute are nicer than what starts them
     watch: bool = False  # there is a page of it
     metrics: int | None = None  # at which port Prometheus finds its metrics, 0: at a free one
+    evaluate: bool = False  # its evaluations alone, once: nothing is trained, no weights are written
 
 
 PLAIN = Options()
@@ -62,6 +63,7 @@ class Prepared:
     origin: str = ""  # the URL that `begin` is from
     inputs: Inputs = NO_INPUTS
     changed: tuple[str, ...] = ()  # what has changed since `begin` was written, and decides the result
+    evaluates: bool = False  # and nothing else
 
     def drop(self) -> None:
         """Removes the working copies of a run that is not started."""
@@ -85,9 +87,13 @@ class Prepared:
             f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else "no checkpoints"
         )
         rows = ", ".join(f"{name} {found.rows} rows" for name, found in self.rows.items())
+        trains = f"{run.iterations} iterations"
+        if self.evaluates:
+            trains = f"evaluates {' and '.join(e.data for e in plan.deploy.evaluations)}, trains nothing,"
+            saved = "no checkpoints"
         left_out = [f"{name}: {found}" for name, found in self.rows.items() if found.out]
         return [
-            f"{plan.deploy.name}: {run.iterations} iterations {begin}, seed {run.seed}",
+            f"{plan.deploy.name}: {trains} {begin}, seed {run.seed}",
             f"on {many(plan.cluster.nodes, 'host')} of {plan.cluster.devices_per_node} {plan.cluster.device.resource}",
             *(f"{s.pool}: by {s.python}" for s in plan.surroundings if s.python),
             *(f"{s.pool}: {x.name}={x.value}, {x.why}" for s in plan.surroundings for x in s.settings),
@@ -111,6 +117,10 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
 
 
 def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options, copies: list[Path]) -> Prepared:
+    if options.evaluate and not plan.deploy.evaluations:
+        what = f"`{plan.deploy.name}` has no `evaluate`, so there is nothing to do without training"
+        help = "name data and the columns to report, in the deploy: evaluate DATA { report = COLUMN }"
+        raise Fault(Diagnostic("bad-value", what, plan.deploy.span, help))
     plan = pinned(plan)
     copied = here(plan)
     sizes, warnings = check(copied), [*untried(plan), *tried(plan), *variables.check(plan)]
@@ -124,10 +134,11 @@ def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options,
     if not target:
         rows.check(plan, options.record, options.replay, 0)
         folder, url = _chosen(plan, out, options, copies)
-        return Prepared(plan, sizes, folder, out is not None, None, None, warnings, url, inputs=read)
+        stated = out is not None
+        return Prepared(plan, sizes, folder, stated, None, None, warnings, url, inputs=read, evaluates=options.evaluate)
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
     brought = mirror.bring(target, span, copies) if is_url(target) else None
-    whose = resumed(copied, str(brought.folder) if brought else target, span, read)
+    whose = resumed(copied, str(brought.folder) if brought else target, span, read, trains=not options.evaluate)
     begin, manifest = whose.path, whose.manifest
     home, newest = (
         begin.parent.parent,
@@ -137,20 +148,27 @@ def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options,
         stays = brought is not None and (out is None or str(out).rstrip("/") == brought.run)
     else:
         stays = out is None or Path(out).resolve() == home.resolve()
+    if options.evaluate:
+        if stays and out is not None:
+            what = f"an evaluation is not written into the folder of the run that it evaluates, {out}"
+            raise Fault(Diagnostic("bad-value", what, help="name another folder with --out"))
+        stays = False
     if stays and not newest and not options.overwrite:
         run = brought.run if brought else home
         what = f"the run in {run} has newer checkpoints than {begin.name}, which going on from there would replace"
         help = "name another folder for the results with --out, or replace them: --overwrite"
         raise Fault(Diagnostic("bad-checkpoint", what, span, help))
-    warnings += _lost_lines(home, begin, manifest, stays, span)
+    if not options.evaluate:
+        warnings += _lost_lines(home, begin, manifest, stays, span)
     rows.check(plan, options.record, options.replay, manifest.iteration)
     folder, url = (home, brought.run if brought else "") if stays else _chosen(plan, out, options, copies)
     if stays and brought:
         urls.writable(url)
     origin = urls.under(brought.run, checkpoint.FOLDER, begin.name) if brought else ""
     warnings += whose.warnings
-    known = (plan, sizes, folder, True, begin, manifest, warnings, url)
-    return Prepared(*known, origin=origin, inputs=read, changed=whose.changed)
+    stated = stays or out is not None
+    known = (plan, sizes, folder, stated, begin, manifest, warnings, url)
+    return Prepared(*known, origin=origin, inputs=read, changed=whose.changed, evaluates=options.evaluate)
 
 
 def _lost_lines(run: Path, begin: Path, manifest: checkpoint.Manifest, stays: bool, span: Span) -> list[Diagnostic]:

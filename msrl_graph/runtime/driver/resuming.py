@@ -40,11 +40,11 @@ class Resumed:
     warnings: tuple[Diagnostic, ...]
 
 
-def resumed(plan: Plan, target: str, span: Span, now: Inputs | None = None) -> Resumed:
+def resumed(plan: Plan, target: str, span: Span, now: Inputs | None = None, trains: bool = True) -> Resumed:
     """The checkpoint that `target` names, a checkpoint's folder or a run's; Fault where it is unsound or another's.
-    `now`: the inputs of the plan."""
+    `now`: the inputs of the plan; `trains`: the run goes on from it."""
     path, manifest = find_checkpoint(target, span)
-    if manifest.iteration > plan.deploy.run.iterations:
+    if trains and manifest.iteration > plan.deploy.run.iterations:
         done = (
             f"the checkpoint {path} is of {manifest.iteration} iterations, the run is to have "
             f"{plan.deploy.run.iterations}"
@@ -68,7 +68,7 @@ def resumed(plan: Plan, target: str, span: Span, now: Inputs | None = None) -> R
         return Resumed(path, manifest, (), ())
     shown = "; ".join(other[:SHOWN]) + (f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else "")
     what = f"what decides the result has changed since the checkpoint {path} was written: {shown}"
-    help = "the run goes on with everything as it is now"
+    help = "the run goes on with everything as it is now" if trains else "it is evaluated with everything as it is now"
     return Resumed(path, manifest, tuple(other), (Diagnostic("changed-program", what, span, help, severity="warning"),))
 
 

@@ -68,10 +68,14 @@ class Outcome:
 
     folder: Path | str
     reported: dict[str, tuple[float, float]]
+    evaluated: bool = False  # once, and nothing was trained
 
     def lines(self) -> list[str]:
         """Each evaluation before and after, in a line."""
-        return [f"{name} {first:.3f} -> {last:.3f}" for name, (first, last) in self.reported.items()]
+        return [
+            f"{name} {first:.3f}" + ("" if self.evaluated else f" -> {last:.3f}")
+            for name, (first, last) in self.reported.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,7 @@ class Supervisor:
     def _begin(self, out: Path) -> None:
         """Where a run goes on in another folder, the lines so far are its lines too."""
         begin, manifest = self.made.begin, self.made.manifest
-        if begin is None or manifest is None or self.made.goes_on:
+        if begin is None or manifest is None or self.made.goes_on or self.options.evaluate:
             return
         lines, _ = whole_lines(begin.parent.parent / METRICS)
         (out / METRICS).write_bytes(b"".join(lines[: manifest.lines]))
@@ -280,6 +284,7 @@ class Supervisor:
             folder = kept.folder
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
+            lines = 0 if self.options.evaluate else lines  # they are of another run
             shipped.lay_in(folder, self.files)
             attempt = Attempt(
                 plan,
@@ -391,7 +396,7 @@ class Supervisor:
             if evaluation := evaluations.get(line.get("evaluation", "")):
                 for name, value in ((evaluation.title(c), line[c]) for c in evaluation.report if c in line):
                     found[name] = (found.get(name, (value,))[0], value)
-        return Outcome(out, found)
+        return Outcome(out, found, self.options.evaluate or not self.plan.deploy.run.iterations)
 
 
 def _size(path: Path) -> int:
