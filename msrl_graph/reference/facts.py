@@ -174,7 +174,14 @@ def _function(signature: Signature) -> str:
 
 
 def _algorithms() -> str:
-    return "\n".join(f"- `{name}`: {text}" for name, text in _files().items())
+    return "\n".join(f"- `{name}`: {text}{_params(name)}" for name, text in _files().items())
+
+
+def _params(algorithm: str) -> str:
+    """The params of an algorithm of the package with their defaults, on a line of their own."""
+    from ..compiler.pipeline import check
+
+    return f"\n  Params: {', '.join(f'`{name} = {value}`' for name, value in check(algorithm).params.items())}."
 
 
 @functools.cache
