@@ -100,6 +100,7 @@ def test_an_entry_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert compile_main(["--explain", "every"]) == 0
     out = capsys.readouterr().out
     assert [line for line in out.splitlines() if line.startswith("An ")] == [
+        "An attribute of `worker`: a whole number of 1 or more, by default 1.",
         "An attribute of `update`: a whole number of 1 or more, by default 1.",
         "An attribute of `resharding edge`: a whole number of 1 or more, by default 1.",
         "An attribute of `evaluate`: a whole number of 1 or more, by default only before and after.",

@@ -12,7 +12,20 @@ from functools import partial
 from ..diagnostics import Diagnostic
 from ..dsl.dropped import Dropped, missed
 from ..ir.graph import Graph
-from . import columns, edges, filters, levels, liveness, optimizers, scope, staleness, states, temperature, terms
+from . import (
+    columns,
+    edges,
+    filters,
+    followers,
+    levels,
+    liveness,
+    optimizers,
+    scope,
+    staleness,
+    states,
+    temperature,
+    terms,
+)
 from .columns import Library
 
 Check = Callable[[Graph, Library], list[Diagnostic]]
@@ -25,6 +38,7 @@ CHECKS: tuple[Check, ...] = (
     columns.no_path,
     edges.unknown_verb,
     edges.frozen_update,
+    followers.stated,
     edges.bad_reshard,
     edges.no_reshard,
     scope.term_column,

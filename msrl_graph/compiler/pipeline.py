@@ -18,7 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from .. import algorithms, checks
 from ..backends import ENGINES
-from ..checks import datafiles, environments, folders, layout, lints, liveness, memory, sharing, staleness, tokenizers
+from ..checks import (
+    datafiles,
+    environments,
+    folders,
+    followers,
+    layout,
+    lints,
+    liveness,
+    memory,
+    sharing,
+    staleness,
+    tokenizers,
+)
 from ..diagnostics import Diagnostic, Fault, ProgramWarning, public, render
 from ..dsl import ast
 from ..dsl.lower import Context, Refused, lower
@@ -48,7 +60,11 @@ def _misplaced(plan: Plan) -> list[Diagnostic]:
     """What is wrong with where and how nodes are placed; a statement that is wrong by itself is not told to differ from
     another."""
     found = layout.check(plan, ENGINES)
-    found += [d for d in (*sharing.check(plan), *staleness.check(plan)) if d.span not in {f.span for f in found}]
+    found += [
+        d
+        for d in (*sharing.check(plan), *staleness.check(plan), *followers.placed(plan, ENGINES))
+        if d.span not in {f.span for f in found}
+    ]
     return found or lints.check(plan, ENGINES)
 
 

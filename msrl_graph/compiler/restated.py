@@ -48,7 +48,14 @@ def _algorithm(graph: Graph) -> ast.Algorithm:
         column = ast.Column(_name(state.name), ast.Type(_name(state.element), (), per, NOWHERE), NOWHERE)
         body.append(ast.State(column, expression(state.initial), NOWHERE))
     for worker in graph.workers:
-        attrs = _attrs({"model": Expr("word", worker.model)} if worker.model else {})
+        stated = {"model": Expr("word", worker.model)} if worker.model else {}
+        if worker.follows:
+            stated["follows"] = Expr("word", worker.follows)
+        if worker.every != 1:
+            stated["every"] = Expr("number", worker.every)
+        if worker.decay:
+            stated["decay"] = Expr("number", worker.decay)
+        attrs = _attrs(stated)
         body.append(ast.Worker(_name(worker.name), _name(worker.kind), worker.frozen, attrs, NOWHERE))
     body += [_source(node) if node.verb == "source" else _node(node) for node in graph.nodes]
     body += [_edge(edge) for edge in graph.edges]

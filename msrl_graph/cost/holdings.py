@@ -296,6 +296,7 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
         here = what == "weights" and busy and plan.graph.node(busy).worker == plan.graph.node(node).worker
         if here or not offloads(plan, node, what):
             items[item] = size
+    items |= averages(plan, engines, pool)
     for src, _ in fetched(plan):  # a copy of the version that generations fetch
         if plan.placement(src).pool == pool:
             item = f"{plan.graph.node(src).worker} weights to fetch"
@@ -305,6 +306,18 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
         if building := spec(plan, engines, dst).building:  # what it gives back with the weights alone
             items[f"{dst} cache{KEPT}"] = sum(building(work(plan, engines, dst)).values())
     return items
+
+
+def averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
+    """The float32 copies that moving averages of weights of another type are kept in, by item."""
+    found = {}
+    for worker in plan.graph.workers:
+        first = next(iter(plan.graph.sharing(worker.name)), None) if worker.follows and worker.decay else None
+        if first is None or plan.placement(first.name).pool != pool or dtype(plan, first.name) == "f32":
+            continue
+        size = weights(plan, engines, first.name) // BYTES[dtype(plan, first.name)] * BYTES["f32"]
+        found[f"{worker.name} average"] = size
+    return found
 
 
 def offloaded(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:

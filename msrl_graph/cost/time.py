@@ -264,10 +264,15 @@ class Costs:
         return total(*parts, norm, self.collectives.copies())
 
     def fetch(self) -> Figure:
-        """Weights that lie in host memory come in before the node computes; they never change, so none go back."""
+        """Weights that lie in host memory come in before the node computes; they go back only where they follow others
+        and have changed."""
         if not holdings.offloads(self.plan, self.node, "weights"):
             return Figure(0.0, "derived", "the weights are there")
-        return self._copied(self._weights, "weights in from host memory")
+        worker = self.plan.graph.worker(self.graph_node.worker)
+        if not worker.follows or self.plan.graph.sharing(worker.name)[0].name != self.node:
+            return self._copied(self._weights, "weights in from host memory")
+        size = round(self._weights * (1 + 2 / worker.every))
+        return self._copied(size, "weights in from host memory, and those that follow in and out again")
 
     def _stored(self, tokens: float, computing: float) -> Figure:
         """Copies of the activations of so many tokens, which take `computing` seconds."""

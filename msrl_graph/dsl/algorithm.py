@@ -95,14 +95,15 @@ class _Algorithm(Declarations):
                 )
             if kind == "function":
                 self.workers[worker.name.text] = Worker(worker.name.text, kind, span=worker.span)
-                if worker.frozen or said.model:
-                    what = "frozen" if worker.frozen else "model"
+                if worker.frozen or said.model or said.follows:
+                    what = "frozen" if worker.frozen else "model" if said.model else "follows"
                     raise mistake(
                         "bad-value", f"a function has no weights, so `{what}` means nothing here", worker.span
                     )
                 return
+            follows = (said.follows, said.every, said.decay)
             self.workers[worker.name.text] = Worker(
-                worker.name.text, kind, worker.frozen, said.model or kind, worker.span
+                worker.name.text, kind, worker.frozen, said.model or kind, worker.span, *follows
             )
 
     def _lower_source(self) -> None:

@@ -62,7 +62,12 @@ def _declared(graph: Graph) -> Section:
     for c in graph.columns:
         found[f"column {c.name}"] = {"type": Fact(_type(c)), "level": Fact(c.level)}
     for w in graph.workers:
-        found[f"worker {w.name}"] = {"kind": Fact(w.kind), "frozen": Fact(w.frozen), "model": Fact(w.model or None)}
+        found[f"worker {w.name}"] = {
+            "kind": Fact(w.kind),
+            "frozen": Fact(w.frozen),
+            "model": Fact(w.model or None),
+            "follows": Fact(w.following.removeprefix("follows ") or None),
+        }
     for s in graph.states:
         found[f"state {s.name}"] = {
             "type": Fact(s.element),

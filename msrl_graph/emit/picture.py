@@ -58,7 +58,7 @@ def graph_picture(graph: Graph) -> Picture:
     for w in graph.workers:
         words = [
             w.kind,
-            *(["frozen"] if w.frozen else []),
+            *([w.following or "frozen"] if w.frozen else []),
             *([f"model {w.model}"] if w.model and w.model != w.kind else []),
         ]
         groups.append((w.name, ", ".join(words)))

@@ -6,7 +6,7 @@ its reason. At 100 columns no table is cut off; without a terminal there is no c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..hardware.cluster import Figure
@@ -14,7 +14,7 @@ from ..hardware.settings import Setting
 from ..ir.ahead import late_states, row_age_bound
 from ..ir.attributes import Generate
 from ..ir.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signature
-from ..ir.graph import Graph, Node
+from ..ir.graph import Graph, Node, Worker
 from ..ir.plan import EngineChoice, Plan
 from .page import WIDTH, Page, Sheet
 from .placed import placed
@@ -62,6 +62,12 @@ def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
     return page.text()
 
 
+def _worker(worker: Worker) -> Iterator[str]:
+    yield worker.kind
+    if worker.frozen:
+        yield worker.following or "frozen"
+
+
 def write_graph(page: Sheet, graph: Graph) -> None:
     """`graph_text` on any sheet."""
     page.heading(f"Algorithm {graph.name}", f"{_rows(graph)} an iteration")
@@ -70,7 +76,7 @@ def write_graph(page: Sheet, graph: Graph) -> None:
     page.heading("Workers")
     page.table(
         ("worker", "kind", "model"),
-        [(w.name, w.kind + (", frozen" if w.frozen else ""), w.model or "-") for w in graph.workers],
+        [(w.name, ", ".join(_worker(w)), w.model or "-") for w in graph.workers],
     )
     page.heading("Columns")
     writers = {c: n.name for n in graph.nodes for c in n.writes}

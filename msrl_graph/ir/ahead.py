@@ -300,12 +300,12 @@ def in_turns(plan: Plan) -> dict[str, str]:
 def _openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]]:
     """By pool with both ends of an edge with `staleness` the nodes of its opening; for those that cannot have one, why.
 
-    These are the generations, what they need, and frozen nodes that need no function's rows but these. So nothing in it
-    waits, and functions get their rows as early as can be."""
+    These are the generations, what they need, and frozen nodes that need no function's rows but these, unless their
+    weights follow the update's. So nothing in it waits, and functions get their rows as early as can be."""
     graph, pool_of, behind = plan.graph, _pools(plan), _staleness(plan)
     found, why = dict[str, frozenset[str]](), dict[str, str]()
     shared = [(src, dst) for (src, dst), n in behind.items() if n and pool_of[src] == pool_of[dst]]
-    updated = {n.worker for n in graph.verb("update")} if shared else set()
+    updated = {*graph.weighty} if shared else set()
     for pool in dict.fromkeys(pool_of[dst] for _, dst in shared):
         of = [(src, dst) for src, dst in shared if pool_of[dst] == pool]
         needed = {dst for _, dst in of}.union(*(graph.flow.before(dst) for _, dst in of))
@@ -335,7 +335,7 @@ def _waits(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str
     for node in (n for n in needed if n in pool_of):
         if pool_of[node] != pool:
             return f"it waits for rows of `{node}`, which has other devices"
-        if graph.node(node).verb == "update":
+        if graph.node(node).verb == "update" or graph.worker(graph.node(node).worker).follows:
             return f"it waits for rows of `{node}`"
     if because := by_state(plan, [dst for _, dst in edges]):
         return f"it {because}"

@@ -51,6 +51,20 @@ class Worker(Declared):
     """`worker NAME : KIND { … }`, of a kind with weights."""
 
     model: str = attr(Name(), "", "The name that the deploy's `model` statement gives weights to.", "the kind's name")
+    follows: str = attr(
+        Name(),
+        "",
+        "Of a `frozen` worker: the trained worker whose weights it takes over after an iteration. Its own begin as "
+        "those of its model.",
+        "none: its weights never change",
+    )
+    every: int = attr(COUNT, 1, "With `follows`: it takes them after every so many-th iteration.")
+    decay: float = attr(
+        Number(0, 1),
+        0.0,
+        "With `follows`: its weights become decay times their own and (1 - decay) times those that it follows, an "
+        "exponential moving average. 0 copies them.",
+    )
 
 
 @dataclass(frozen=True)

@@ -123,6 +123,21 @@ class Worker:
     frozen: bool = False
     model: str = ""
     span: Span = NOWHERE
+    follows: str = ""  # the worker whose weights a frozen one takes over, after `every` so many-th iteration
+    every: int = 1
+    decay: float = 0.0
+
+    def due(self, number: int) -> bool:
+        """Return whether its weights change after iteration `number`."""
+        return bool(self.follows) and (number + 1) % self.every == 0
+
+    @property
+    def following(self) -> str:
+        """What it follows, and how, in words; "" for none."""
+        if not self.follows:
+            return ""
+        how = f" every {self.every} iterations" if self.every > 1 else ""
+        return f"follows {self.follows}{how}" + (f", decay {self.decay:g}" if self.decay else "")
 
 
 class Saying:
@@ -268,6 +283,12 @@ class Graph(GraphViews):
         return {
             column: sorted(nodes, key=lambda n: n.span) if len(nodes) > 1 else nodes for column, nodes in found.items()
         }
+
+    @cached_property
+    def weighty(self) -> tuple[str, ...]:
+        """The workers whose weights change in a run: those that are trained, then those that follow them."""
+        trained = [n.worker for n in self.verb("update")]
+        return tuple(dict.fromkeys([*trained, *(w.name for w in self.workers if w.follows and self.sharing(w.name))]))
 
     def sharing(self, worker: str) -> tuple[Node, ...]:
         """The nodes that compute with the weights that a worker keeps: its updates first, then its infers, in the order

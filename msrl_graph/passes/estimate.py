@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from ..backends.spec import EngineSpec
 from ..cost import between as costs
 from ..cost import holdings
+from ..cost.following import followed
 from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..hardware.cluster import Figure, weakest
@@ -132,6 +133,9 @@ class EstimateTime(Pass):
             step = node.optimizer_step()
             seconds += step.value * node.steps()
             basis, source = f"{basis}; steps: {step.basis}", weakest(batch, step)
+            if (follow := followed(node)).value:
+                seconds += follow.value
+                basis, source = f"{basis}; {follow.basis}", weakest(batch, step, follow)
         elif (fetch := node.fetch()).value:
             seconds, basis, source = seconds + fetch.value, f"{basis}; {fetch.basis}", weakest(batch, fetch)
         return Figure(seconds, source, basis)

@@ -155,7 +155,10 @@ class Place(Placing):
             if stated is not None:
                 return stated
             if owner != node.name and owner in found:
-                return EngineChoice(found[owner].engine.name, chosen=f"{owner}, as the layout is")
+                own = {}
+                if plan.graph.worker(node.worker).follows:  # weights of one type, so that each rank copies its part
+                    own = {k: v for k, v in found[owner].engine.options.items() if k == "dtype"}
+                return EngineChoice(found[owner].engine.name, own, chosen=f"{owner}, as the layout is")
             name = decision.engines.get(owner) or engines(plan, owned, self.engines)[0].name
             return EngineChoice(name, chosen=why(plan, owned, self.engines, name))
         # The micro-batch is its own; what else it states, checks/sharing.py compares with the owner's.

@@ -85,8 +85,7 @@ def _workers(path: Path, manifest: Manifest, plan: Plan, worker: str) -> list[st
     if worker and worker not in saved:
         what = f"the checkpoint {path} holds no weights of `{worker}`, but of {has}"
         raise _refuse(what, nearest(worker, saved) or f"export one of them: --worker {saved[0]}", "unknown-name")
-    trained = {plan.graph.node(n.name).worker for n in plan.graph.verb("update")}
-    if other := [name for name in saved if name not in trained]:
+    if other := [name for name in saved if name not in plan.graph.weighty]:
         what = f"the checkpoint {path} holds weights of `{other[0]}`, which `{plan.graph.name}` does not train"
         raise _refuse(what, "name the program of the run: msrl-run PROGRAM --export CHECKPOINT")
     return [worker] if worker else saved
@@ -115,7 +114,7 @@ def _free(folder: Path) -> Path:
 
 def _model(plan: Plan, worker: str, path: Path, manifest: Manifest) -> Model:
     """The model of a worker, which is the one that the checkpoint is of."""
-    model = plan.model(next(n.name for n in plan.graph.verb("update") if n.worker == worker))
+    model = plan.model(plan.graph.sharing(worker)[0].name)
     name = plan.graph.worker(worker).model
     there = manifest.program.get("models", {}).get(name)
     if other := differences({"models": {name: there}}, {"models": {name: model_shapes(plan)[name]}}):

@@ -183,7 +183,7 @@ class Driver:
         for evaluation in plan.deploy.evaluations if run.iterations else ():
             if not evaluation.every or run.iterations % evaluation.every:
                 self._evaluate(evaluation, run.iterations, sizes)
-        for worker in dict.fromkeys(plan.graph.node(n.name).worker for n in plan.graph.verb("update")):
+        for worker in plan.graph.weighty:
             folder = (out / "weights" / worker).absolute()
             self._written([r.save.remote(worker, str(folder)) for r in self.pool.ranks])
             self.pool.parted.collect(folder)

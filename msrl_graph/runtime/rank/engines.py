@@ -7,7 +7,8 @@ layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -21,21 +22,22 @@ from ... import algorithms
 from ...backends import ENGINES, transformer
 from ...backends.away import Away
 from ...backends.devices import Device, Devices
-from ...backends.spec import EngineSpec, Generator, Trainer, Weights
+from ...backends.spec import EngineSpec, Generator, Shard, Trainer, Weights
 from ...cost import holdings
 from ...ir.ahead import fetched, sparse
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan, Reshard
-from ...sharding.layout import Side, owns, slices
+from ...sharding.layout import Box, Side, owns, slices
 from ..weights import checkpoint, exported
-from ..weights.checkpoint import Manifest
+from ..weights.checkpoint import Manifest, Source
 from ..weights.published import Published
 from ..weights.reshard import Resharder, Swap
 from ..weights.routes import blocks
 from ..weights.send import Sender
 from . import objects
 from .failed import BUILT, telling
+from .followers import AVERAGE, Follower
 from .proof import Proof, complete
 
 T = TypeVar("T")
@@ -58,6 +60,7 @@ class Engines:
         self.proofs: dict[tuple[str, str], Proof] = {}  # of the same edges
         self.sparse = sparse(plan)
         self.away: dict[str, Away] = {}  # by worker, weights that lie in host memory unless it computes
+        self.followers: dict[str, Follower] = {}  # by worker
         self.steps: dict[str, int] = {}  # optimizer steps taken, by update of its pool
 
     def build(self) -> None:
@@ -71,6 +74,11 @@ class Engines:
         if early:  # first what leaves the device again: their weights come with resharding
             self._build_all("generate")
         self._build_all("infer", "update")
+        for worker in plan.graph.workers:
+            if worker.follows and worker.name in self.trainers:
+                trainers = self.trainers[worker.name], self.trainers[worker.follows]
+                self.followers[worker.name] = Follower(worker, *trainers, self.away.get(worker.name))
+                self.followers[worker.name].build()
         for edge in plan.reshards:
             self._build_reshard(edge.src, edge.dst)
         if not early:  # when all groups are made, and beside no more than there is while they generate
@@ -93,7 +101,7 @@ class Engines:
             node = plan.graph.node(placement.node)
             if node.verb in verbs:
                 # What an update states holds for the weights that its worker's other nodes share.
-                node = next((n for n in self._updates() if n.worker == node.worker and node.verb != "generate"), node)
+                node = next((n for n in self._changing() if n.worker == node.worker and node.verb != "generate"), node)
                 with telling(plan, node, self.rank, BUILT):
                     self._build(node)
 
@@ -202,7 +210,7 @@ class Engines:
         """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files,
         optimizer steps by update, and what went wrong."""
         files, failed = [], ""
-        for node in self._updates():
+        for node in self._changing():
             if node.worker in self.swaps:
                 self.swaps[node.worker].wait()
             if node.worker not in self.trainers:
@@ -210,19 +218,20 @@ class Engines:
             trainer, placement = self.trainers[node.worker], self.plan.placement(node.name)
             side = self._spec(node.name).side(placement.layout)
             owned = {t.name for t in self.plan.model(node.name).tensors if owns(t, side, self.local)}
-            kinds = {"weights": trainer.shards(), **trainer.moments()}
-            pieces = [(f"{node.worker}/{kind}", s) for kind, shards in kinds.items() for s in shards if s.name in owned]
-            try:
-                name = f"{node.worker}-rank-{self.rank:05d}.safetensors"
-                files.append(checkpoint.write(Path(folder), name, pieces, says | checkpoint.taken(self.steps)))
-            except OSError as error:
-                failed = str(error)  # not raised: the other ranks are on their way to the next collective
+            with self._held(node.worker) as shards:
+                kinds = {"weights": shards, **self._beside(node.worker, trainer)}
+                pieces = [(f"{node.worker}/{k}", s) for k, some in kinds.items() for s in some if s.name in owned]
+                try:
+                    name = f"{node.worker}-rank-{self.rank:05d}.safetensors"
+                    files.append(checkpoint.write(Path(folder), name, pieces, says | checkpoint.taken(self.steps)))
+                except OSError as error:
+                    failed = str(error)  # not raised: the other ranks are on their way to the next collective
         return files, self.steps, failed
 
     def wants(self, manifest: Manifest) -> set[str]:
         """The files of a checkpoint that hold something of what this rank has."""
         source, found = checkpoint.Source(Path(), manifest), set[str]()
-        for node in self._updates():
+        for node in self._changing():
             shards = self.trainers[node.worker].shards() if node.worker in self.trainers else []
             for kind in source.kinds(node.worker):
                 found |= {f for s in shards for f in source.files(f"{node.worker}/{kind}/{s.name}", s.box)}
@@ -234,10 +243,13 @@ class Engines:
         # Those of this rank's pool: of others it takes none, and would tell of old ones.
         here = {p.node for p in self.plan.placements if self.pool and p.pool == self.pool.name}
         self.steps = {name: count for name, count in manifest.steps.items() if name in here}
-        for node in self._updates():
+        for node in self._changing():
             if node.worker not in self.trainers:
                 continue
             trainer, name = self.trainers[node.worker], node.worker
+            if name in self.followers:
+                self._resume_follower(source, name)
+                continue
             with torch.no_grad():
                 for s in trainer.shards():
                     s.tensor.copy_(source.read(f"{name}/weights/{s.name}", s.box, s.tensor.dtype))
@@ -255,20 +267,50 @@ class Engines:
                     moments, sum(self.steps.get(n.name, 0) for n in self.plan.graph.verb("update") if n.worker == name)
                 )
 
-    def _updates(self) -> list[Node]:
-        """The first update of each worker that has one."""
-        return list({n.worker: n for n in reversed(list(self.plan.graph.verb("update")))}.values())
+    def _resume_follower(self, source: Source, name: str) -> None:
+        """Take the weights of a worker that follows; those of its model stay where the checkpoint is of a program in
+        which it did not."""
+        follower, kinds = self.followers[name], source.kinds(name)
+        if "weights" not in kinds:
+            return
+        with torch.no_grad(), follower.held(changes=True) as shards:
+            for s in shards:
+                s.tensor.copy_(source.read(f"{name}/weights/{s.name}", s.box, s.tensor.dtype))
+            for s in follower.averages:
+                kind = AVERAGE if AVERAGE in kinds else "weights"
+                s.tensor.copy_(source.read(f"{name}/{kind}/{s.name}", s.box, s.tensor.dtype))
+
+    @contextmanager
+    def _held(self, worker: str) -> Iterator[list[Shard]]:
+        """A worker's shards on the device."""
+        if worker in self.followers:
+            with self.followers[worker].held() as shards:
+                yield shards
+        else:
+            yield self.trainers[worker].shards()
+
+    def _beside(self, worker: str, trainer: Trainer) -> dict[str, list[Shard]]:
+        """What a checkpoint keeps of a worker beside its weights."""
+        return self.followers[worker].kinds() if worker in self.followers else trainer.moments()
+
+    def _changing(self) -> list[Node]:
+        """The first update of each worker that has one, and the first node of each that follows one."""
+        return [self.plan.graph.sharing(worker)[0] for worker in self.plan.graph.weighty]
 
     def save(self, worker: str, folder: str) -> None:
         """Writes the worker's weights as a Hugging Face folder: rank 0 lays together the shards of all ranks that have
         some."""
         if worker in self.swaps:
             self.swaps[worker].wait()
-        mine = [(s.name, s.box, s.tensor) for s in self.trainers[worker].shards()] if worker in self.trainers else []
+        mine: list[tuple[str, Box, torch.Tensor]] = []
+        if worker in self.trainers:
+            with self._held(worker) as shards:
+                copies = worker in self.away  # whose storages go again
+                mine = [(s.name, s.box, s.tensor.clone() if copies else s.tensor) for s in shards]
         everyone = objects.gather(mine)
         if everyone is None:
             return
-        model = self.plan.model(next(n.name for n in self._updates() if n.worker == worker))
+        model = self.plan.model(next(n.name for n in self._changing() if n.worker == worker))
         given = [piece for shards in everyone for piece in shards]
         whole = {t.name: torch.empty(t.shape, dtype=given[0][2].dtype) for t in model.tensors}
         for name, box, values in given:

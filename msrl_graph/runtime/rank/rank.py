@@ -233,6 +233,10 @@ class Rank(Training, Generation):
             _note(report, f"peak of {step.op} {step.node}", peak.peak)
 
         self.client.walk(here, instructions, task, self.doing(self, task, report), around)
+        if task.trains and task.part != "opening":
+            with report.phase("follow"):
+                for follower in self.followers.values():
+                    follower.follow(task.number)
         if measure:
             _note(report, "after", memory.held())
         self.client.flush(task, report)

@@ -1,0 +1,29 @@
+"""What workers that follow a trained one take after an iteration."""
+
+from __future__ import annotations
+
+import math
+
+from ..hardware.cluster import Figure
+from . import holdings
+from .time import Costs
+
+
+def followed(update: Costs) -> Figure:
+    """Seconds of an iteration, on average, for all workers that follow an update's.
+
+    Their weights are written, the update's are read, and for a moving average theirs are read too. Of weights that lie
+    in host memory their own node counts the copies (`Costs.fetch`).
+    """
+    plan, worker = update.plan, update.graph_node.worker
+    workers = [w for w in plan.graph.workers if w.follows == worker]
+    first = holdings.update_of(plan, worker)
+    if not workers or first is None or first.name != update.node:
+        return Figure(0.0, "derived", "no worker follows")
+    size = holdings.weights(plan, update.engines, update.node)
+    moved = math.fsum((3 if w.decay else 2) * size / w.every for w in workers)
+    bandwidth = update.device.rate("memory_bandwidth", moved / max(len(update.model.tensors), 1))
+    return Figure(moved / bandwidth.value, bandwidth.source, "weights that follow / memory bandwidth")
+
+
+__all__ = ["followed"]
