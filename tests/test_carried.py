@@ -7,11 +7,12 @@ import shutil
 import numpy as np
 import pytest
 
-from msrl_graph import compile
+from msrl_graph import Fault, compile
 from msrl_graph.runtime.driver.carried import Carried, _cut
 from msrl_graph.runtime.driver.carried import _arrays as carried_arrays
+from msrl_graph.runtime.driver.shares import prompts_for
 from msrl_graph.runtime.process.report import NextValues, Report, RunError
-from msrl_graph.runtime.process.task import Cut
+from msrl_graph.runtime.process.task import Cut, Task
 from msrl_graph.runtime.weights import checkpoint
 
 PROGRAM = """
@@ -46,19 +47,21 @@ SET = """
 pytestmark = pytest.mark.filterwarnings("ignore::msrl_graph.diagnostics.ProgramWarning")  # there are no data
 
 
-def planned(states=False, refill=False):
+def planned(states=False, refill=False, adaptive=False):
     text = PROGRAM.replace("STATES", STATES if states else "").replace("SET", SET if states else "")
     if refill:
         text = text.replace("host.reward -> host.rate, host.level", "host.mixed -> host.rate, host.level")
-    return compile("a.rlg", text=text.replace("REFILL", ", refill = 2" if refill else ""))
+    stated = f", refill = 2, adaptive = {str(adaptive).lower()}" if refill else ""
+    return compile("a.rlg", text=text.replace("REFILL", stated))
 
 
-def report(states=None, drawn=(), prompts_drawn=0):
+def report(states=None, drawn=(), prompts_drawn=0, prompts_kept=0):
     found = Report(
         "functions", states={n: NextValues(*v) for n, v in (states or {}).items()}, drawn=np.array(drawn, np.int64)
     )
     if prompts_drawn:
         found.count("prompts_drawn", prompts_drawn, 0)
+        found.count("prompts_kept", prompts_kept, 0)
     return found
 
 
@@ -153,3 +156,99 @@ def test_a_changed_program_reads_on_where_the_old_one_ended(tmp_path):
     plain = Carried(planned(), 10)
     plain.restore(path, checkpoint.manifest_of(path))
     assert plain.known and [plain.task(i).position for i in (1, 2)] == [9, 12]
+
+
+# Adaptive refills
+
+
+def drawn_on_average(size, target, share, most):
+    """Prompts that rounds of a size draw until so many have passed, and what rounds cost, over random draws."""
+    draw, rounds = np.random.default_rng(0), -(-most // size)
+    passed = np.cumsum(draw.binomial(size, share, (4000, rounds)), axis=1)
+    needed = np.minimum(1 + (passed < target).sum(axis=1), rounds)
+    return float((needed * size + (needed - 1) * target / 4).mean())
+
+
+@pytest.mark.parametrize(
+    ("target", "share", "most"), [(64, 0.7, 704), (8, 0.52, 88), (256, 0.95, 512), (64, 0.1, 704), (20, 0.4, 60)]
+)
+def test_an_adaptive_draw_is_the_cheapest_of_all_sizes(target, share, most):
+    found = drawn_on_average(prompts_for(target, share, most), target, share, most)
+    every = [drawn_on_average(size, target, share, most) for size in range(target, most + 1, max(1, most // 100))]
+    assert found <= 1.03 * min(every) and found <= drawn_on_average(target, target, share, most) + 1e-9
+
+
+def test_an_adaptive_draw_where_nearly_all_is_known():
+    """Of 64 prompts with 70 % that pass, a refill of 64 draws 128."""
+    assert 98 <= prompts_for(64, 0.7, 704) <= 110
+    assert prompts_for(64, 1.0, 128) == 64 and prompts_for(64, 0.0, 128) == prompts_for(64, 0.01, 128) == 128
+
+
+def test_an_adaptive_draw_follows_the_share_that_passed_and_a_checkpoint_holds_it(tmp_path):
+    plan = planned(refill=True, adaptive=True)
+    carried = Carried(plan, 100)
+    sizes, expected = [], []
+    passed = drawn = 0.0
+    for i, (part, rounds) in enumerate([(1, 1), (0.84, 2), (0.8, 1), (1, 1), (1, 1), (0.9, 1)]):
+        expected.append(prompts_for(3, passed / drawn if drawn else 1.0, 9))
+        task = carried.task(i)
+        sizes.append(task.prompts)
+        assert task.wanted == task.target == 3 and task.prompts * task.rounds(2) >= 9
+        assert carried.task(i) == task  # whoever asks again
+        metrics = Report("functions", drawn=np.zeros(task.prompts * rounds, np.int64))
+        carried.count(i, [metrics])
+        assert metrics.sums["refill/prompts"] == (task.prompts, 1)
+        position, kept = carried.position, round(part * task.prompts * rounds)
+        passed, drawn = 0.8 * passed + kept, 0.8 * drawn + task.prompts * rounds
+        carried.after(task, [report(prompts_drawn=task.prompts * rounds, prompts_kept=kept)])
+        assert carried.position == position + task.prompts * rounds
+    assert sizes == expected and sizes[:2] == [3, 3] and len({*sizes}) > 1
+    path = saved(carried, tmp_path, 6)
+    again = Carried(plan, 100)
+    again.restore(path, checkpoint.sound(path))
+    assert again.task(6).prompts == carried.task(6).prompts and again.task(6).position == carried.task(6).position
+    # A checkpoint of a run that did not adapt: the counts begin anew.
+    plain = Carried(planned(refill=True), 100)
+    plain.after(plain.task(0), [report(prompts_drawn=3, prompts_kept=1)])
+    path = saved(plain, tmp_path, 1)
+    again = Carried(plan, 100)
+    again.restore(path, checkpoint.sound(path))
+    assert again.task(1).prompts == 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            "per = prompt REFILL",
+            "per = prompt, adaptive = true",
+            ("bad-value", "`host.mixed` draws no more prompts, so `adaptive` means nothing here"),
+        ),
+        (
+            "keep = mixed(), per = prompt REFILL",
+            "keep = reward > 0.5, refill = 2, adaptive = true",
+            ("bad-scope", "`host.mixed` is `adaptive`, and does not choose whole prompts: no share of them passes"),
+        ),
+    ],
+)
+def test_what_cannot_be_adaptive_is_refused_and_the_help_is_a_way_out(old, new, told):
+    text = PROGRAM.replace("STATES", "").replace("SET", "").replace(old, new)
+    with pytest.raises(Fault) as fault:
+        compile("a.rlg", text=text)
+    found = fault.value.diagnostics[0]
+    assert (found.code, found.message) == told
+    help = found.help.partition("`")[2].partition("`")[0]
+    compile("a.rlg", text=text.replace("adaptive = true", f"adaptive = true, {help}"))
+
+
+def test_the_rows_of_an_adaptive_draw_are_planned_for():
+    """No size draws more than twice as many prompts as a refill allows."""
+    for target, refill in itertools.product((3, 8, 64), (1, 2, 10)):
+        most = target * (1 + refill)
+        drawn = [size * Task("train", 0, size, wanted=target).rounds(refill) for size in range(target, most + 1)]
+        assert most <= min(drawn) and max(drawn) <= 2 * most
+    plans = [planned(refill=True, adaptive=adaptive) for adaptive in (False, True)]
+    plain, adaptive = (
+        max(m.items["rows"] for m in plan.memory if m.place == "host" and "rows" in m.items) for plan in plans
+    )
+    assert plain < adaptive <= 2 * plain

@@ -119,3 +119,35 @@ def test_a_refill_goes_on_until_the_batch_is_full_and_ends_where_it_never_is(pla
     )
     assert code == 3 and message in " ".join(err.split()), err
     place.assert_clean()
+
+
+def test_an_adaptive_refill_draws_about_as_many_as_are_needed_the_same_on_any_layout_and_after_a_resume(place):
+    (place.folder / "count.py").write_text("def count(iterations):\n    return iterations + 1\n")
+    text = REFILLED.replace("REWARD", "exact_match()").replace("iterations = 2", "iterations = 8")
+    text = text.replace("set prompts = 8", "set prompts = 24").replace("set group = 4", "set group = 8")
+    text = text.replace("seed = 0", "seed = 0, save = 4, keep = 9")
+    adaptive = text.replace("  state iterations", "  node host.filter { adaptive = true }\n  state iterations")
+    (place.folder / "p.rlg").write_text(text)
+    ran(place, "--out", "plain")
+    (place.folder / "p.rlg").write_text(adaptive)
+    ran(place, "--out", "two", "--record")
+    plain, two = metrics(place.folder / "plain"), metrics(place.folder / "two")
+    assert two[0]["refill/prompts"] == 24 and all(line["rows"] == 192 for line in (*plain, *two))
+    for line in two:
+        assert line["prompts_drawn"] == line["refill/prompts"] * (1 + line["refills"]) and line["prompts_kept"] >= 24
+    later = [sum(line["prompts_drawn"] for line in lines[2:]) for lines in (plain, two)]
+    refills = [sum(line["refills"] for line in lines[2:]) for lines in (plain, two)]
+    assert later[1] < 0.9 * later[0] and refills[1] < refills[0], (later, refills)
+    # The first 24 that pass are trained on, in the source's order.
+    rows = rows_of(place.folder / "two", 7).to_pydict()
+    mixed = [p for p in range(int(two[7]["prompts_drawn"])) if 0 < sum(rows["score"][8 * p : 8 * p + 8]) < 8]
+    trained = [r // 8 for r, advantage in zip(rows["row"], rows["advantage"], strict=True) if advantage is not None]
+    assert sorted(set(trained)) == mixed[:24]
+    (place.folder / "p.rlg").write_text(adaptive)
+    ran(place, "--resume", "two/checkpoints/000004", "--out", "resumed")
+    assert told(place.folder / "resumed") == told(place.folder / "two")
+    (place.folder / "p.rlg").write_text(adaptive.replace("devices_per_node = 2", "devices_per_node = 1"))
+    ran(place, "--out", "one")
+    for line, other in zip(metrics(place.folder / "one"), two, strict=True):
+        for key in ("refill/prompts", "prompts_drawn", "prompts_kept", "response_tokens", "rows"):
+            assert line[key] == other[key], (key, line["iteration"])

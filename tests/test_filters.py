@@ -127,9 +127,9 @@ def folder(tmp_path_factory):
 class Flow:
     """Every node of a plan, each group of its processes: takes shares as they come, and writes what they write."""
 
-    def __init__(self, plan, truth, random):
+    def __init__(self, plan, truth, random, size=0):
         self.plan, self.truth, self.random = plan, truth, random
-        self.task = Task("train", 7, plan.graph.rows[0])
+        self.task = Task("train", 7, size or plan.graph.rows[0], wanted=plan.graph.rows[0])
         self.readers = {r.node: r for r in readers(plan)}
         self.controllers = {n: Controller(r) for n, r in self.readers.items()}
         for c in self.controllers.values():
@@ -216,22 +216,30 @@ class Flow:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@given(seed=st.integers(0, 10**6), kindness=st.sampled_from([0.0, 0.3, 0.6, 1.0]), arrival=st.integers(0, 10**6))
-@settings(max_examples=20, deadline=None)
-def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindness, arrival):
+@given(
+    seed=st.integers(0, 10**6),
+    kindness=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
+    arrival=st.integers(0, 10**6),
+    more=st.sampled_from([0, 0, 1, 2, 5]),
+)
+@settings(max_examples=30, deadline=None)
+def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindness, arrival, more):
+    """With rounds of as many prompts as are to go on, and where a refill is adaptive of `more`."""
     plan = planned(name, folder)
     truth = Truth(plan, seed, kindness)
-    flow, count = Flow(plan, truth, random.Random(arrival)), plan.graph.rows[0]
-    if truth.rounds(count) is None:
+    count = plan.graph.rows[0]
+    size = count + more if truth.rows.refilling else 0
+    flow = Flow(plan, truth, random.Random(arrival), size)
+    if truth.rounds(count, size) is None:
         with pytest.raises(RunError, match="raise `refill`"):
             flow.run()
         return
     flow.run()
-    assert flow.rounds == truth.rounds(count)[0]
+    assert flow.rounds == truth.rounds(count, size)[0]
     for node, reader in flow.readers.items():
         shares = flow.handed[node]
         got = Counter(truth.key(flow.numbers, int(r), reader.rows) for s in shares for r in s.rows)
-        assert got == Counter(truth.expected(node, count)), node
+        assert got == Counter(truth.expected(node, count, size)), node
         assert all(flow.ended[node, g] == (flow.rounds if reader.loops else 1) for g in range(len(reader.at))), node
         for s in shares:  # a group is whole, and its rows are together
             above = np.zeros(len(s.rows), int) if reader.whole else flow.numbers.above(s.rows, reader.rows, reader.unit)

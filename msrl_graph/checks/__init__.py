@@ -55,6 +55,7 @@ CHECKS: tuple[Check, ...] = (
     optimizers.rated,
     optimizers.shared,
     filters.broken_groups,
+    filters.adaptive,
     filters.refilled_batch,
     filters.refilled_twice,
     filters.rows_apart,

@@ -127,6 +127,18 @@ def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
+def adaptive(graph: Graph, library: Library) -> list[Diagnostic]:
+    """A share of prompts that pass is known where each prompt has one verdict."""
+    found = []
+    for node in (n for n in graph.nodes if Call.of(n).adaptive and Call.of(n).refill):
+        if node.per in ("row", "batch") or graph.column(node.per).level != 0:
+            message = f"`{node.name}` is `adaptive`, and does not choose whole prompts: no share of them passes"
+            first = next(iter(graph.node("source").writes), "prompt")
+            help = f"add `per = {first}`, or leave `adaptive` out"
+            found.append(Diagnostic("bad-scope", message, node.at("adaptive"), help))
+    return found
+
+
 def refilled_batch(graph: Graph, library: Library) -> list[Diagnostic]:
     """`per = batch` before a refill: its batch is not whole until the rows are there that the refill brings."""
     found = []

@@ -246,6 +246,9 @@ class _Algorithm(Declarations):
         if statement == "function" and "refill" in given and not given & {"keep", "select"}:
             help = "add `keep` or `select`, or leave `refill` out"
             self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", node.title, help)
+        if statement == "function" and "adaptive" in given and "refill" not in given:
+            what = f"`{node_name(node)}` draws no more prompts, so `adaptive` means nothing here"
+            self.problems.tell("bad-value", what, node.title, "add `refill = 3`, or leave `adaptive` out")
         if statement == "generate" and {"environment", "memory"} <= given and "on_failure" not in given:
             help = "add `on_failure = drop_row` or `drop_group`, or leave it out"
             what = f"`memory` of `{node_name(node)}` bounds processes, and its environment has none of its own"

@@ -32,6 +32,7 @@ from .kinds import (
     TEMPERATURE,
     TIME,
     TOOL_CALLS,
+    Flag,
     Name,
     Number,
     String,
@@ -307,6 +308,12 @@ class Call(OfNode):
         "With a filter: at most so many more rounds of prompts until as many groups stay as the source begins. "
         "What is over is cut in the source's order. If that does not suffice the run ends with an error.",
         "no refill",
+    )
+    adaptive: bool = attr(
+        Flag(),
+        False,
+        "With `refill` and `per` a column of the source: each iteration draws as many prompts at once as are likely to "
+        "suffice, by the share that passed in the iterations before, and no more prompts in all than `refill` allows.",
     )
     on_failure: str = attr(
         Words(("stop", "leave")),

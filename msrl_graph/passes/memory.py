@@ -207,7 +207,9 @@ def _rounds(graph: Graph) -> dict[str, int]:
     found: dict[str, int] = {}
     for filter in (n for n in graph.nodes if Call.of(n).refill):
         after = graph.flow.after(filter.name)
-        found |= {c: 1 + Call.of(filter).refill for n in graph.nodes if n.name not in after for c in n.writes}
+        # The last of several rounds of any size may begin just before the bound.
+        rounds = (1 + Call.of(filter).refill) * (2 if Call.of(filter).adaptive else 1)
+        found |= {c: rounds for n in graph.nodes if n.name not in after for c in n.writes}
     return found
 
 

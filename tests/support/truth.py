@@ -72,20 +72,24 @@ class Truth:
             key, start = key[1], self.rows.sets[start].above
         return key
 
-    def rounds(self, count):
-        """How many rounds of prompts it takes, and which prompts go on; None where they never suffice."""
+    def rounds(self, count, size=0):
+        """How many rounds of prompts it takes, and which prompts go on; None where they never suffice. `size`: how many
+        prompts a round has where these are not as many as are to go on."""
+        size = size or count
         filter = self.rows.refilling
         if filter is None:
             return 1, range(count)
-        for rounds in range(1, filter.refill + 2):
-            left = self.under(range(rounds * count), filter.left, (*self.rows.passed[filter.node], filter))
+        for rounds in range(1, -(-count * (filter.refill + 1) // size) + 1):
+            left = self.under(range(rounds * size), filter.left, (*self.rows.passed[filter.node], filter))
             alive = sorted({self.up(k, filter.left, 0)[1] for k in left})
             if len(alive) >= count:
                 return rounds, alive[:count]
         return None
 
-    def expected(self, node, count):
+    def expected(self, node, count, size=0):
         """The rows that a node is handed in all."""
-        rounds, kept = self.rounds(count)
+        rounds, kept = self.rounds(count, size)
         after = self.rows.refilling in self.rows.passed[node]
-        return self.under(kept if after else range(rounds * count), self.rows.nodes[node], self.rows.passed[node])
+        return self.under(
+            kept if after else range(rounds * (size or count)), self.rows.nodes[node], self.rows.passed[node]
+        )

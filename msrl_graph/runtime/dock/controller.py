@@ -183,13 +183,13 @@ class Controller:
         _, decided, count = book.progress.surviving(rounds)
         if not decided.all():
             return None
-        if count >= book.task.prompts:
+        if count >= book.task.target:
             return False
-        if rounds > filter.refill:
+        if rounds >= book.task.rounds(filter.refill):
             drawn = rounds * book.task.prompts
             what = (
                 f"of {drawn} prompts in {rounds} rounds {count} have rows that it lets pass, where "
-                f"{book.task.prompts} are to go on"
+                f"{book.task.target} are to go on"
             )
             raise RunError(
                 f"`{filter.node}` in iteration {book.task.number}: {what}; raise `refill`, ask for fewer prompts, or "

@@ -86,7 +86,7 @@ class Progress:
             of = self.numbers.above(rows, filter.left, 0)
             self._alive[prompts] = self._open[prompts] = self._unsifted[prompts] = False
             self._alive[of[known]] = self._open[of[~known]] = True
-        return first_prompts(self._alive[:end], self._open[:end], self.task.prompts)
+        return first_prompts(self._alive[:end], self._open[:end], self.task.target)
 
     @property
     def _window(self) -> slice:
@@ -131,7 +131,7 @@ class Progress:
     def _sift(self, window: slice) -> None:
         """Which prompts go on where a filter refills; those of which that is known now are to be looked at."""
         inside, decided, found = self.surviving(self.opened)
-        self._enough = found >= self.task.prompts
+        self._enough = found >= self.task.target
         if self._filter in self.reader.passed:
             self._news[window] |= (inside != self._inside[window]) | (decided != self._decided[window])
             self._inside[window], self._decided[window] = inside, decided

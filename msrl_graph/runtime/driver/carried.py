@@ -20,6 +20,7 @@ from ..data.columns import Array
 from ..process.report import Report, RunError
 from ..process.task import Cut, Tables, Task
 from ..weights import checkpoint
+from .shares import RefillSize
 
 FILE = "states.safetensors"
 # Of responses that go on, in FILE: of each prompt its position in the data, how often it was cut and how many
@@ -33,6 +34,7 @@ class Carried:
     def __init__(self, plan: Plan, rows: int) -> None:
         self.graph, self.rows = plan.graph, rows
         self.refills = any(Call.of(n).refill for n in plan.graph.nodes)
+        self.refill = RefillSize(self.graph)
         self.positions = {0: 0}  # in the data, by iteration, of those where it is known
         growing = next((n for n in plan.graph.verb("generate") if n.cuts), None)
         # How many data-parallel groups tell what they have cut; 0: nothing goes on in another iteration.
@@ -58,7 +60,9 @@ class Carried:
         _, draws = self.draws.setdefault(number, (now, self.states[now]))
         states = self.states.get(number, {})
         position = self._position(number)
-        return Task("train", number, self.prompts, 0, position, _of_run(states), cut=cut, draws=_of_run(draws))
+        prompts, wanted = (self.refill.of(number), self.refill.target) if self.refill.adapts else (self.prompts, 0)
+        own = (_of_run(states), _of_run(draws))
+        return Task("train", number, prompts, 0, position, own[0], cut=cut, draws=own[1], wanted=wanted)
 
     @property
     def position(self) -> int:
@@ -110,6 +114,7 @@ class Carried:
         for report in reports:
             self.heard(task, report)
         self.learn(task.number, reports)
+        self.refill.ended(task.number, reports)
         self.states = {number: states for number, states in self.states.items() if number > task.number}
         self.draws = {number: drawn for number, drawn in self.draws.items() if number > task.number}
         self.positions = {number: place for number, place in self.positions.items() if number > task.number}
@@ -139,12 +144,14 @@ class Carried:
         for name, value in self.states[number].items():
             some = value[rows] if value.ndim else np.atleast_1d(value)
             report.count(name, float(some.sum()), len(some))
+        self.refill.count(number, report)
         for name in self.drawing:
             report.count(f"{name}/age", number - self.draws[number][0], 1)
 
     def save(self, folder: Path, says: Mapping[str, str]) -> list[checkpoint.File]:
         """The states as a file of a checkpoint, if there are any."""
         held = {**self.states[min(self.states)], **(_arrays(self.cut[min(self.cut)]) if self.groups else {})}
+        held |= self.refill.saved()
         return [checkpoint.write_arrays(folder, FILE, held, says)] if held else []
 
     def restore(self, folder: Path, manifest: checkpoint.Manifest) -> None:
@@ -152,9 +159,10 @@ class Carried:
         usual = manifest.iteration * self.graph.rows[0]
         self.positions = {manifest.iteration: usual if manifest.position < 0 else manifest.position}
         states = self.states = {manifest.iteration: self.states[min(self.states)]}
-        if not states[manifest.iteration] and not self.groups:
+        if not states[manifest.iteration] and not self.groups and not self.refill.adapts:
             return
         found = checkpoint.read_arrays(folder / FILE) if any(f.name == FILE for f in manifest.files) else {}
+        self.refill.restore(found)
         self.cut = {manifest.iteration: _cut(found, manifest.iteration)}
         for name, value in self.states[manifest.iteration].items():
             if name not in found:

@@ -43,6 +43,7 @@ class Task:
 
     - `prompts`: how many come at once, and again with each refill; `position`: where they begin in the data's endless
       sequence of rows, those aside that were `cut` in the iteration before (`partial`): these come first.
+    - `wanted`: how many prompts are to go on where a filter refills; 0: as many as come at once.
     - `fan`: how many responses are drawn to each prompt; 0: as many as the program says.
     - `states`: the values of the run's states that the iteration before left; none where that is not known yet.
       `draws`: those that its rows are drawn by, which may be older.
@@ -64,6 +65,17 @@ class Task:
     cut: tuple[Cut, ...] = ()
     part: Part = "whole"
     draws: Mapping[str, float] = field(default_factory=dict)
+    wanted: int = 0
+
+    @property
+    def target(self) -> int:
+        """How many prompts are to go on where a filter refills."""
+        return self.wanted or self.prompts
+
+    def rounds(self, refill: int) -> int:
+        """How many rounds of prompts there may be with a filter's `refill`: as many prompts as that many rounds of the
+        target have."""
+        return -(-self.target * (1 + refill) // self.prompts)
 
     @property
     def key(self) -> str:
@@ -89,5 +101,5 @@ class Tables(NamedTuple):
 def numbers(sets: Sequence[Rowset], refilling: Sieve | None, task: Task) -> Numbers:
     """How the rows of a task are numbered, in a graph of these sets; `refilling` is the filter that asks for more
     prompts."""
-    rounds = 1 + refilling.refill if refilling and task.trains else 1
+    rounds = task.rounds(refilling.refill) if refilling and task.trains else 1
     return Numbers(sets, task.prompts * rounds, task.fan)
