@@ -66,7 +66,9 @@ def _declared(graph: Graph) -> Section:
             "kind": Fact(w.kind),
             "frozen": Fact(w.frozen),
             "model": Fact(w.model or None),
-            "follows": Fact(w.following.removeprefix("follows ") or None),
+            "follows": Fact(w.follows or None),
+            "every": Fact(w.every if w.every != 1 else None),
+            "decay": Fact(w.decay or None),
         }
     for s in graph.states:
         found[f"state {s.name}"] = {
