@@ -3,11 +3,14 @@ independent computation."""
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from place import ONE_RANK, SMALL, metrics, ran, rows_of, weights
 from safetensors.torch import load_file
 from stage import EXAMPLE, Stage, one_rank
 from test_stale import APART, stale
+from tiny import ROLLOUT
+from tiny import staged as tiny
 from transformers import AutoModelForCausalLM
 
 from msrl_graph import Algorithm, check, compile
@@ -294,6 +297,34 @@ def test_a_checkpoint_in_which_it_did_not_follow_leaves_it_as_its_model(alone, t
     first = own(stage)
     stage._resume_follower(checkpoint.Source(tmp_path / "c", manifest), "reference")
     assert all(torch.equal(value, first[name]) for name, value in own(stage).items())
+
+
+def _follows(rank, folder, layout, dtype):
+    """On each of two ranks: thirty steps of an average, against float64."""
+    engines = f"engine actor.update = fsdp {{ dtype = {dtype} }}"
+    more = f"layout actor.update, critic.update {{ {layout} }}\n  {engines}"
+    stated = "worker teacher : policy frozen"
+    changed = (stated, f"{stated} {{ follows = actor, decay = 0.9 }}")
+    judge = str(EXAMPLE.parent / "ppo" / "reward_model")
+    stage = tiny(ROLLOUT, changed, rank=rank, ranks=2, more=more, judge=judge)
+    expected = own(stage, "teacher")
+    for number in range(30):
+        for name, value in moved(stage, number).items():
+            expected[name] = 0.9 * expected[name] + 0.1 * value
+        stage.followers["teacher"].follow(number)
+    found, exact = own(stage, "teacher"), {s.name: s.tensor for s in stage.followers["teacher"].averages}
+    assert (dtype == "bf16") == bool(exact)
+    for name, value in expected.items():
+        assert torch.allclose(exact.get(name, found[name]).double(), value, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("tp = 2", "f32"), ("dp = 2, zero = 3", "bf16"), ("cp = 2", "f32"), ("dp = 2, zero = 1", "f32")],
+)
+def test_an_average_on_two_ranks_of_any_layout(layout, dtype):
+    ranks.run(2, _follows, layout, dtype)
 
 
 # On Ray
