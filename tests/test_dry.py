@@ -18,7 +18,7 @@ from random_programs import FILE, FUNCTIONS, programs
 from msrl_graph.checks.liveness import least_capacity
 from msrl_graph.compiler.unready import unready
 from msrl_graph.ir.ahead import lanes, pipelined
-from msrl_graph.ir.attributes import Generate, Update
+from msrl_graph.ir.attributes import Call, Generate, Update
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import rowsets
 from msrl_graph.runtime.process.report import RunError
@@ -41,9 +41,9 @@ def expected(found: dry.Dry, task: Task, node: str) -> Counter[object] | None:
     if not task.trains:
         numbers = reader.numbers(task)
         return Counter(truth.under(range(numbers.size[0]), reader.rows, reader.failing, numbers.fans))
-    if truth.rounds(task.prompts) is None:
+    if truth.rounds(task.target, task.prompts) is None:
         return None
-    once = Counter(truth.expected(node, task.prompts))
+    once = Counter(truth.expected(node, task.target, task.prompts))
     return Counter({key: n * reader.epochs for key, n in once.items()})
 
 
@@ -96,13 +96,26 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
     for node in (n for n in plan.graph.verb("generate") if n.cuts):
         prompts, growing = Generate.of(node).under_way(prompts), node.name
     iterations = plan.deploy.run.iterations
+    adaptive = any(Call.of(n).adaptive for n in plan.graph.nodes)
     lacking = [i for i in range(iterations) if found.truth(Task("train", i, prompts)).rounds(prompts) is None]
-    if lacking:
+    if adaptive:
+        try:
+            found.run(DATA)
+        except RunError as error:
+            number = int(str(error).partition("in iteration ")[2].partition(":")[0])
+            truth = found.truth(Task("train", number, prompts))
+            assert "raise `refill`" in str(error)
+            assert truth.rounds(prompts, found.sizes[f"train/{number}"]) is None
+            return Outcome("refill that does not suffice")
+    elif lacking:
         with pytest.raises(RunError, match=f"in iteration {lacking[0]}: .*raise `refill`"):
             found.run(DATA)
         return Outcome("refill that does not suffice")
-    found.run(DATA)
-    tasks = [Task("train", i, prompts) for i in range(iterations)]
+    else:
+        found.run(DATA)
+    sizes = [found.sizes[f"train/{i}"] for i in range(iterations)]
+    assert adaptive or {*sizes} == {prompts}
+    tasks = [Task("train", i, size, wanted=prompts) for i, size in enumerate(sizes)]
     for e in plan.deploy.evaluations:
         tasks += [
             Task(e.data, i, DATA, e.samples)
@@ -127,9 +140,10 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
     in_order(plan, found)
     if growing:
         carried_on(plan, found, growing)
+    several = ", rounds of several sizes" if len({*sizes}) > 1 else ""
     if not found.versions:
-        return Outcome("to its end, what was not whole in the next iteration" if growing else "to its end")
-    return Outcome(f"to its end, {found.oldest} versions behind", iterations, found.oldest)
+        return Outcome("to its end, what was not whole in the next iteration" if growing else f"to its end{several}")
+    return Outcome(f"to its end, {found.oldest} versions behind{several}", iterations, found.oldest)
 
 
 def _numbered(key: str) -> tuple[str, int]:
@@ -269,6 +283,17 @@ def test_who_reads_only_a_state_works_in_every_round_of_a_refill(folder: Path) -
   source -> host.number -> host.keep -> actor.update
   actor.generate -> host.keep"""
     assert run(folder, GENERATE + algorithm, kindness=0.3) == "to its end"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_iterations_of_an_adaptive_refill_draw_as_many_as_the_share_says(folder: Path, staleness: int) -> None:
+    algorithm = """node host.keep(prompt, response) { keep = "f.py:keep", per = prompt, refill = 30, adaptive = true }
+  actor.generate -> host.keep -> actor.update
+  source -> host.keep"""
+    edge = f"update => actor.generate {{ staleness = {staleness} }}"
+    text = GENERATE.replace("update => actor.generate", edge) + algorithm
+    deploy = "apart actor.generate, actor.update"
+    assert run(folder, text, deploy, kindness=0.3, iterations=6, prompts=16).endswith(", rounds of several sizes")
 
 
 def test_a_row_goes_on_more_often_than_there_are_rows_and_again(folder: Path) -> None:

@@ -73,6 +73,7 @@ class Handed(client.Client):
 
     def take(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
         batch = super().take(node, task, group, at_once)
+        self.dry.sizes[task.key] = task.prompts
         reader, graph = self.readers[node], self.dry.plan.graph
         for column, rows in ((r.column, r.rows) for r in reader.reads):
             if not len(batch.rows):
@@ -417,6 +418,7 @@ class Dry:
         self.versions = {edge: Versions(n) for edge, n in aged(plan).items()}
         self.takes: dict[tuple[str, str], float] = {}  # by what is done and task, seconds
         self.times: dict[tuple[str, str], tuple[float, float]] = {}  # and from when to when it was done
+        self.sizes: dict[str, int] = {}  # by task, how many prompts came at once
         self.taken: dict[int, list[int]] = defaultdict(list)  # by iteration, the prompts that a partial rollout took
         # By state and iteration: what its readers saw, by prompt or for the run; and the units of who counts it up.
         self.seen: dict[tuple[str, int], dict[int, set[float]]] = defaultdict(lambda: defaultdict(set))

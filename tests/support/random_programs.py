@@ -221,6 +221,7 @@ class Program:
     def filter(self) -> None:
         reads = self.chosen(self.one(self.columns), 1, "number", "tokens")
         path = max((c.path for c in reads), key=len)
+        prompts = False  # whether it chooses whole prompts
         if self.often(25) and self.states:
             reads, given = [], self.one(self.states)
             attributes = f"keep = {given} < 3"
@@ -233,11 +234,12 @@ class Program:
             if per == "row" and "places" in attributes:
                 per = "column"
             if per != "row":
-                attributes += (
-                    f", per = {'batch' if per == 'batch' else self.marks(path[: self.draw(st.integers(0, len(path)))])}"
-                )
+                depth = self.draw(st.integers(0, len(path)))
+                attributes += f", per = {'batch' if per == 'batch' else self.marks(path[:depth])}"
+                prompts = per == "column" and not depth
         if self.often(50) and not self.looped and not self.growing and "batch" not in attributes:
             attributes += f", refill = {self.draw(st.integers(1, 3))}"
+            attributes += ", adaptive = true" if prompts and self.often(70) else ""
         name = f"k{len(self.nodes)}"
         node = self.node("host", name, f"({given}) {{ {attributes} }}", reads)
         self.filters.append(node)
