@@ -188,6 +188,26 @@ def test_of_several_generations_each_has_a_table_and_each_value_its_row(tmp_path
     ]
 
 
+def test_rows_of_an_evaluation_are_apart_and_each_goes_on_once(tmp_path, three):
+    """Of the generations that it runs, though a `select` of the training would repeat some of the rows."""
+    numbers = {"prompt": np.arange(4), "problem": np.arange(8), "solution": np.arange(32)}
+    draw = np.random.default_rng(0)
+    pieces = {
+        name: Piece(held, ragged([draw.integers(3, 13, 4) for _ in held], np.int32)) for name, held in numbers.items()
+    }
+    right = draw.normal(size=32).astype(np.float32)
+    pieces["right"] = Piece(numbers["solution"], Column(right))
+    pieces["old_logp"] = Piece(numbers["solution"], ragged([np.full(4, n) for n in range(32)], np.float32))
+    rows.write(tmp_path, three, pieces, Task("held_out", 40, 4))
+    found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.parquet")}
+    assert found == {f"evaluation_rows/held_out/{level}/000040.parquet" for level in ("prompt", "problem", "solution")}
+    table = parquet.read_table(tmp_path / "evaluation_rows" / "held_out" / "solution" / "000040.parquet").to_pydict()
+    assert table["row"] == table["origin_row"] == list(range(32))
+    assert table["problem_row"] == [n // 4 for n in range(32)]
+    assert table["right"] == right.tolist()
+    assert table["old_logp"] == [[n] * 4 for n in range(32)]  # written after the `select`
+
+
 @pytest.mark.usefixtures("alone")
 def test_every_generation_is_taken_from_its_own_table(tmp_path, three):
     columns = generations.columns()
@@ -329,6 +349,23 @@ def test_a_column_that_has_the_name_of_one_of_the_recordings(tmp_path, monkeypat
         "error[bad-value]: `prompt_text` is the name of a column that every recording has" in err
         and "--> p.rlg:9:" in err
     ), err
+
+
+@pytest.mark.slow
+def test_rows_of_evaluations_are_recorded_as_their_means_say(reference):
+    """Of each evaluation all rows of its data, in the data's order, with what the program computes of them."""
+    source = [json.loads(line) for line in (EXAMPLE / "test.jsonl").read_text().splitlines()]
+    lines = [x for x in metrics(reference) if "evaluation" in x]
+    folder = reference / "evaluation_rows" / "held_out"
+    assert [p.name for p in sorted(folder.iterdir())] == [f"{x['after_iterations']:06d}.parquet" for x in lines]
+    for line in lines:
+        table = parquet.read_table(folder / f"{line['after_iterations']:06d}.parquet").to_pydict()
+        assert table["prompt_text"] == [row["prompt"] for row in source for _ in range(2)]
+        assert table["answer"] == [row["answer"] for row in source for _ in range(2)]
+        pairs = zip(table["response_text"], table["answer"], strict=True)
+        right = [float(response.removesuffix("<eos>") == answer) for response, answer in pairs]
+        assert table["reward"] == right and np.mean(right) == pytest.approx(line["reward"])
+        assert "advantage" not in table  # no node that computes it runs
 
 
 @pytest.mark.slow

@@ -61,7 +61,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--record",
         action="store_true",
-        help="write the rows of each iteration into the run's folder, as Parquet under rows/",
+        help="write the rows of each iteration and evaluation into the run's folder, as Parquet under rows/ and "
+        "evaluation_rows/",
     )
     p.add_argument(
         "--replay", metavar="DIR", help="train on the responses of a run that was recorded, in place of generated ones"

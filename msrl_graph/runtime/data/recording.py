@@ -1,6 +1,7 @@
-"""The rows that were trained on, as Parquet files: written to be looked at, and taken again in place of generated ones.
+"""The rows of a run as Parquet files: written to be looked at, and those of training to be replayed.
 
-Invariant: a file holds one iteration of one table, in the order of the rows' numbers, and is there whole or not at all.
+Invariant: a file holds one table of one iteration or evaluation, in the order of the rows' numbers, and is there whole
+or not at all.
 Every value stands at the row that it belongs to, and at those below it. A recorded response is taken for the prompt
 that it was drawn for, and for no other; of a partial rollout there are those that the iteration took, and not what it
 cut.
@@ -29,6 +30,7 @@ from .tokens import of_column, tokenised
 from .wrong import drawn, vocabulary
 
 FOLDER = "rows"  # in a run's folder
+EVALUATED = "evaluation_rows"  # in a run's folder, with a folder for each evaluation
 SAME = "a recording is replayed with the seed, the data, the sizes and the version that it was made with"
 ORIGIN = "origin_row"  # of a repeat the number of the row that it repeats, of all others their own
 
@@ -48,8 +50,10 @@ class Table:
     rows: int
     ids: dict[str, int]
 
-    def file(self, run: Path, iteration: int) -> Path:
-        return run / FOLDER / self.folder / f"{iteration:06d}.parquet"
+    def file(self, run: Path, iteration: int, evaluation: str = "") -> Path:
+        """The file of an iteration of training, or of an evaluation after that number of iterations."""
+        folder = run / EVALUATED / evaluation if evaluation else run / FOLDER
+        return folder / self.folder / f"{iteration:06d}.parquet"
 
 
 def tables(graph: Graph, found: Rowsets | None = None) -> list[Table]:
@@ -130,25 +134,33 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
 
 
 def write(run: Path, plan: Plan, pieces: dict[str, Piece], task: Task) -> None:
-    """Writes an iteration into a run's folder: all rows of each column, ascending."""
+    """Write the rows of a task into a run's folder: all rows of each column, ascending.
+
+    An evaluation runs only the nodes that it needs. A generation that it does not run has no table in it.
+    """
     from pyarrow import parquet
 
     found = rowsets(plan.graph)
     counted = numbers(found.sets, found.refilling, task)
     for level in tables(plan.graph, found):
-        path = level.file(run, task.number)
+        if not task.trains and level.column not in pieces:
+            continue
+        path = level.file(run, task.number, "" if task.trains else task.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        parquet.write_table(_table(level, plan, found, counted, pieces), partial)
+        here = _here(level, found, counted, pieces, task.trains)
+        parquet.write_table(_table(level, plan, found, counted, here, pieces), partial)
         partial.replace(path)
 
 
-def _table(level: Table, plan: Plan, found: Rowsets, numbers: Numbers, pieces: dict[str, Piece]) -> Any:
+def _table(
+    level: Table, plan: Plan, found: Rowsets, numbers: Numbers, here: dict[int, Array], pieces: dict[str, Piece]
+) -> Any:
     """The rows of a level with all columns of it and of those above. What a row lacks, since a filter dropped it, is
     null."""
     import pyarrow as pa
 
-    graph, here = plan.graph, _here(level, found, numbers, pieces)
+    graph = plan.graph
     rows = np.unique(np.concatenate([*here.values()]))
 
     def of(rowset: int, only: bool = False) -> Array:
@@ -185,9 +197,9 @@ def _table(level: Table, plan: Plan, found: Rowsets, numbers: Numbers, pieces: d
     return pa.table(made)
 
 
-def _here(level: Table, found: Rowsets, numbers: Numbers, pieces: dict[str, Piece]) -> dict[int, Array]:
+def _here(level: Table, found: Rowsets, numbers: Numbers, pieces: dict[str, Piece], trains: bool) -> dict[int, Array]:
     """The rows of a level by set: those that were made, and of each `select` those that it chose, repeats by numbers of
-    their own."""
+    their own. In an evaluation each goes on once, since it has no filters."""
     nothing = Piece(
         np.zeros(0, np.int64), Column(np.zeros(0, np.int64))
     )  # a filter may leave no prompt to generate from
@@ -197,7 +209,9 @@ def _here(level: Table, found: Rowsets, numbers: Numbers, pieces: dict[str, Piec
     ]
     here = {level.rows: np.unique(np.concatenate([pieces.get(name, nothing).rows for name in made]))}
     for sieve in found.sieves.values():
-        if sieve.rows in here and sieve.left != sieve.rows:
+        if sieve.rows in here and sieve.left != sieve.rows and not trains:
+            here[sieve.left] = here[sieve.rows]
+        elif sieve.rows in here and sieve.left != sieve.rows:
             verdicts = pieces.get(sieve.column, nothing)
             chosen, times = verdicts.rows, verdicts.column.values
             which = np.concatenate([np.arange(n) for n in times]) if len(chosen) else chosen

@@ -41,6 +41,7 @@ MADE = (
     "exported",
     checkpoint.FOLDER,
     rows.FOLDER,
+    rows.EVALUATED,
 )
 
 

@@ -275,7 +275,7 @@ class Driver:
         points.reach("driver", f"clear {task.key}")
         for remark in [*(r for report in reports for r in report.remarks), *failures(self.plan, task, reports)]:
             self.display.say(remark)
-        if task.trains and self.attempt.options.record:
+        if self.attempt.options.record:
             out = str(Path(self.attempt.out).absolute())
             asked = [self.functions.ask(0, "record", task, out, lane=lane(task))]
             for wrong in filter(None, self._wait(asked)):

@@ -20,6 +20,7 @@ from typing import Any
 from ...diagnostics import Diagnostic, Fault
 from ...files import urls
 from ...ir.plan import Plan
+from ..data import recording as rows
 from ..metrics.record import Recorder
 from ..process import points
 from ..weights import checkpoint, parts
@@ -121,7 +122,7 @@ class Parted:
 
     def leave(self, run: Path, url: str) -> None:
         """Puts up what else hosts have of a run that has ended, and removes their parts. OSError where that fails."""
-        for act in (("send", str(run), url, ("logs", "rows")), ("forget", str(run))):
+        for act in (("send", str(run), url, ("logs", rows.FOLDER, rows.EVALUATED)), ("forget", str(run))):
             self._all(*act)
 
     # Going on

@@ -195,7 +195,8 @@ class FunctionHost:
         try:
             rows.write(Path(folder), self.plan, self.client.whole(task), task)
         except OSError as error:
-            return f"the rows of iteration {task.number} could not be recorded: {error}"
+            task_name = f"iteration {task.number}" if task.trains else f"the evaluation {task.key}"
+            return f"the rows of {task_name} could not be recorded: {error}"
         return ""
 
     def _rounds(self, steps: Sequence[Instruction], task: Task) -> int:
