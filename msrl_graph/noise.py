@@ -3,7 +3,7 @@
 Invariant: every user of random numbers in a run has a stream of its own, `Stream(seed, purpose, names)`, and a number
 depends on the stream and on the parts of its key, and on nothing else: not on the batch a row is in, its place there,
 the rank or the order of calls. This module is the only place that makes keys. The purposes, with what names a stream
-and what its keys are made of (`task` is "train" or the name of an evaluation's data):
+and what its keys are made of (`task` is "train" or an evaluation's name):
 
     purpose     stream        key                                 used for
     token       node, task    iteration, row; then step           the tokens that a generation draws, a judge's too

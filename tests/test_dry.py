@@ -118,9 +118,9 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
     tasks = [Task("train", i, size, wanted=prompts) for i, size in enumerate(sizes)]
     for e in plan.deploy.evaluations:
         tasks += [
-            Task(e.data, i, DATA, e.samples)
+            Task(e.task, i, DATA, e.samples)
             for i in range(iterations + 1)
-            if (e.data, i) in {_numbered(k) for k, _ in found.handed}
+            if (e.task, i) in {_numbered(k) for k, _ in found.handed}
         ]
     for task in tasks:
         nodes = {i.node for s in plan.schedule if s.task == task.name for i in s.instructions if i.op == "RUN"} - {

@@ -12,9 +12,10 @@ from language import PROGRAMS, TESTS, context, diagnose, lowered
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.dsl.lower import Lowered
 from msrl_graph.hardware.cluster import DEVICES, Figure
+from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph
 from msrl_graph.ir.options import DockOptions, ReshardOptions, Run
-from msrl_graph.ir.plan import METRICS, EngineChoice, Evaluation
+from msrl_graph.ir.plan import METRICS, EngineChoice
 from msrl_graph.ir.signatures import signatures
 from msrl_graph.sharding.layout import Layout
 

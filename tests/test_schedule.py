@@ -12,9 +12,10 @@ import page
 from hypothesis import given
 from hypothesis import strategies as st
 
+from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.instruction import Instruction, Stream, Walk, Walker
-from msrl_graph.ir.plan import EngineChoice, Evaluation, Placement, Plan, Pool
+from msrl_graph.ir.plan import EngineChoice, Placement, Plan, Pool
 from msrl_graph.ir.rowsets import looping
 from msrl_graph.passes.schedule import Schedule
 from msrl_graph.sharding.layout import Layout

@@ -317,10 +317,10 @@ class Deploy(Program):
         call = Arguments()
         self._body.append(ast.Options("run", call.attrs(("run",), attributes), call.site.span))
 
-    def evaluate(self, data: str, /, **attributes: Value) -> None:
-        """`evaluate DATA { every = …, report = … }`."""
-        call = Arguments("data")
-        self._body.append(ast.Evaluate(call.name("data", data), call.attrs(("evaluate",), attributes), call.site.span))
+    def evaluate(self, name: str, /, **attributes: Value) -> None:
+        """`evaluate NAME { every = …, report = … }`."""
+        call = Arguments("name")
+        self._body.append(ast.Evaluate(call.name("name", name), call.attrs(("evaluate",), attributes), call.site.span))
 
     def edge(self, *groups: Names, **attributes: Value) -> None:
         """`A -> B { stream = … }`: how rows move on an edge that the algorithm has."""

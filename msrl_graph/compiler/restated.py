@@ -109,7 +109,10 @@ def _deploy(graph: Graph, deploy: Deploy, cluster: str) -> ast.Deploy:
     options = (("dock", deploy.dock), ("reshard", deploy.reshard), ("run", deploy.run))
     body += [ast.Options(kind, _attrs(dict(_said(type(value), value))), NOWHERE) for kind, value in options]
     for evaluation in deploy.evaluations:
-        body.append(ast.Evaluate(_name(evaluation.data), _attrs(dict(_said(EvaluateOptions, evaluation))), NOWHERE))
+        stated = dict(_said(EvaluateOptions, evaluation))
+        if not evaluation.name:
+            del stated["data"]
+        body.append(ast.Evaluate(_name(evaluation.task), _attrs(stated), NOWHERE))
     return ast.Deploy(_name(graph.name), _name(cluster), _name(deploy.name), tuple(body), NOWHERE)
 
 

@@ -293,7 +293,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Evaluate:
-    data: Name
+    name: Name
     attrs: tuple[Attr, ...]
     span: Span
 

@@ -17,23 +17,24 @@ from ..files.urls import is_url
 from ..hardware import calibration
 from ..hardware.cluster import NETWORK, Cluster
 from ..ir.attributes import SampleEdge, Update
-from ..ir.graph import ELEMENTS, KINDS, Expr, Graph
+from ..ir.evaluation import Evaluation
+from ..ir.graph import KINDS, Expr, Graph
 from ..ir.kinds import String, ValueKind
 from ..ir.options import (
     DockOptions,
     EngineOptions,
-    EvaluateOptions,
     LayoutOptions,
     ModelOptions,
     ReshardOptions,
     Run,
 )
-from ..ir.plan import Data, Deploy, EngineChoice, Evaluation, reported
+from ..ir.plan import Data, Deploy, EngineChoice
 from ..model.architecture import Model
 from ..sharding.layout import Layout
 from . import ast, guesses
 from .algorithm import unknown_node
 from .attributes import read
+from .evaluations import another_name, lower_evaluation, other_data
 from .expressions import TOLD, Names, Problems, mistake
 from .place import lower_pools
 
@@ -108,11 +109,10 @@ class _Deploy:
         if "data source" not in self.stated:
             help = 'a run needs it: add `data source = "file.jsonl"`'
             self.problems.tell("no-data", "no data for the source: it can be planned, not run", span, help, "warning")
-        for name, evaluation in self.evaluations.items():
-            if name not in self.data:
-                known = [n for n in self.data if n != "source"]
-                help = nearest(name, known) or f'add `data {name} = "file.jsonl"`'
-                self.problems.tell("unknown-name", f"no data are called `{name}`", evaluation.span, help)
+        for evaluation in self.evaluations.values():
+            if evaluation.data not in self.data:
+                message = f"no data are called `{evaluation.data}`"
+                self.problems.tell("unknown-name", message, evaluation.span, other_data(evaluation, self.data))
         self._warn_of_idle_updates()
         name = self.deploy.name.text
         evaluations = tuple(self.evaluations.values())
@@ -160,11 +160,10 @@ class _Deploy:
             case ast.Edge():
                 self._edge(statement)
 
-    def _once(self, what: str, span: Span) -> None:
+    def _once(self, what: str, span: Span, help: str = "") -> None:
         if what in self.stated:
-            raise mistake(
-                "duplicate-name", f"`{what}` is stated twice", span, related=((self.stated[what], "stated here first"),)
-            )
+            first = ((self.stated[what], "stated here first"),)
+            raise mistake("duplicate-name", f"`{what}` is stated twice", span, help, related=first)
         self.stated[what] = span
 
     def _read(self, attrs: tuple[ast.Attr, ...], statement: str, kinds: Mapping[str, ValueKind]) -> dict[str, Expr]:
@@ -312,48 +311,9 @@ class _Deploy:
                 self.run = replace(run, resume=resume)
 
     def _evaluate(self, statement: ast.Evaluate) -> None:
-        name = statement.data.text
-        self._once(f"evaluate {name}", statement.data.span)
-        if name == "train":
-            # The plan's streams and a run's records are named by what they are for: `train`, or the data of an
-            # evaluation.
-            raise mistake(
-                "duplicate-name",
-                "`train` is the name of the training itself",
-                statement.data.span,
-                "give the data another name",
-            )
-        attributes = self._read(statement.attrs, "evaluate", EvaluateOptions.kinds())
-        said = EvaluateOptions.of_stated(attributes)
-        written = {c for n in self.graph.nodes for c in n.writes}
-        value = attributes.get("report")
-        for word in (value.args if value.kind == "list" else (value,)) if value else ():
-            if word.value not in written:
-                message = f"no node writes a column `{word.value}`"
-                self.problems.tell("unknown-column", message, word.span, nearest(str(word.value), written))
-            elif what := self._unreported(str(word.value)):
-                help = (
-                    f"report a column such as {self._reportable()}, an f32 scalar that a function or a reward "
-                    "model writes"
-                )
-                self.problems.tell("bad-value", f"`{word.value}` cannot be reported: it is {what}", word.span, help)
-        if not any(a.key.text == "report" for a in statement.attrs):
-            help = f"add `report = {EvaluateOptions.declared()['report'].must}`"
-            raise mistake("bad-value", f"`evaluate {name}` says nowhere what to report", statement.data.span, help)
-        self.evaluations[name] = Evaluation(name, **vars(said), span=statement.data.span)
-
-    def _unreported(self, column: str) -> str:
-        """What a column is that no evaluation can report; nothing if one can, or if its type was told to be wrong."""
-        kind, writer = self.graph.column(column), self.graph.writer(column)
-        if kind.element not in ELEMENTS or reported(self.graph, column):
-            return ""
-        dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size}" for d in kind.dims)
-        return f"`{kind.element}{f'[{dims}]' if dims else ''}`, written by `{writer.name}`"
-
-    def _reportable(self) -> str:
-        written = [c for n in self.graph.nodes for c in n.writes]
-        known = sorted(c for c in written if self.graph.column(c).element == "f32" and not self._unreported(c))
-        return " or ".join(f"`{c}`" for c in known[:3]) or "`reward`"
+        name = statement.name
+        self._once(f"evaluate {name.text}", name.span, another_name(statement))
+        self.evaluations[name.text] = lower_evaluation(statement, self.graph, self._read, self.problems)
 
     def _edge(self, statement: ast.Edge) -> None:
         if statement.kind == "reshard":

@@ -79,7 +79,7 @@ def _key(statement: ast.DeployStatement, place: int) -> Key:
         case ast.Set() | ast.Model() | ast.Data():
             return type(statement).__name__.lower(), statement.name.text
         case ast.Evaluate():
-            return "evaluate", statement.data.text
+            return "evaluate", statement.name.text
         case ast.Layout() | ast.Engine():
             return type(statement).__name__.lower(), statement.nodes[0].text
         case ast.Options():

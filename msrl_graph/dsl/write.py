@@ -100,7 +100,7 @@ def _deployed(s: ast.DeployStatement) -> Iterator[str]:
         case ast.Undo():
             yield f"drop {s.kind}{f' {_names(s.names)}' if s.names else ''}"
         case ast.Evaluate():
-            yield from _attrs(f"evaluate {s.data.text}", s.attrs, braces=True)
+            yield from _attrs(f"evaluate {s.name.text}", s.attrs, braces=True)
         case ast.Edge():
             yield from _attrs(_chain(s), s.attrs)
 

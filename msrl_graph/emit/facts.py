@@ -122,7 +122,7 @@ def _deployed(plan: Plan) -> Section:
     for name, data in plan.deploy.data.items():
         found[f"data {name}"] = _leaves(data, skip=("name", "stated"))
     for e in plan.deploy.evaluations:
-        found[f"evaluate {e.data}"] = _leaves(e, skip=("data",))
+        found[f"evaluate {e.task}"] = _leaves(e, skip=("name",) if e.name else ("name", "data"))
     found["run"] = _leaves(plan.deploy.run)
     return found
 

@@ -23,8 +23,9 @@ from itertools import chain, combinations, count, takewhile
 from typing import TypeVar
 
 from .attributes import Generate, ReshardingEdge
+from .evaluation import Evaluation
 from .instruction import Instruction, Stream
-from .plan import FUNCTIONS, Evaluation, Plan
+from .plan import FUNCTIONS, Plan
 from .rowsets import looping
 from .sequences import heating, latest
 
@@ -238,7 +239,7 @@ class Leading(Sends, ABC):
 def evaluations(plan: Plan, edge: Edge) -> list[Evaluation]:
     """The evaluations that take the weights of an edge."""
     takes = {s.task for s in plan.schedule if Instruction("RESHARD", *edge) in s.instructions}
-    return [e for e in plan.deploy.evaluations if e.data in takes]
+    return [e for e in plan.deploy.evaluations if e.task in takes]
 
 
 def awaits(plan: Plan, ahead: Mapping[str, int]) -> dict[str, set[str]]:

@@ -29,7 +29,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Stream:
-    """What the processes of a pool do, in order; `task` is `train` or the name of the evaluated data."""
+    """What the processes of a pool do, in order; `task` is `train` or the name of an evaluation."""
 
     pool: str
     task: str

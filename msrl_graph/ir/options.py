@@ -212,8 +212,15 @@ class ReshardOptions(Declared):
 
 @dataclass(frozen=True)
 class EvaluateOptions(Declared):
-    """`evaluate DATA { … }`. `every` 0: never in between; `samples` 0 and `temperature` None: as in training."""
+    """`evaluate NAME { … }`. `data` "": those of its name; `every` 0: never in between; `samples` 0 and `temperature`
+    None: as in training."""
 
+    data: str = attr(
+        Name(),
+        "",
+        "The data that it is on. Several evaluations, each with a name of its own, may be on the same data.",
+        "the data of its name",
+    )
     report: tuple[str, ...] = attr(
         Name(several=True),
         (),
@@ -235,7 +242,7 @@ class EvaluateOptions(Declared):
         String(),
         "",
         "What the curve and the last lines call it; of several columns, the first.",
-        "`COLUMN on DATA`",
+        "`COLUMN on NAME`",
     )
 
 

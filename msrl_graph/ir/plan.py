@@ -18,6 +18,7 @@ from ..model.architecture import Model
 from ..sharding.layout import Layout, Tensor
 from ..sharding.stretch import Stretch, runs
 from .attributes import ReshardingEdge
+from .evaluation import Evaluation
 from .graph import Edge, Expr, Graph, Value
 from .instruction import Stream
 from .options import DockOptions, ReshardOptions, Run
@@ -111,25 +112,6 @@ class EngineChoice:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Runs the nodes upstream of the reported columns on all of `data`: before, after, and at every `every`-th
-    iteration (0: never). Generations that read prompts draw `samples` responses (0: as many as each does in training)
-    at a `temperature` (None: its own)."""
-
-    data: str
-    every: int
-    report: tuple[str, ...]
-    samples: int
-    temperature: float | None
-    label: str = ""  # what a person calls the first of the reported figures
-    span: Span = NOWHERE
-
-    def title(self, column: str) -> str:
-        """What a person calls a reported figure."""
-        return self.label if self.label and column == self.report[0] else f"{column} on {self.data}"
-
-
-@dataclass(frozen=True)
 class Pool(Stretch):
     """Nodes that have a stretch of devices to themselves. In a deploy `devices` 0 leaves the stretch to the planner."""
 
@@ -158,6 +140,10 @@ class Deploy:
     span: Span = NOWHERE
     pools: tuple[Pool, ...] = ()  # as `place` and `apart` state them
     together: tuple[tuple[str, ...], ...] = ()  # nodes that stay together, wherever that is
+
+    def evaluation(self, task: str) -> Evaluation | None:
+        """The evaluation whose tasks are called so; None for training."""
+        return next((e for e in self.evaluations if e.task == task), None)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Schedule(Pass):
         streams = [*_streams(plan, "train", order, filter, repeated)]
         for evaluation in plan.deploy.evaluations:
             needed = upstream(plan.graph, evaluation.report)
-            streams += _streams(plan, evaluation.data, [n for n in order if n.name in needed])
+            streams += _streams(plan, evaluation.task, [n for n in order if n.name in needed])
         return replace(plan, schedule=tuple(streams))
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
+from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.options import Run
-from msrl_graph.ir.plan import Data, Deploy, EngineChoice, Evaluation, Plan
+from msrl_graph.ir.plan import Data, Deploy, EngineChoice, Plan
 from msrl_graph.model.models import load
 from msrl_graph.passes.order import passes
 from msrl_graph.planner.place import Place

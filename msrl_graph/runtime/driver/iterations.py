@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from ...diagnostics import Fault
 from ...emit.words import many
+from ...ir.evaluation import Evaluation
 from ...ir.located import here
-from ...ir.plan import Evaluation, Plan
+from ...ir.plan import Plan
 from ..dock.wire import Status
 from ..metrics.display import Display, comparison
 from ..metrics.failures import failures
@@ -391,11 +392,11 @@ class Driver:
         return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:
-        self.display.phase(f"evaluating {evaluation.data}")
-        task = self.carried.evaluation(evaluation.data, iteration, sizes[evaluation.data], evaluation.samples)
+        self.display.phase(f"evaluating {evaluation.task}")
+        task = self.carried.evaluation(evaluation.task, iteration, sizes[evaluation.data], evaluation.samples)
         seconds, reports = self._end(self._begin(task))
         self._clear(task, reports)
-        found = self.recorder.evaluation(evaluation.data, iteration, seconds, reports, evaluation.report)
+        found = self.recorder.evaluation(evaluation.task, iteration, seconds, reports, evaluation.report)
         if not self.display.live:
             shown = "  ".join(f"{k} {v:.3f}" for k, v in found.items())
-            self.display.say(f"after {many(iteration, 'iteration')}, {evaluation.data}: {shown}")
+            self.display.say(f"after {many(iteration, 'iteration')}, {evaluation.task}: {shown}")

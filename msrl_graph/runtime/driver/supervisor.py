@@ -387,7 +387,7 @@ class Supervisor:
                 signal.signal(number, before[number])
 
     def _outcome(self, out: Path) -> Outcome:
-        evaluations = {e.data: e for e in self.plan.deploy.evaluations}
+        evaluations = {e.task: e for e in self.plan.deploy.evaluations}
         found: dict[str, tuple[float, float]] = {}
         lines, wrong = whole_lines(out / METRICS)
         if wrong:

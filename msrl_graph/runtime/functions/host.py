@@ -207,7 +207,7 @@ class FunctionHost:
     def _source(self, task: Task, round: int, tables: Tables, report: Report) -> None:
         """Puts the prompts of a round, and their states as far as they are known."""
         chosen = self._chosen(task, round, tables.draws, report)
-        columns = self.data["source" if task.trains else task.name].take(chosen)
+        columns = self._dataset(task).take(chosen)
         columns |= self._values(task, chosen, tables.draws, self.drawing)
         if task.part != "opening":
             columns |= self._values(task, chosen, tables.states, self.read)
@@ -246,7 +246,7 @@ class FunctionHost:
         return chosen
 
     def _draw(self, task: Task, first: int, draws: Mapping[str, Array], report: Report | None) -> Array:
-        dataset, source = self.data["source" if task.trains else task.name], self.plan.graph.node("source")
+        dataset, source = self._dataset(task), self.plan.graph.node("source")
         if not task.trains:
             return np.arange(len(dataset))
         if self.weigh is not None:
@@ -257,6 +257,10 @@ class FunctionHost:
             return dataset.drawn(weights, task.number, first, task.prompts)
         went_on = [dataset.indices(c.position, 1) for c in task.cut]
         return np.concatenate([*went_on, dataset.indices(task.position + first, task.prompts - len(went_on))])
+
+    def _dataset(self, task: Task) -> Dataset:
+        evaluation = self.plan.deploy.evaluation(task.name)
+        return self.data[evaluation.data if evaluation else "source"]
 
     @contextmanager
     def _noted(self, node: Node, where: str) -> Iterator[None]:

@@ -173,7 +173,7 @@ class Recorder:
                 label=f"{name}, mean of the batch",
             )
         for evaluation in self.plan.deploy.evaluations:
-            some = [e for e in self.evaluations if e["evaluation"] == evaluation.data]
+            some = [e for e in self.evaluations if e["evaluation"] == evaluation.task]
             for column in evaluation.report:
                 at = [(e["after_iterations"], e[column]) for e in some]
                 if not at:

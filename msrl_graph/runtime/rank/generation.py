@@ -18,8 +18,9 @@ from torch import distributed as dist
 
 from ...backends.spec import Response, Sampling, collected
 from ...ir.attributes import Generate, SampleEdge
+from ...ir.evaluation import Evaluation
 from ...ir.graph import Node
-from ...ir.plan import Evaluation, Plan
+from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ...ir.sequences import heat, of_response, sequences, tempered
 from ..agents.wire import Begin
@@ -389,5 +390,4 @@ class Generation(Conversing):
 
     def _evaluation(self, node: Node, task: Task) -> Evaluation | None:
         """The evaluation under way, where it says how this node draws: one that reads prompts."""
-        found = next((e for e in self.plan.deploy.evaluations if e.data == task.name), None)
-        return found if self.plan.graph.level(node) == 0 else None
+        return self.plan.deploy.evaluation(task.name) if self.plan.graph.level(node) == 0 else None

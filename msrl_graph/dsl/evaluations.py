@@ -1,0 +1,90 @@
+"""`evaluate` of a deploy to Evaluation.
+
+Invariant: an evaluation has a name that no other has, and reports only columns whose mean a run computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from ..diagnostics import nearest
+from ..ir.evaluation import Evaluation
+from ..ir.graph import ELEMENTS, Expr, Graph
+from ..ir.kinds import ValueKind
+from ..ir.options import EvaluateOptions
+from ..ir.plan import reported
+from . import ast
+from .expressions import Problems, mistake
+
+ReadAttributes = Callable[[tuple[ast.Attr, ...], str, Mapping[str, ValueKind]], dict[str, Expr]]
+
+
+def lower_evaluation(statement: ast.Evaluate, graph: Graph, read: ReadAttributes, problems: Problems) -> Evaluation:
+    """Check a statement against the graph; its data are looked up when all statements are known."""
+    name = statement.name.text
+    if name == "train":
+        # The plan's streams and a run's records are named by what they are for: `train`, or an evaluation.
+        raise mistake(
+            "duplicate-name",
+            "`train` is the name of the training itself",
+            statement.name.span,
+            "give the evaluation another name, and say which data it is on: `data = NAME`",
+        )
+    attributes = read(statement.attrs, "evaluate", EvaluateOptions.kinds())
+    options = EvaluateOptions.of_stated(attributes)
+    if "report" in attributes:
+        _check_reported(attributes["report"], graph, problems)
+    elif all(a.key.text != "report" for a in statement.attrs):
+        help = f"add `report = {EvaluateOptions.declared()['report'].must}`"
+        raise mistake("bad-value", f"`evaluate {name}` says nowhere what to report", statement.name.span, help)
+    data = options.data or name
+    stated = vars(replace(options, data=data))
+    return Evaluation(**stated, span=statement.name.span, name="" if data == name else name)
+
+
+def another_name(statement: ast.Evaluate) -> str:
+    """The help for an evaluation whose name another one has."""
+    name, data = statement.name.text, statement.name.text
+    for attribute in statement.attrs:
+        if attribute.key.text == "data" and isinstance(attribute.value, ast.NameExpr):
+            data = attribute.value.text
+    return f"give it another name, and say which data it is on: `evaluate {name}_2 {{ data = {data}, … }}`"
+
+
+def other_data(evaluation: Evaluation, known: Collection[str]) -> str:
+    """The help for an evaluation on data that are not there."""
+    others = [name for name in known if name != "source"]
+    help = nearest(evaluation.data, others) or f'add `data {evaluation.data} = "file.jsonl"`'
+    if others and not evaluation.name and not help.startswith("did you mean"):
+        help += f"; a name of its own needs `evaluate {evaluation.data} {{ data = {others[0]}, … }}`"
+    return help
+
+
+def _check_reported(value: Expr, graph: Graph, problems: Problems) -> None:
+    written = {column for node in graph.nodes for column in node.writes}
+    for word in value.args if value.kind == "list" else (value,):
+        column = str(word.value)
+        if column not in written:
+            message = f"no node writes a column `{column}`"
+            problems.tell("unknown-column", message, word.span, nearest(column, written))
+        elif what := _unreported(graph, column):
+            help = (
+                f"report a column such as {_reportable(graph)}, an f32 scalar that a function or a reward model writes"
+            )
+            problems.tell("bad-value", f"`{column}` cannot be reported: it is {what}", word.span, help)
+
+
+def _unreported(graph: Graph, column: str) -> str:
+    """What a column is that no evaluation can report; nothing if one can, or if its type was told to be wrong."""
+    kind = graph.column(column)
+    if kind.element not in ELEMENTS or reported(graph, column):
+        return ""
+    dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size}" for d in kind.dims)
+    return f"`{kind.element}{f'[{dims}]' if dims else ''}`, written by `{graph.writer(column).name}`"
+
+
+def _reportable(graph: Graph) -> str:
+    written = [column for node in graph.nodes for column in node.writes]
+    known = sorted(c for c in written if graph.column(c).element == "f32" and not _unreported(graph, c))
+    return " or ".join(f"`{c}`" for c in known[:3]) or "`reward`"
