@@ -414,6 +414,6 @@ def test_who_waits_for_another_that_is_ahead_begins_no_earlier(folder: Path, see
     program = program.replace("update => actor.generate", "update => actor.generate { staleness = 1 }")
     deploy = """model reward = "tiny"
   apart actor.generate, actor.update, reward.infer
-  evaluate test { every = 1, samples = 1, report = [score] }"""
+  evaluate test { every = 1, samples = 2, at = [1, 2], report = [score] }"""
     ended = run(folder, program, deploy, iterations=4, devices=3, seed=seed)
     assert ended == "to its end, 1 versions behind"

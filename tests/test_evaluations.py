@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 import json
+import warnings
+from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 from language import context, diagnose, lowered
+from place import ONE_RANK, SMALL, Place, metrics
+from pyarrow import parquet
+from test_attempts import voted
 
 from msrl_graph import Cluster, Deploy, Imported, compile, to_rlg
 from msrl_graph.compiler.loading import load
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.plan import Plan
+from msrl_graph.runtime.data.columns import Column, Piece, texts
+from msrl_graph.runtime.metrics.evaluation_figures import evaluation_figures
+from msrl_graph.runtime.process.task import Task
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "examples" / "arithmetic" / "grpo.rlg"
 TEXT = PROGRAM.read_text()
 STATED = next(line for line in TEXT.splitlines() if line.startswith("  evaluate held_out"))
 GREEDY = "evaluate held_out { every = 2, report = reward, samples = 1, temperature = 0 }"
+VOTED = (
+    "evaluate sampled { data = held_out, report = reward, samples = 4, temperature = 1, at = [1, 2, 4], vote = given }"
+)
 SAMPLED = "evaluate sampled { data = held_out, report = reward, samples = 4, temperature = 1 }"
 
 
-def program(*evaluations: str) -> str:
-    """The example with these evaluations in the place of its own."""
-    return TEXT.replace(STATED, "\n".join(f"  {e}" for e in evaluations))
+def program(*evaluations: str, given: bool = False) -> str:
+    """The example with these evaluations in the place of its own; `given` is a column of answers."""
+    text = TEXT.replace(STATED, "\n".join(f"  {e}" for e in evaluations))
+    if given:
+        text = text.replace("  columns {", "  columns {\n    given : text", 1)
+        text = text.replace(
+            "  source -> actor.generate",
+            '  node host.given(response) -> given { call = "given.py:given" }\n'
+            "  source -> actor.generate -> host.given",
+            1,
+        )
+    return text
 
 
 def planned(*evaluations: str) -> Plan:
@@ -87,3 +108,113 @@ def test_python_says_the_same() -> None:
     deploy = Deploy(Imported("grpo"), on=Cluster("pod", device="cpu"))
     deploy.evaluate("sampled", data="test", report=["reward"], samples=4)
     assert "evaluate sampled { data = test, report = [reward], samples = 4 }" in to_rlg(deploy)
+
+
+GIVEN = """
+def given(response: str) -> str:
+    \"\"\"The answer; none where it is no number.\"\"\"
+    return response if response.isdecimal() else ""
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with all that the example needs, and a function of answers."""
+    for item in ("train.jsonl", "test.jsonl", "model"):
+        (tmp_path / item).symlink_to(PROGRAM.parent / item)
+    (tmp_path / "given.py").write_text(GIVEN)
+    return tmp_path
+
+
+def test_a_column_of_answers_is_computed_in_the_evaluation_alone(folder: Path) -> None:
+    """And nobody says of it that it is not read."""
+    text = program(GREEDY, VOTED, given=True)
+    (folder / "p.rlg").write_text(text)
+    with warnings.catch_warnings(record=True) as told_too:
+        warnings.simplefilter("always")
+        plan = compile(folder / "p.rlg")
+    assert not told_too
+    run = {s.task: [i.node for i in s.instructions] for s in plan.schedule if s.pool == "functions"}
+    assert "host.given" in run["sampled"] and "host.given" not in run["held_out"]
+    assert load(plan.to_json().encode(), "it", run=True).deploy.evaluations == plan.deploy.evaluations
+
+
+WRONG = {
+    "at = [1, 8], samples = 4": ("`at` has 8, and a prompt has 4 of `reward`", "`samples = 8`"),
+    "at = [16]": ("`at` has 16, and a prompt has 8 of `reward`", "`samples = 16`"),
+    "at = [2], vote = giben": ("no node writes a column `giben`", "did you mean `given`?"),
+    "at = [2], vote = response": ("`response` is neither text nor a number", "a column of `text`"),
+    "at = [2], vote = answer": ("`answer` is not of the same rows as `reward`", "each response has a value of"),
+    "vote = given": ("`vote` says nothing without `at`", "add `at = [8]`"),
+}
+
+
+@pytest.mark.parametrize("stated", WRONG)
+def test_what_a_prompt_has_too_few_of_or_no_answer_is_refused(stated: str, folder: Path) -> None:
+    text = program(f"evaluate held_out {{ report = reward, {stated} }}", given=True)
+    found = [d for d in diagnose(text, context(folder)) if d.severity == "error"]
+    ((message, help),) = [(d.message, d.help) for d in found]
+    begin, part = WRONG[stated]
+    assert message.startswith(begin) and part in help
+
+
+def test_the_figures_are_those_of_each_prompts_attempts(folder: Path) -> None:
+    """The second prompt has a value less, as where a row failed; nobody computes of it what needs four."""
+    (folder / "p.rlg").write_text(program(GREEDY, VOTED, given=True))
+    plan = compile(folder / "p.rlg")
+    evaluation = plan.deploy.evaluation("sampled")
+    assert evaluation is not None
+    rewards = np.array([1, 0, 0, 1, 0, 0, 1, np.nan], np.float32)
+    answers = ["7", "8", "8", "7", "", "", "3", "3"]
+    order = np.array([5, 0, 7, 2, 1, 6, 4, 3])  # however they came
+    pieces = {
+        "reward": Piece(order, Column(rewards[order])),
+        "given": Piece(order, texts([answers[i] for i in order])),
+    }
+    found = evaluation_figures(plan, evaluation, Task("sampled", 0, 2, 4), pieces)
+    assert found == pytest.approx(
+        {
+            "reward/pass@1": (2 / 4 + 1 / 3) / 2,
+            "reward/pass@2": (5 / 6 + 2 / 3) / 2,  # of six pairs one has no pass, of three one
+            "reward/pass@4": 1.0,
+            "reward/best@1": (2 / 4 + 1 / 3) / 2,
+            "reward/best@2": (5 / 6 + 2 / 3) / 2,
+            "reward/best@4": 1.0,
+            "reward/maj@1": (2 / 4 + 1 / 3) / 2,
+            "reward/maj@2": (1 / 2 + 2 / 3) / 2,  # 7 and 8 tie; where one says 3 and one nothing, 3 it is
+            "reward/maj@4": 0.5,
+            "reward/fewer@4": 1,
+        }
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_reports_what_its_recorded_rows_say(place: Place, ranks: int) -> None:
+    """Greedy and sampled in one program, on one rank and two; what is reported is computed anew from the rows."""
+    evaluations = (GREEDY, VOTED.replace("report = reward", "report = reward, every = 1, passing = 0.5"))
+    text = program(*evaluations, given=True).replace("mini_batch = 256", "mini_batch = prompts * group")
+    for old, new in ONE_RANK if ranks == 1 else ():
+        text = text.replace(old, new)
+    (place.folder / "p.rlg").write_text(text)
+    (place.folder / "given.py").write_text(GIVEN)
+    code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "out", "--record")
+    assert code == 0, err
+    place.assert_clean()
+    lines = [x for x in metrics(place.folder / "out") if "evaluation" in x]
+    assert [(x["evaluation"], x["after_iterations"]) for x in lines] == [
+        *(("held_out", 0), ("sampled", 0), ("sampled", 1), ("held_out", 2), ("sampled", 2)),
+    ]
+    assert not any("@" in key for x in lines for key in x if x["evaluation"] == "held_out")
+    for line in (x for x in lines if x["evaluation"] == "sampled"):
+        folder = place.folder / "out" / "evaluation_rows" / "sampled"
+        table = parquet.read_table(folder / f"{line['after_iterations']:06d}.parquet").to_pydict()
+        rewards = np.array(table["reward"]).reshape(-1, 4)
+        assert line["reward/pass@1"] == pytest.approx(rewards.mean()) == pytest.approx(line["reward"])
+        assert line["reward/pass@4"] == pytest.approx((rewards > 0.5).any(axis=1).mean())
+        assert line["reward/best@4"] == pytest.approx(rewards.max(axis=1).mean())
+        pairs = [rewards[:, list(pair)].max(axis=1).mean() for pair in combinations(range(4), 2)]
+        assert line["reward/pass@2"] == pytest.approx(np.mean(pairs))
+        attempts = [(reward, answer.encode()) for reward, answer in zip(table["reward"], table["given"], strict=True)]
+        votes = [voted(attempts[first : first + 4]) for first in range(0, len(attempts), 4)]
+        assert line["reward/maj@4"] == pytest.approx(np.mean(votes))

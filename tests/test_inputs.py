@@ -16,6 +16,7 @@ from msrl_graph import compile
 from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.files import urls
+from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.runtime.driver import inputs, supervisor
 from msrl_graph.runtime.driver.inputs import Digesting, differences, take
 from msrl_graph.runtime.driver.resuming import resumed
@@ -226,7 +227,7 @@ def test_a_checkpoint_that_kept_no_digests_is_compared_by_sizes(program, tmp_pat
 
 def test_the_next_line_of_metrics_lists_it(program, tmp_path):
     with closing(Recorder(tmp_path, compile(program), 0, ["data source holds something else"])) as recorder:
-        recorder.evaluation("test", 0, 0.5, [], ("reward",))
+        recorder.evaluation(Evaluation("test", 0, ("reward",), 1, 0.0), 0, 0.5, [], {})
         for i in range(2):
             recorder.training(i, 0.5, [], {}, 0)
         recorder.lines.clear()  # no curve

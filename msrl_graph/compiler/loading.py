@@ -117,7 +117,7 @@ def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
 def _program(plan: Plan) -> Iterator[str]:
     """A graph or a deploy that no program leads to."""
     lowered = _lowered(plan)
-    evaluated = [c for e in plan.deploy.evaluations for c in e.report]
+    evaluated = [c for e in plan.deploy.evaluations for c in e.columns]
     told = checks.check(lowered.graph, lowered.library, lowered.warnings, evaluated, lowered.dropped)
     told = [*told, *(d for check in CHECKS.values() for d in check(plan))]
     if errors := [d for d in told if d.severity == "error"]:

@@ -211,7 +211,7 @@ def translate(
         )
         raise Fault(*fault.diagnostics, *(d for d in told if d.severity == "error")) from None
     graph = lowered.graph
-    reported = [c for e in (lowered.deploy.evaluations if lowered.deploy else ()) for c in e.report]
+    reported = [c for e in (lowered.deploy.evaluations if lowered.deploy else ()) for c in e.columns]
     warnings = (*lowered.warnings, *checks.check(graph, lowered.library, lowered.warnings, reported, lowered.dropped))
     if errors := [d for d in warnings if d.severity == "error"]:
         raise Fault(*errors)

@@ -38,6 +38,10 @@ def lower_evaluation(statement: ast.Evaluate, graph: Graph, read: ReadAttributes
     elif all(a.key.text != "report" for a in statement.attrs):
         help = f"add `report = {EvaluateOptions.declared()['report'].must}`"
         raise mistake("bad-value", f"`evaluate {name}` says nowhere what to report", statement.name.span, help)
+    if "vote" in attributes:
+        _check_vote(attributes["vote"], attributes.get("report"), "at" in attributes, graph, problems)
+    if "at" in attributes and "report" in attributes:
+        _check_attempts(attributes["at"], attributes["report"], options.samples, graph, problems)
     data = options.data or name
     stated = vars(replace(options, data=data))
     return Evaluation(**stated, span=statement.name.span, name="" if data == name else name)
@@ -61,10 +65,57 @@ def other_data(evaluation: Evaluation, known: Collection[str]) -> str:
     return help
 
 
+def _words(value: Expr) -> dict[str, Expr]:
+    """The columns that an attribute names, each with where it does."""
+    return {str(word.value): word for word in (value.args if value.kind == "list" else (value,))}
+
+
+def _check_attempts(counts: Expr, reported: Expr, samples: int, graph: Graph, problems: Problems) -> None:
+    """A prompt must have as many values of each reported column as `at` says."""
+    written = {column for node in graph.nodes for column in node.writes}
+    most = max(int(count.value) for count in counts.args if isinstance(count.value, int | float))
+    for column in (c for c in _words(reported) if c in written and not _unreported(graph, c)):
+        if (values := _values_of_prompt(graph, column, samples)) < most:
+            message = f"`at` has {most}, and a prompt has {values} of `{column}`"
+            help = f"`samples = {most}`, or smaller numbers in `at`"
+            if not graph.column(column).level:
+                help = "report a column that each response has a value of, or leave out `at`"
+            problems.tell("bad-value", message, counts.span, help)
+
+
+def _values_of_prompt(graph: Graph, column: str, samples: int) -> int:
+    """How many values of a column an evaluation has of each prompt, where it draws `samples` (0: as in training)."""
+    values, level = 1, graph.column(column).level
+    while level:
+        above = graph.under[level]
+        values *= samples if samples and not above else graph.fan(level, above)
+        level = above
+    return values
+
+
+def _check_vote(value: Expr, reported: Expr | None, counted: bool, graph: Graph, problems: Problems) -> None:
+    """The column of answers has one for each value of the reported columns."""
+    column = str(value.value)
+    written = {column for node in graph.nodes for column in node.writes}
+    if column not in written:
+        message = f"no node writes a column `{column}`"
+        problems.tell("unknown-column", message, value.span, nearest(column, written))
+        return
+    kind = graph.column(column)
+    others = [c for c in _words(reported) if c in written and graph.column(c).level != kind.level] if reported else []
+    if kind.element == "json" or kind.dims:
+        message = f"`{column}` is neither text nor a number, so that answers cannot be compared by it"
+        problems.tell("bad-value", message, value.span, "name a column of `text` that a function writes")
+    elif others:
+        message = f"`{column}` is not of the same rows as `{others[0]}`"
+        problems.tell("bad-value", message, value.span, "name a column that each response has a value of")
+    elif not counted:
+        problems.tell("bad-value", "`vote` says nothing without `at`", value.span, "add `at = [8]`: `maj@8`")
+
+
 def _check_reported(value: Expr, graph: Graph, problems: Problems) -> None:
     written = {column for node in graph.nodes for column in node.writes}
-    for word in value.args if value.kind == "list" else (value,):
-        column = str(word.value)
+    for column, word in _words(value).items():
         if column not in written:
             message = f"no node writes a column `{column}`"
             problems.tell("unknown-column", message, word.span, nearest(column, written))

@@ -14,7 +14,10 @@ from ..diagnostics import NOWHERE, Span
 class Evaluation:
     """Runs the nodes upstream of the reported columns on all of `data`: before, after, and at every `every`-th
     iteration (0: never). Generations that read prompts draw `samples` responses (0: as many as each does in training)
-    at a `temperature` (None: its own). `name` "": that of the data."""
+    at a `temperature` (None: its own). `name` "": that of the data.
+
+    `at` are the k of pass@k, where a response passes from `passing` on, of best@k, and of maj@k by the column `vote`.
+    """
 
     data: str
     every: int
@@ -24,11 +27,19 @@ class Evaluation:
     label: str = ""  # what a person calls the first of the reported figures
     span: Span = NOWHERE
     name: str = ""
+    at: tuple[int, ...] = ()
+    passing: float = 1.0
+    vote: str = ""
 
     @property
     def task(self) -> str:
         """The name of its tasks, which streams and metrics have."""
         return self.name or self.data
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that it reads: its nodes are those that these need."""
+        return (*self.report, *filter(None, (self.vote,)))
 
     def title(self, column: str) -> str:
         """What a person calls a reported figure."""

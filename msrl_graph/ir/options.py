@@ -238,6 +238,20 @@ class EvaluateOptions(Declared):
         "Of all generations that read prompts; 0 takes the likeliest token.",
         "as in training",
     )
+    at: tuple[int, ...] = attr(
+        Counts(),
+        (),
+        "The k of `pass@k` and `best@k`, and with `vote` of `maj@k`, of each reported column "
+        "([metrics](metrics.md)); at most as many as a prompt has responses.",
+        "none",
+    )
+    passing: float = attr(Number(), 1.0, "A response passes where the reported column is this or more, for `pass@k`.")
+    vote: str = attr(
+        Name(),
+        "",
+        "The column with the answer of each response, text or a number, that `maj@k` takes the most frequent of.",
+        "none",
+    )
     label: str = attr(
         String(),
         "",

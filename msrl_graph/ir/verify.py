@@ -99,7 +99,7 @@ def _in_plan(plan: Plan) -> Iterator[str]:
     yield from _missing("node", [*named, *plan.deploy.layouts, *plan.deploy.engines], nodes)
     yield from _twice("evaluation", [e.task for e in plan.deploy.evaluations])
     yield from _missing("data", [e.data for e in plan.deploy.evaluations], plan.deploy.data)
-    yield from _missing("column", [c for e in plan.deploy.evaluations for c in e.report], columns)
+    yield from _missing("column", [c for e in plan.deploy.evaluations for c in e.columns], columns)
 
 
 # What the passes fill.
@@ -182,7 +182,7 @@ def schedule(plan: Plan) -> Iterator[str]:
     if not _every_node_once(plan, nodes_run(plan.schedule)):
         yield _unfilled("schedule")
         return
-    evaluated = {e.task: upstream(plan.graph, e.report) for e in plan.deploy.evaluations}
+    evaluated = {e.task: upstream(plan.graph, e.columns) for e in plan.deploy.evaluations}
     tasks, pools = ("train", *evaluated), (*(p.name for p in plan.pools), FUNCTIONS)
     if Counter((s.pool, s.task) for s in plan.schedule) != Counter((p, t) for t in tasks for p in pools):
         yield "it does not have one stream for each pool and task"

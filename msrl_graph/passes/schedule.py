@@ -40,7 +40,7 @@ class Schedule(Pass):
         order = _order(plan, repeated)
         streams = [*_streams(plan, "train", order, filter, repeated)]
         for evaluation in plan.deploy.evaluations:
-            needed = upstream(plan.graph, evaluation.report)
+            needed = upstream(plan.graph, evaluation.columns)
             streams += _streams(plan, evaluation.task, [n for n in order if n.name in needed])
         return replace(plan, schedule=tuple(streams))
 

@@ -53,7 +53,7 @@ def diagnose(text: str, within: Context | None = None, name: str = "program.rlg"
         return [*fault.diagnostics, *more]
     except Fault as fault:
         return list(fault.diagnostics)
-    reported = {c for e in (result.deploy.evaluations if result.deploy else ()) for c in e.report}
+    reported = {c for e in (result.deploy.evaluations if result.deploy else ()) for c in e.columns}
     return [*result.warnings, *check(result.graph, result.library, result.warnings, reported, result.dropped)]
 
 

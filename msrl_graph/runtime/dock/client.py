@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -194,9 +194,9 @@ class Client:
             with around(step):
                 walk.advance(pool, walker)
 
-    def whole(self, task: Task) -> dict[str, Piece]:
-        """All rows of a task by column, ascending."""
-        asked = [self._line(w).send("whole", task.key) for w in range(len(self.way.warehouses))]
+    def whole(self, task: Task, columns: Collection[str] | None = None) -> dict[str, Piece]:
+        """All rows of a task by column, ascending; only some `columns`, or all."""
+        asked = [self._line(w).send("whole", task.key, columns) for w in range(len(self.way.warehouses))]
         parts: list[dict[str, Piece]] = [answer.get() for answer in asked]
         found = {}
         for name in {n for part in parts for n in part}:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -317,8 +317,8 @@ class DockHost:
         """For a controller to be rebuilt: what is known of each open task."""
         return {key: self.warehouse.known(task) for key, task in self.warehouse.tasks.items()}
 
-    async def whole(self, key: str) -> dict[str, Piece]:
-        return self.warehouse.whole(key)
+    async def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, Piece]:
+        return self.warehouse.whole(key, columns)
 
     def _said(self) -> dict[str, Said]:
         """What the processes of this host say of themselves."""

@@ -7,7 +7,7 @@ what its controllers decided and were told, so that who takes its place knows as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -95,12 +95,13 @@ class Warehouse:
                 by.setdefault(column, []).append(piece.rows)
         return {node: max(len(np.unique(np.concatenate(r))) for r in by.values()) for node, by in rows.items() if by}
 
-    def whole(self, key: str) -> dict[str, Piece]:
-        """All rows of a task by column, ascending."""
+    def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, Piece]:
+        """All rows of a task by column, ascending; only some `columns`, or all."""
         pieces: dict[str, list[Piece]] = {}
         for name in self._names.get(key, ()):
             for column, piece in self.segments.read(key, name).items():
-                pieces.setdefault(column, []).append(piece)
+                if columns is None or column in columns:
+                    pieces.setdefault(column, []).append(piece)
         found = {}
         for column, some in pieces.items():
             piece = joined(some)

@@ -395,8 +395,11 @@ class Driver:
         self.display.phase(f"evaluating {evaluation.task}")
         task = self.carried.evaluation(evaluation.task, iteration, sizes[evaluation.data], evaluation.samples)
         seconds, reports = self._end(self._begin(task))
+        figures: dict[str, float] = {}
+        if evaluation.at:
+            (figures,) = self._wait([self.functions.ask(0, "figures", task, lane=lane(task))])
         self._clear(task, reports)
-        found = self.recorder.evaluation(evaluation.task, iteration, seconds, reports, evaluation.report)
+        found = self.recorder.evaluation(evaluation, iteration, seconds, reports, figures)
         if not self.display.live:
             shown = "  ".join(f"{k} {v:.3f}" for k, v in found.items())
             self.display.say(f"after {many(iteration, 'iteration')}, {evaluation.task}: {shown}")

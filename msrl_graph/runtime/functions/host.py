@@ -35,6 +35,7 @@ from ..data.wrong import Watch
 from ..dock.client import Client
 from ..dock.readers import readers
 from ..dock.wire import Way
+from ..metrics.evaluation_figures import evaluation_figures
 from ..metrics.spread import Means
 from ..process import log, shipped
 from ..process.facts import sampled
@@ -198,6 +199,15 @@ class FunctionHost:
             task_name = f"iteration {task.number}" if task.trains else f"the evaluation {task.key}"
             return f"the rows of {task_name} could not be recorded: {error}"
         return ""
+
+    def figures(self, task: Task) -> dict[str, float]:
+        """What an evaluation that has ended reports beside the means of its columns."""
+        if self.functions is None:
+            self.start()
+        evaluation = self.plan.deploy.evaluation(task.name)
+        assert evaluation is not None
+        pieces = self.client.whole(task, evaluation.columns)
+        return evaluation_figures(self.plan, evaluation, task, pieces)
 
     def _rounds(self, steps: Sequence[Instruction], task: Task) -> int:
         """How many rounds of prompts an opening that has ended has drawn."""

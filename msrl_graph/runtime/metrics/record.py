@@ -11,11 +11,12 @@ import math
 import os
 import statistics
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...ir.ahead import Sends, row_age_bound
+from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ..process.report import Report
 from .derived import means
@@ -113,15 +114,21 @@ class Recorder:
         (self.folder / "memory.json").write_text(json.dumps(self.held, indent=2))
 
     def evaluation(
-        self, name: str, iteration: int, seconds: float, reports: list[Report], columns: tuple[str, ...]
+        self,
+        evaluation: Evaluation,
+        iteration: int,
+        seconds: float,
+        reports: list[Report],
+        figures: Mapping[str, float],
     ) -> dict[str, float]:
-        """Adds the means of the reported columns over all of the data."""
+        """Adds the means of the reported columns over all of the data, and the `figures` that come with them."""
         found, sums = {}, _sums(reports)
-        for column in columns:
+        for column in evaluation.report:
             total, weight = sums.get(column, (math.nan, 1.0))
             found[column] = total / weight
         counted = {key: total for key, (total, _) in sorted(sums.items()) if key.startswith(COUNTED) or _failed(key)}
-        line = {"evaluation": name, "after_iterations": iteration, "seconds": seconds, **found, **counted}
+        found |= figures
+        line = {"evaluation": evaluation.task, "after_iterations": iteration, "seconds": seconds, **found, **counted}
         self._write(line)
         self.evaluations.append(line)
         self.trace.add(iteration, reports)
