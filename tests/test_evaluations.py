@@ -19,7 +19,11 @@ from msrl_graph.compiler.loading import load
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.data.columns import Column, Piece, texts
+from msrl_graph.runtime.data.wrong import Watch
+from msrl_graph.runtime.functions.blame import BadResult
+from msrl_graph.runtime.functions.values import Returned
 from msrl_graph.runtime.metrics.evaluation_figures import evaluation_figures
+from msrl_graph.runtime.process.report import Report, RunError
 from msrl_graph.runtime.process.task import Task
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +48,26 @@ def program(*evaluations: str, given: bool = False) -> str:
             "  source -> actor.generate -> host.given",
             1,
         )
+    return text
+
+
+PARTED = (
+    ("  columns {", "  columns {\n    kind : text\n    even : f32"),
+    ("source(prompts) -> prompt, answer", "source(prompts) -> prompt, answer, kind"),
+    ('{ prompt = "prompt", answer = "answer" }', '{ prompt = "prompt", answer = "answer", kind = "kind" }'),
+    ("  source -> actor.generate ->", "  source -> actor.generate -> host.even\n  source -> actor.generate ->"),
+    (
+        "  node host.given",
+        '  node host.even(response, answer) -> even { call = "given.py:even" }\n  node host.given',
+    ),
+)
+
+
+def parted(text: str) -> str:
+    """A program with answers whose rows are of two kinds, and a reward that is of even answers only."""
+    for old, new in PARTED:
+        assert old in text, old
+        text = text.replace(old, new)
     return text
 
 
@@ -114,16 +138,29 @@ GIVEN = """
 def given(response: str) -> str:
     \"\"\"The answer; none where it is no number.\"\"\"
     return response if response.isdecimal() else ""
+
+
+def even(response: str, answer: str) -> float | None:
+    return float(response == answer) if int(answer) % 2 == 0 else None
 """
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with all that the example needs, and a function of answers."""
-    for item in ("train.jsonl", "test.jsonl", "model"):
-        (tmp_path / item).symlink_to(PROGRAM.parent / item)
-    (tmp_path / "given.py").write_text(GIVEN)
+    """A folder with all that the example needs, and what `parted` needs beside it."""
+    (tmp_path / "model").symlink_to(PROGRAM.parent / "model")
+    furnish(tmp_path)
     return tmp_path
+
+
+def furnish(folder: Path) -> None:
+    """Writes the functions, and the example's data with the kind of each row."""
+    (folder / "given.py").write_text(GIVEN)
+    for item in ("train.jsonl", "test.jsonl"):
+        rows = [json.loads(line) for line in (PROGRAM.parent / item).read_text().splitlines()]
+        (folder / item).unlink(missing_ok=True)
+        lines = (json.dumps(row | {"kind": "long" if len(row["answer"]) > 2 else "short"}) for row in rows)
+        (folder / item).write_text("\n".join(lines) + "\n")
 
 
 def test_a_column_of_answers_is_computed_in_the_evaluation_alone(folder: Path) -> None:
@@ -145,6 +182,8 @@ WRONG = {
     "at = [2], vote = giben": ("no node writes a column `giben`", "did you mean `given`?"),
     "at = [2], vote = response": ("`response` is neither text nor a number", "a column of `text`"),
     "at = [2], vote = answer": ("`answer` is not of the same rows as `reward`", "each response has a value of"),
+    "by = reward": ("the source writes no column `reward`", "known here: `answer`, `prompt`"),
+    "by = prompt": ("`prompt` is neither text nor a number", "a column of `text` that the source writes"),
     "vote = given": ("`vote` says nothing without `at`", "add `at = [8]`"),
 }
 
@@ -188,16 +227,59 @@ def test_the_figures_are_those_of_each_prompts_attempts(folder: Path) -> None:
     )
 
 
+def test_rows_are_parted_by_a_column_of_the_source(folder: Path) -> None:
+    stated = VOTED.replace("report = reward", "report = [reward, even], by = kind")
+    (folder / "p.rlg").write_text(parted(program(stated, given=True)))
+    plan = compile(folder / "p.rlg")
+    (evaluation,) = plan.deploy.evaluations
+    rewards, even = np.float32([1, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1]), np.float32([np.nan] * 4 + [1, 0, 1, 1] + [0] * 4)
+    rows, kinds = np.arange(12), ["long", "short", "long"]
+    pieces = {
+        "reward": Piece(rows, Column(rewards)),
+        "even": Piece(rows, Column(even)),
+        "given": Piece(rows, texts(["1"] * 12)),
+        "kind": Piece(np.arange(3), texts(kinds)),
+    }
+    found = evaluation_figures(plan, evaluation, Task("sampled", 0, 3, 4), pieces)
+    assert (found["rows/kind=long"], found["rows/kind=short"]) == (2, 1)
+    assert (found["reward/kind=long"], found["reward/kind=short"]) == (2 / 8, 1.0)
+    assert (found["reward/pass@4/kind=long"], found["reward/maj@4/kind=long"]) == (1.0, pytest.approx(1 / 4))
+    assert (found["even/kind=long"], found["even/kind=short"]) == (0.0, 3 / 4)
+    assert found["even/pass@2"] == pytest.approx(1 / 2)  # of the two prompts that it applies to
+    assert "reward" not in found  # which is counted where it is computed
+    many = Piece(np.arange(101), texts(map(str, range(101))))
+    with pytest.raises(
+        RunError, match=r"`kind` \(.*\) has 101 values in the data `held_out`: `by` takes a column with"
+    ):
+        evaluation_figures(plan, evaluation, Task("sampled", 0, 101, 4), {"kind": many})
+
+
+def test_a_function_returns_none_where_its_figure_does_not_apply_and_nobody_reads_it(folder: Path) -> None:
+    (folder / "p.rlg").write_text(parted(program(GREEDY, given=True)))
+    plan = compile(folder / "p.rlg")
+    assert plan.graph.optional == {"even"}
+    returned = Returned(plan, ("even", "reward"))
+    assert np.isnan(returned.checked("even", None, {}))
+    with pytest.raises(BadResult, match=r"it returned None for `reward`, .* only a column that no node reads may lack"):
+        returned.checked("reward", None, {})
+    with pytest.raises(BadResult, match="it returned nan for `even`"):
+        returned.checked("even", float("nan"), {})
+    report, watch, node = Report("host"), Watch(plan), plan.graph.node("host.even")
+    watch.results(node, Task("train", 0, 2), report, "even", np.arange(2), Column(np.float32([np.nan, 1])))
+    assert report.sums == {"without/even": (1, 0)} and not report.remarks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_reports_what_its_recorded_rows_say(place: Place, ranks: int) -> None:
     """Greedy and sampled in one program, on one rank and two; what is reported is computed anew from the rows."""
-    evaluations = (GREEDY, VOTED.replace("report = reward", "report = reward, every = 1, passing = 0.5"))
-    text = program(*evaluations, given=True).replace("mini_batch = 256", "mini_batch = prompts * group")
+    stated = "report = [reward, even], every = 1, passing = 0.5, by = kind"
+    evaluations = (GREEDY, VOTED.replace("report = reward", stated))
+    text = parted(program(*evaluations, given=True)).replace("mini_batch = 256", "mini_batch = prompts * group")
     for old, new in ONE_RANK if ranks == 1 else ():
         text = text.replace(old, new)
     (place.folder / "p.rlg").write_text(text)
-    (place.folder / "given.py").write_text(GIVEN)
+    furnish(place.folder)
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "out", "--record")
     assert code == 0, err
     place.assert_clean()
@@ -218,3 +300,12 @@ def test_a_run_reports_what_its_recorded_rows_say(place: Place, ranks: int) -> N
         attempts = [(reward, answer.encode()) for reward, answer in zip(table["reward"], table["given"], strict=True)]
         votes = [voted(attempts[first : first + 4]) for first in range(0, len(attempts), 4)]
         assert line["reward/maj@4"] == pytest.approx(np.mean(votes))
+        kinds, even = np.array(table["kind"]), np.array([int(answer) % 2 == 0 for answer in table["answer"]])
+        assert {*kinds} == {"long", "short"}
+        for kind in ("long", "short"):
+            assert line[f"reward/kind={kind}"] == pytest.approx(np.array(table["reward"])[kinds == kind].mean())
+            assert line[f"rows/kind={kind}"] == (kinds == kind).sum() / 4
+        assert line["without/even"] == (~even).sum() > 0
+        assert line["even"] == pytest.approx(np.array(table["reward"])[even].mean())
+    trained = [x for x in metrics(place.folder / "out") if "iteration" in x]
+    assert all("even" in x and x["without/even"] > 0 and "wrong/result" not in x for x in trained)

@@ -242,7 +242,7 @@ def test_an_option_that_is_a_call_is_what_that_gives():
 @pytest.mark.parametrize(
     ("body", "writes", "per", "message"),
     [
-        ("return None", ("reward",), "row", "on row 0 of iteration 7: BadResult: it returned None for `reward`"),
+        ("return None", ("level",), "row", "on row 0 of iteration 7: BadResult: it returned None for `level`"),
         ("return float('nan')", ("reward",), "row", "it returned nan for `reward`"),
         ("return 'good'", ("reward",), "row", "it returned str 'good' for `reward`, where f32 belongs"),
         ("return '3.5'", ("reward",), "row", "it returned str '3.5' for `reward`, where f32 belongs"),

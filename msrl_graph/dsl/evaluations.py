@@ -40,6 +40,8 @@ def lower_evaluation(statement: ast.Evaluate, graph: Graph, read: ReadAttributes
         raise mistake("bad-value", f"`evaluate {name}` says nowhere what to report", statement.name.span, help)
     if "vote" in attributes:
         _check_vote(attributes["vote"], attributes.get("report"), "at" in attributes, graph, problems)
+    if "by" in attributes:
+        _check_by(attributes["by"], graph, problems)
     if "at" in attributes and "report" in attributes:
         _check_attempts(attributes["at"], attributes["report"], options.samples, graph, problems)
     data = options.data or name
@@ -111,6 +113,16 @@ def _check_vote(value: Expr, reported: Expr | None, counted: bool, graph: Graph,
         problems.tell("bad-value", message, value.span, "name a column that each response has a value of")
     elif not counted:
         problems.tell("bad-value", "`vote` says nothing without `at`", value.span, "add `at = [8]`: `maj@8`")
+
+
+def _check_by(value: Expr, graph: Graph, problems: Problems) -> None:
+    column, source = str(value.value), graph.node("source").writes
+    if column not in source:
+        message = f"the source writes no column `{column}`"
+        problems.tell("unknown-column", message, value.span, nearest(column, source))
+    elif graph.column(column).element == "json" or graph.column(column).dims:
+        message = f"`{column}` is neither text nor a number, so that rows cannot be parted by it"
+        problems.tell("bad-value", message, value.span, "name a column of `text` that the source writes")
 
 
 def _check_reported(value: Expr, graph: Graph, problems: Problems) -> None:

@@ -17,6 +17,7 @@ class Evaluation:
     at a `temperature` (None: its own). `name` "": that of the data.
 
     `at` are the k of pass@k, where a response passes from `passing` on, of best@k, and of maj@k by the column `vote`.
+    `by` is the column whose values part the rows.
     """
 
     data: str
@@ -30,6 +31,7 @@ class Evaluation:
     at: tuple[int, ...] = ()
     passing: float = 1.0
     vote: str = ""
+    by: str = ""
 
     @property
     def task(self) -> str:
@@ -39,7 +41,12 @@ class Evaluation:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that it reads: its nodes are those that these need."""
-        return (*self.report, *filter(None, (self.vote,)))
+        return (*self.report, *filter(None, (self.vote, self.by)))
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether its figures are computed from rows that processes have together, not from their sums."""
+        return bool(self.at or self.by)
 
     def title(self, column: str) -> str:
         """What a person calls a reported figure."""

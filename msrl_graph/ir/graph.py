@@ -381,6 +381,14 @@ class Graph(GraphViews):
         """The level of what a node is handed at once: its scope's column's, else its rows'."""
         return self.column(node.per).level if node.per not in ("row", "batch") else self.level(node)
 
+    @cached_property
+    def optional(self) -> frozenset[str]:
+        """The columns that a row may have no value of: numbers that no node reads, which are there for their mean."""
+        read = {c for n in self.nodes for c in (*n.reads, *n.weighs)}
+        return frozenset(
+            c.name for c in self.columns if c.element in ("f32", "bf16") and not c.dims and c.name not in read
+        )
+
     def bound(self, column: str) -> int:
         """The most elements that a row of the column can hold (text and json count as the bound of a prompt: unknown,
         0)."""

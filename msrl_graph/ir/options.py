@@ -252,6 +252,12 @@ class EvaluateOptions(Declared):
         "The column with the answer of each response, text or a number, that `maj@k` takes the most frequent of.",
         "none",
     )
+    by: str = attr(
+        Name(),
+        "",
+        "A column of the source, as `data_source`: each figure for the rows of each of its values too, at most 100.",
+        "none",
+    )
     label: str = attr(
         String(),
         "",

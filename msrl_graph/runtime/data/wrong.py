@@ -177,6 +177,22 @@ class Watch:
             self.tell(node, task, report, reason, rows[new], what.format(values[~np.isfinite(values)][0]))
         return bad | known
 
+    def results(
+        self,
+        node: Node,
+        task: Task,
+        report: Report,
+        name: str,
+        rows: Array,
+        column: Column,
+        known: Array | None = None,
+    ) -> None:
+        """Looks at what was returned for a column. Of one that a row may have no value of, those are counted."""
+        if name not in self.graph.optional:
+            self.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column, known)
+        elif absent := int(not_finite(column).sum()):
+            report.count(f"without/{name}", absent, 0)
+
     def unscored(
         self, node: Node, task: Task, report: Report, rows: Array, lengths: dict[str, Array], known: Array
     ) -> Array:

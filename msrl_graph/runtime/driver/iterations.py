@@ -396,7 +396,7 @@ class Driver:
         task = self.carried.evaluation(evaluation.task, iteration, sizes[evaluation.data], evaluation.samples)
         seconds, reports = self._end(self._begin(task))
         figures: dict[str, float] = {}
-        if evaluation.at:
+        if evaluation.needs_rows:
             (figures,) = self._wait([self.functions.ask(0, "figures", task, lane=lane(task))])
         self._clear(task, reports)
         found = self.recorder.evaluation(evaluation, iteration, seconds, reports, figures)

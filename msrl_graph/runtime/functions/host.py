@@ -315,7 +315,7 @@ class FunctionHost:
                     self._kept(function, task, piece, report)
                     continue
                 spoilt = known if len(rows) == len(known) else None
-                self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column, spoilt)
+                self.watch.results(node, task, report, name, rows, column, spoilt)
                 if column.offsets is None and column.values.dtype.kind == "f":
                     self.means.count(report, node, task, name, rows, column.values)
             for name, found in made.states.items():

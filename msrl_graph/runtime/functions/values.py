@@ -6,6 +6,7 @@ Invariant: what is returned fits its column, or BadResult says what was returned
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
@@ -52,6 +53,8 @@ class Returned:
         """A value as its column's type; BadResult where it is not. `lengths` are those of the row's other columns."""
         if type(value) is float and name in self.numbers and -LARGEST <= value <= LARGEST:  # most are
             return value
+        if value is None and name in self.graph.optional:
+            return math.nan
         column = self.graph.column(name)
         if column.element == "json":
             return _json(name, value)
@@ -61,8 +64,9 @@ class Returned:
             array = pure_numbers(value, DTYPES[column.element])
         except NotNumbers as error:
             inside = f" with {error.item} in it" if error.item else ""
+            hint = "; only a column that no node reads may lack a value" if value is None and not column.dims else ""
             raise BadResult(
-                f"it returned {brief(value)}{inside} for `{name}`, where {column.element} belongs"
+                f"it returned {brief(value)}{inside} for `{name}`, where {column.element} belongs{hint}"
             ) from None
         if array.ndim != len(column.dims):
             belongs = (

@@ -1,4 +1,4 @@
-"""What an evaluation reports beside the means of its columns: pass@k, best@k and maj@k.
+"""What an evaluation reports beside the means of its columns: pass@k, best@k, maj@k, and all of it by a column.
 
 Invariant: computed from all rows of the evaluation at once, so that it does not depend on which process had which row.
 """
@@ -14,26 +14,56 @@ from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ..data.columns import Array, Column, Piece
+from ..process.report import RunError
 from ..process.task import Task, numbers
 from .attempts import best_at, majority_at, pass_at
 
+MOST_VALUES = 100  # of the column that an evaluation is parted by
+
 
 def evaluation_figures(plan: Plan, evaluation: Evaluation, task: Task, pieces: Mapping[str, Piece]) -> dict[str, float]:
-    """The figures by their keys in the metrics; `pieces` are the rows of the evaluation's columns."""
+    """The figures by their keys in the metrics; `pieces` are the rows of the evaluation's columns.
+
+    Raises RunError where the column that it is parted by has too many values.
+    """
     found = rowsets(plan.graph)
     counted = numbers(found.sets, found.refilling, task)
-    answers = _answers(pieces.get(evaluation.vote))
-    figures: dict[str, float] = {}
+    answers = _answers(pieces.get(evaluation.vote)) if evaluation.vote else None
+    parts = _parts(evaluation, pieces)
+    figures: dict[str, float] = {f"rows/{ending}": len(part) for ending, part in parts.items()}
     for column in evaluation.report:
         if (piece := pieces.get(column)) is None:
             continue
         finite = np.flatnonzero(np.isfinite(piece.column.values))
         rows, values = piece.rows[finite], piece.column.values[finite].astype(np.float64)
         prompts = counted.above(rows, found.columns[column], 0)
-        attempts = _by_prompt(prompts, rows, values, answers if evaluation.vote else None)
+        attempts = _by_prompt(prompts, rows, values, answers)
         for k in evaluation.at:
             figures |= _at(evaluation, column, attempts, k)
+        for ending, part in parts.items():
+            own = {prompt: attempts[prompt] for prompt in part if prompt in attempts}
+            some = {column: _mean([value for values, _ in own.values() for value in values])}
+            for k in evaluation.at:
+                some |= _at(evaluation, column, own, k)
+            figures |= {f"{key}/{ending}": value for key, value in some.items()}
     return figures
+
+
+def _parts(evaluation: Evaluation, pieces: Mapping[str, Piece]) -> dict[str, list[int]]:
+    """By the ending of its keys, as `data_source=gsm8k`, the prompts of each value of the column."""
+    parts: dict[str, list[int]] = {}
+    if evaluation.by in pieces:
+        piece = pieces[evaluation.by]
+        for place, row in enumerate(piece.rows.tolist()):
+            ragged = piece.column.offsets is not None
+            text = piece.column.text(place) if ragged else str(piece.column[place].item())
+            parts.setdefault(f"{evaluation.by}={text}", []).append(row)
+    if len(parts) > MOST_VALUES:
+        raise RunError(
+            f"`{evaluation.by}` ({evaluation.span.place}) has {len(parts):,} values in the data `{evaluation.data}`: "
+            f"`by` takes a column with at most {MOST_VALUES}"
+        )
+    return dict(sorted(parts.items()))
 
 
 Attempts = tuple[Array, Sequence[bytes] | None]
@@ -71,7 +101,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _answers(piece: Piece | None) -> dict[int, bytes]:
-    """By row the answer as bytes; none where it is empty or no number."""
+    """By row the answer as bytes; none where it is empty or not a number."""
     if piece is None:
         return {}
     return {int(row): _answer(piece.column, place) for place, row in enumerate(piece.rows)}

@@ -31,7 +31,7 @@ _GZIP = 31  # zlib's `wbits` of a gzip file
 MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
 # What a line of the metrics says of time and place. The rest of it is the same wherever and however often the run was
 # begun.
-COUNTED = ("wrong/", "verify/", "failed/")  # what evaluations tell beside their columns
+COUNTED = ("wrong/", "verify/", "failed/", "without/")  # what evaluations tell beside their columns
 TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes", "dock_messages", "imbalance")
 
 

@@ -362,7 +362,7 @@ class Generation(Conversing):
     ) -> dict[str, Column]:
         """What environments and agents returned, looked at as the results of functions are."""
         for name, column in values.items():
-            self.watch.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column)
+            self.watch.results(node, task, report, name, rows, column)
             if column.offsets is None and column.values.dtype.kind == "f":
                 self.means.count(report, node, task, name, rows, column.values)
         return values
