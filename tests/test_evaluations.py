@@ -7,6 +7,7 @@ import warnings
 from itertools import combinations
 from pathlib import Path
 
+import generations
 import numpy as np
 import pytest
 from language import context, diagnose, lowered
@@ -267,6 +268,23 @@ def test_a_function_returns_none_where_its_figure_does_not_apply_and_nobody_read
     report, watch, node = Report("host"), Watch(plan), plan.graph.node("host.even")
     watch.results(node, Task("train", 0, 2), report, "even", np.arange(2), Column(np.float32([np.nan, 1])))
     assert report.sums == {"without/even": (1, 0)} and not report.remarks
+
+
+def test_the_plan_says_how_each_generation_of_an_evaluation_draws(tmp_path: Path) -> None:
+    """One that reads the text of another keeps its own settings."""
+    for item in ("train.jsonl", "model"):
+        (tmp_path / item).symlink_to(PROGRAM.parent / item)
+    path = generations.program(tmp_path)
+    stated = """data test = "train.jsonl" { prompt = "prompt", answer = "answer" }
+  evaluate test { report = right, samples = 8, temperature = 0.5, every = 5 }
+  run {"""
+    path.write_text(path.read_text().replace("run {", stated))
+    text = compile(path).explain()
+    part = text[text.index("Evaluations  ") :].split("\n\n")[0].splitlines()
+    assert [line.split() for line in part[3:]] == [
+        ["test", "test", "each", "5", "iterations,", "before", "and", "after", "propose", "8", "0.5"],
+        ["solve", "4", "1"],
+    ]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from ..ir.attributes import Generate
 from ..ir.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signature
 from ..ir.graph import Graph, Node, Worker
 from ..ir.plan import EngineChoice, Plan
+from .evaluations import write_evaluations
 from .page import WIDTH, Page, Sheet
 from .placed import placed
 from .resharding import write_reshards
@@ -42,6 +43,7 @@ def write_plan(page: Sheet, plan: Plan) -> None:
     write_reshards(page, plan)
     if plan.schedule:
         _schedule(page, plan)
+    write_evaluations(page, plan)
     if plan.memory:
         _memory(page, plan)
     if plan.estimate is not None:

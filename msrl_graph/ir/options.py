@@ -231,11 +231,17 @@ class EvaluateOptions(Declared):
         must="reward",
     )
     every: int = attr(COUNT, 0, "Also after every so many-th iteration.", "only before and after")
-    samples: int = attr(COUNT, 0, "Responses to each prompt.", "as in training")
+    samples: int = attr(
+        COUNT,
+        0,
+        "Responses to each prompt, of all generations that read prompts; one that reads another's text draws as in "
+        "training.",
+        "as in training",
+    )
     temperature: float | None = attr(
         Number(0),
         None,
-        "Of all generations that read prompts; 0 takes the likeliest token.",
+        "Of the same generations; 0 takes the likeliest token.",
         "as in training",
     )
     at: tuple[int, ...] = attr(
