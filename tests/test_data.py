@@ -260,7 +260,7 @@ def test_what_is_wrong_with_a_parquet_file(tmp_path):
     assert told(parquet(path, twice))[1] == f"the data file {path} has several fields `gold`"
     path.write_text(json.dumps(row) + "\n")
     code, message, _ = told(Data("source", str(path), PAIRS))
-    assert code == "bad-data" and message.startswith(f"the data file {path} is no Parquet file: ")
+    assert code == "bad-data" and message.startswith(f"the data file {path} is not a Parquet file: ")
 
 
 def test_words_that_a_parquet_file_lists_once_are_text(tmp_path):

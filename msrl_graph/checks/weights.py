@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..diagnostics import Diagnostic, Span
+from ..files import hints
 from ..files.weights import INDEX, WHOLE, UnclearError, WeightFiles, weight_files
 from ..ir.graph import Worker
 from ..ir.plan import Plan
@@ -50,7 +51,7 @@ def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic
             continue
         except (OSError, ValueError, RecursionError) as error:
             what = f"the weights in {file} cannot be read: {error}"
-            found.append(Diagnostic("missing-file", what, span, "copy the file anew"))
+            found.append(Diagnostic("missing-file", what, span, hints.lfs(file) or "copy the file again"))
             continue
         if files.read:
             wrong = [d for worker, model in those for d in _wrong(worker, model, there, worker.name in updated)]
@@ -96,11 +97,10 @@ def _wrong(worker: Worker, model: Model, there: Held, updated: bool) -> list[Dia
             f"the weights in {model.path} hold no `{missing[0]}`{more}, which the {worker.kind} "
             f"`{worker.name}` computes with"
         )
-        help = (
-            f"name a folder that {SCORING} saved"
-            if missing[0] == HEAD
-            else "name a folder with a language model's weights"
-        )
+        help = f"name a folder that {SCORING} saved"
+        if missing[0] != HEAD:
+            prefixes = hints.tensor_names(model.path, there, missing[0])
+            help = prefixes or "name a folder with a language model's weights"
         return [Diagnostic("missing-file", what, model.span, help)]
     for name, shape in wanted:
         file, entry = there.get(name, (Path(), {"shape": shape}))

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import Diagnostic, Fault
+from ..files import hints
 from ..ir.graph import Graph
 from ..ir.plan import Data
 from . import fields
@@ -140,7 +141,8 @@ def _object(data: Data, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise bad(data, number, f"is not JSON: {error.msg} at column {error.colno}") from None
+        what = f"is not JSON: {error.msg} at column {error.colno}"
+        raise bad(data, number, what, hints.lfs(data.path) if number == 1 else "") from None
     except (ValueError, RecursionError) as error:  # a number of too many digits, too many brackets
         raise bad(data, number, f"cannot be read: {error}") from None
     if not isinstance(row, dict):
@@ -165,9 +167,8 @@ def _opened(data: Data) -> Iterator[ParquetFile]:
                     raise Fault(Diagnostic("bad-data", f"the data file {data.path} has several fields `{name}`", span))
             yield file
     except pa.ArrowInvalid as error:
-        raise Fault(
-            Diagnostic("bad-data", f"the data file {data.path} is no Parquet file: {error}", data.span)
-        ) from None
+        what = f"the data file {data.path} is not a Parquet file: {error}"
+        raise Fault(Diagnostic("bad-data", what, data.span, hints.lfs(data.path))) from None
 
 
 def _parquet(data: Data, batch_size: int = 65536) -> Iterator[tuple[int, dict[str, Any]]]:

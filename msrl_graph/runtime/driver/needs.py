@@ -13,6 +13,7 @@ from ...backends import ENGINES, packages
 from ...checks import folders
 from ...compiler.unready import unready
 from ...diagnostics import Diagnostic, Fault
+from ...files import hints
 from ...files.paths import hub_name
 from ...ir.plan import Plan
 from ...model import presets
@@ -37,9 +38,9 @@ def check(plan: Plan) -> dict[str, data.Looked]:
             continue
         for pattern in ("*.safetensors", "tokenizer.json"):
             if not list(Path(model.path).glob(pattern)):
-                found.append(
-                    Diagnostic("missing-file", f"the model folder {model.path} holds no {pattern}", model.span)
-                )
+                what = f"the model folder {model.path} holds no {pattern}"
+                help = hints.tokenizer(model.path) if pattern == "tokenizer.json" else ""
+                found.append(Diagnostic("missing-file", what, model.span, help))
         found += _links(model)
     if not found:
         found = [d for model in plan.deploy.models.values() if (d := _unreadable(model))]
@@ -102,5 +103,6 @@ def _unreadable(model: Model) -> Diagnostic | None:
     try:
         Tokens(model.path)
     except Exception as error:  # the library raises nothing more special
-        return Diagnostic("missing-file", f"the tokenizer of {model.path} cannot be read: {error}", model.span)
+        help = hints.lfs(Path(model.path) / "tokenizer.json")
+        return Diagnostic("missing-file", f"the tokenizer of {model.path} cannot be read: {error}", model.span, help)
     return None

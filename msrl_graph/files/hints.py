@@ -1,0 +1,51 @@
+"""What to run so that the files of a model or of data can be read.
+
+Invariant: a hint is only given where its cause was seen in the files; each command is applied by a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+POINTER = b"version https://git-lfs"
+SLOW_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
+
+def lfs(file: Path | str) -> str:
+    """Return how to fetch a file that is a pointer of Git LFS; "" if it is not one."""
+    try:
+        with Path(file).open("rb") as opened:
+            pointer = opened.read(len(POINTER)) == POINTER
+    except OSError:
+        return ""
+    return f"it is a pointer of Git LFS: fetch the file with `git -C {Path(file).parent} lfs pull`" if pointer else ""
+
+
+def tokenizer(folder: Path | str) -> str:
+    """Return how a folder without tokenizer.json gets one."""
+    slow = next((name for name in SLOW_TOKENIZERS if (Path(folder) / name).is_file()), "")
+    if not slow:
+        return "copy the tokenizer.json of the model into the folder"
+    made = f'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
+    return f"let transformers write it from {slow}, in Python: `from transformers import AutoTokenizer; {made}`"
+
+
+def tensor_names(folder: Path | str, present: Collection[str], missing: str) -> str:
+    """Return how to rename the tensors of a folder with other prefixes; "" if prefixes are not the cause."""
+    bare = missing.removeprefix("model.")
+    if f"module.{missing}" in present:
+        name = 'k.removeprefix("module.")'
+    elif bare != missing and bare in present:
+        name = 'k if k.startswith("lm_head.") else "model." + k'
+    else:
+        return ""
+    what = "its tensors have other prefixes than transformers writes"
+    file = Path(folder) / "model.safetensors"
+    if not file.is_file():
+        return f"{what}: load the weights in Python and write the folder again with `model.save_pretrained(folder)`"
+    rename = f'save_file({{{name}: v for k, v in load_file("{file}").items()}}, "{file}", {{"format": "pt"}})'
+    return f"{what}: rename them in Python: `from safetensors.torch import load_file, save_file; {rename}`"
+
+
+__all__ = ["lfs", "tensor_names", "tokenizer"]
