@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from templates import TEMPLATES, TOOL
+from templates import OF_TURNS, TEMPLATES, TOOL
 
 from msrl_graph.runtime.agents.calls import FORMATS
 from msrl_graph.runtime.agents.conversations import Conversations, Full
@@ -24,7 +24,7 @@ USER = {"role": "user", "content": "what is one plus two"}
 @pytest.fixture(scope="session")
 def speeches(tmp_path_factory):
     folder = tmp_path_factory.mktemp("templates")
-    return {name: Speech(Tokens(str(chat.model(folder / name, text)))) for name, text in TEMPLATES.items()}
+    return {n: Speech(Tokens(str(chat.model(folder / n.replace(" ", "_"), t)))) for n, t in OF_TURNS.items()}
 
 
 @dataclass
@@ -186,6 +186,19 @@ def test_thoughts_stay_where_no_user_asks_again(speeches):
     assert answer.before is not None and made.conversations.strayed == 0
 
 
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_empty_thoughts_that_a_template_adds_to_a_last_answer_begin_no_conversation(speeches, role):
+    """As Qwen3 does: in the whole conversation the answer stands as it was drawn."""
+    speech = speeches["empty thoughts"]
+    made, messages = program(speech), [USER]
+    for _ in range(3):
+        answer, message = made.ask(messages, "one")
+        messages = [*messages, message, {"role": role, "content": "more"}]
+    assert made.conversations.strayed == 0 and len([*answer.path()]) == 3
+    asked, _ = made.ask(messages, "two")
+    assert speech.decode(asked.prefix, special=True) == speech.tokens.rendered(messages, True)
+
+
 def test_a_message_that_a_program_has_changed_was_not_drawn(speeches):
     made = program(speeches["qwen"])
     _, message = made.ask([USER], "one")
@@ -303,7 +316,7 @@ def test_calls_of_tools_are_found_in_each_format(name, text, said, calls):
 def test_a_template_says_which_format_it_teaches_and_whether_it_takes_tools(speeches):
     assert speeches["qwen"].calls is FORMATS["hermes"] and speeches["llama"].calls is FORMATS["llama3"]
     assert speeches["plain"].calls is None
-    assert [name for name, s in speeches.items() if not s.takes_tools] == ["plain"]
+    assert [name for name in TEMPLATES if not speeches[name].takes_tools] == ["plain"]
 
 
 def test_arguments_go_out_as_json_and_come_back_as_objects():

@@ -265,7 +265,7 @@ OVER = "where true or false belongs: whether the episode is over"
 @pytest.mark.parametrize(
     ("reset", "step", "message"),
     [
-        ("return 3", "pass", f"{FIRST}BadResult: it returned int 3, where the text belongs that it says, or none"),
+        ("return 3", "pass", f"{FIRST}BadResult: it returned int 3, where the text belongs that it says, messages, or"),
         ("self.no", "pass", f"{FIRST}AttributeError: 'Tool' object has no attribute 'no', at {{path}}:7"),
         (
             "return '1' * 24",

@@ -1,11 +1,16 @@
 """A program whose policy plays in a shop, from text to trained weights."""
 
 import json
+import re
 import shutil
 
+import chat
 import numpy as np
 import pytest
 from place import EXAMPLE, ROOT, metrics, rows_of
+from templates import QWEN
+
+from msrl_graph.runtime.data.tokens import Tokens
 
 pytestmark = pytest.mark.slow
 
@@ -191,3 +196,60 @@ def test_a_reward_that_fails_takes_its_group_along_even_where_it_ends_its_proces
     assert "ConnectionError: the judge does not answer" in said
     told = [x for x in metrics(place.folder / "out") if "evaluation" in x]
     assert all(x["host.reward/failed"] == 4 and x["reward"] is not None for x in told)
+
+
+CHAT = """
+algorithm guesses {{
+  param prompts = 4
+  param group = 4
+  {body}
+  worker actor : policy
+  worker host : function
+  source -> actor.generate -> actor.infer, host.advantage
+  actor.infer, host.advantage -> actor.update
+  actor.update => actor.generate
+}}
+cluster laptop {{ device = "cpu", devices_per_node = 1 }}
+deploy guesses on laptop {{
+  model policy = "{model}"
+  data source = "talks.jsonl"
+  run {{ iterations = 2, seed = 0, warn_truncated = 0.05 }}
+}}
+"""
+
+
+def test_the_environment_of_messages_of_the_docs(place):
+    """Its conversations are what the template writes, and what is cut at the bound is told: a response whose last
+    answer ends with neither an end token nor a stop string, whatever stands in it before."""
+    text = (ROOT / "docs" / "functions.md").read_text().partition("### Environments that speak in messages")[2]
+    code, program = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL)[1] for kind in ("python", "rlg"))
+    (place.folder / "guess.py").write_text(code)
+    model, bound = chat.model(place.folder / "talks", QWEN), 120
+    made = program.replace("4096", str(bound)).replace("turns = 4", 'turns = 3, stop = "e"')
+    (place.folder / "p.rlg").write_text(CHAT.format(body=made, model=model))
+    rows = [
+        {"messages": [{"role": "user", "content": f"what is {n}"}], "answer": n}
+        for n in ("one", "two", "three", "four")
+    ]
+    (place.folder / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, out, err = place.run("p.rlg", "--out", "out", "--record")
+    assert status == 0, err
+    place.assert_clean()
+    tokens, again = Tokens(str(model)), "<|start|>user\nThat is not it. Try again.<|stop|>\n<|start|>assistant\n"
+    told = 0
+    for line in (x for x in metrics(place.folder / "out") if "iteration" in x):
+        table, cut = rows_of(place.folder / "out", line["iteration"]), 0
+        for ids, mask in zip(*(table.column(c).to_pylist() for c in ("response", "mask")), strict=True):
+            asked = np.flatnonzero(~np.array(mask))
+            others = tokens.decode([np.array(ids)[asked]], special=True)[0]
+            assert others.startswith("<|start|>user\nwhat is ") and mask[-1]
+            assert others.partition("assistant\n")[2].replace("<|stop|>", "").replace("\n", "") in (
+                again.replace("<|stop|>", "").replace("\n", "") * turns for turns in range(3)
+            )
+            own = tokens.decode([np.array(ids)[asked[-1] + 1 :]], special=True)[0]
+            cut += len(ids) == bound and ids[-1] not in tokens.ends and "e" not in own
+        assert line["truncated"] == cut / 16
+        assert line["logp_drift"] < 1e-4 and 1 <= line["turns"] <= 3
+        warning = f"{cut / 16:.0%} of the responses were cut at their bound"
+        told += cut / 16 > 0.05 and warning in out + err
+    assert told, "no case"

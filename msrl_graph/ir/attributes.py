@@ -137,9 +137,9 @@ class Generate(OfNode):
     environment: Expr | None = attr(
         ENVIRONMENT,
         None,
-        "A class of yours with `reset` and `step`: several turns with tools ([how](functions.md)). The response "
-        "holds all of them, and its bound is that of all together; what else is written comes from the "
-        "environment.",
+        "A class of yours with `reset` and `step`, which speak in text or in messages: several turns with tools "
+        "([how](functions.md)). The response holds all of them, and its bound is that of all together; what else is "
+        "written comes from the environment.",
         "none",
     )
     agent: Expr | None = attr(

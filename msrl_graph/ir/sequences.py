@@ -61,7 +61,7 @@ def weighs(graph: Graph, node: Node) -> dict[str, int]:
     if graph.worker(node.worker).kind != "function":
         found = sequences(graph, node)
         scored = found.scored if node.verb != "generate" else ()  # are not there yet
-        context = found.context or (() if scored else node.reads)  # an agent may be all who reads
+        context = found.context or (() if scored else node.reads)  # an agent or an environment may be all who reads
         return dict.fromkeys(context, max(1, len(scored))) | dict.fromkeys(scored, 1)
     return dict.fromkeys([c for c in node.reads if is_tokens(graph, c)] or node.reads, 1)
 
@@ -115,11 +115,11 @@ def latest(graph: Graph, node: Node) -> tuple[str, ...]:
 
 
 def whole(graph: Graph, node: Node) -> bool:
-    """Whether what a node computes on begins with nothing, since it is an agent's conversation, which has what stands
-    before the policy's first word in it."""
+    """Whether what a node computes on begins with nothing, since it is the conversation of an agent or an environment,
+    which has what stands before the policy's first word in it."""
     read = sequences(graph, node)
-    agents = [n for n in graph.verb("generate") if Generate.of(n).agent is not None]
-    spoken = {c for n in agents for c in sequences(graph, n).scored if not sequences(graph, n).context}
+    partnered = [n for n in graph.verb("generate") if Generate.of(n).partner is not None]
+    spoken = {c for n in partnered for c in sequences(graph, n).scored if not sequences(graph, n).context}
     return not read.context and bool(read.scored) and {*read.scored} <= spoken
 
 

@@ -80,3 +80,33 @@ TOOL = {
     "type": "function",
     "function": {"name": "add", "description": "a sum", "parameters": {"type": "object", "properties": {}}},
 }
+
+# As Mistral: turns alternate, the system message stands in the last turn of a user, nothing asks for an answer.
+MISTRAL = """\
+{%- set system = messages[0].content + "\\n\\n" if messages[0].role == "system" else "" %}
+{%- set turns = messages[1:] if system else messages %}
+{{- "<|end|>" }}
+{%- for message in turns %}
+{%- if (message.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("turns must alternate") }}{% endif %}
+{%- if message.role == "user" %}
+{{- "<|start|>" + (system if loop.last else "") + message.content + "<|start|>" }}
+{%- else %}{{ " " + message.content + "<|stop|>" }}{% endif %}
+{%- endfor -%}
+"""
+
+# As Qwen3 besides: to a last answer without thoughts it adds empty ones, and results of tools are no question.
+EMPTY_THOUGHTS = """\
+{%- set at = namespace(last=0) %}
+{%- for message in messages %}{% if message.role == "user" %}{% set at.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for message in messages %}
+{%- set parts = message.content.split("</think>") %}
+{%- if message.role == "assistant" %}{{ "<|start|>assistant\\n" }}
+{%- if loop.index0 > at.last and (loop.last or parts | length > 1) %}
+{{- (parts[0] if parts | length > 1 else "<think>") + "</think>" }}{% endif %}
+{{- parts[-1] + "<|stop|>\\n" }}
+{%- else %}{{ "<|start|>" + message.role + "\\n" + message.content + "<|stop|>\\n" }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|start|>assistant\\n" }}{% endif -%}
+"""
+
+OF_TURNS = {**TEMPLATES, "mistral": MISTRAL, "empty thoughts": EMPTY_THOUGHTS}

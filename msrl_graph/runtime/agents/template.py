@@ -52,28 +52,34 @@ class Speech:
         to all messages; None where the template writes what comes before them otherwise than it did. Raises
         BadMessages."""
         asked = self.tokens.rendered(messages[:last], True, **more)
-        said = self.tokens.rendered(messages[: last + 1], False, **more)
         whole = self.tokens.rendered(messages, True, **more)
-        if not (whole.startswith(said) and said.startswith(asked)):
-            return None
-        rest = self._rest(said[len(asked) :], drawn)
-        return None if rest is None else self.following(rest + whole[len(said) :])
-
-    def _rest(self, turn: str, drawn: Array) -> str | None:
-        """What a template writes of a turn after what was drawn in it; None where that cannot be told."""
         end = self.ends.get(int(drawn[-1]), "") if len(drawn) else ""
         text = self.decode(drawn[:-1] if end else drawn, special=True)
-        if turn.startswith(text):
-            rest = turn[len(text) :]
-        elif closes := max((turn.rfind(e) for e in self.ends.values()), default=-1) + 1:
-            # Templates write calls in their own way, and strip blanks: the end token is where the turn ends.
-            rest = turn[closes - 1 :]
-        else:
-            place = turn.find(text.strip()) if text.strip() else -1
-            if place < 0:
-                return None
-            rest = turn[place + len(text.strip()) :]
-        return rest.removeprefix(end)
+        before = asked + text
+        if whole.startswith(before) and whole[len(before) :].startswith(self._closers):
+            # The turn alone need not be written as it is in the whole: Qwen3 adds empty thoughts to a last one.
+            return self.following(whole[len(before) :].removeprefix(end))
+        said = self.tokens.rendered(messages[: last + 1], False, **more)
+        if not (whole.startswith(said) and said.startswith(asked)):
+            return None
+        rest = self._rest(said[len(asked) :], text)
+        return None if rest is None else self.following((rest + whole[len(said) :]).removeprefix(end))
+
+    def _rest(self, turn: str, text: str) -> str | None:
+        """What a template writes of a turn after the text that was drawn in it; None where that cannot be told."""
+        closes = max((turn.rfind(closer) for closer in self._closers), default=-1)
+        if closes >= 0:
+            # Templates write calls in their own way, and strip or add blanks: the end token is where the turn ends.
+            return turn[closes:]
+        own = text if turn.startswith(text) else text.strip()
+        if own not in turn or (text and not own):
+            return None
+        return turn[turn.index(own) + len(own) :]
+
+    @cached_property
+    def _closers(self) -> tuple[str, ...]:
+        """The texts of the tokens that end an answer."""
+        return tuple(self.ends.values())
 
     def encode(self, text: str) -> Array:
         return self.tokens.encode([text])[0]

@@ -28,7 +28,7 @@ from ..process.task import Task
 from .apart import Apart, EnvironmentSpec, parts
 from .blame import BadResult
 from .forked import Nest
-from .instances import Answer, Ask, Called, Failure, Instances, Reset
+from .instances import Answer, Ask, Called, Failure, Instances, Reset, Utterance
 from .own_process import guard_exit
 from .standing import Standing
 from .values import Filled, Returned, imported, seen
@@ -112,7 +112,7 @@ class Episodes:
         self.standing = Standing(environment.node, environment.plan, rows, self.fan, task.number)
         self.instances: Instances | Apart | None = None  # until the first rank of its group begins
 
-    def reset(self) -> list[tuple[str, bool]]:
+    def reset(self) -> list[tuple[Utterance, bool]]:
         """What the environment says first in each row, and whether the episode is over already."""
         self.instances = self.environment.instances(len(self.rows), self.fan)
         given = self.environment.given(self.batch, self.fan)
@@ -122,12 +122,12 @@ class Episodes:
         }
         return self._asked(asked, "the beginning")
 
-    def step(self, positions: Array, texts: list[str], turn: int) -> list[tuple[str, bool]]:
+    def step(self, positions: Array, texts: list[str], turn: int) -> list[tuple[Utterance, bool]]:
         """What the environment says to what the policy wrote in these rows in a turn, the first is 1, and whether that
         ends the episode."""
         return self._asked(dict(zip(positions.tolist(), texts, strict=True)), f"turn {turn}")
 
-    def refuse(self, position: int, what: str, when: str = "the beginning") -> None:
+    def refuse(self, position: int, what: str, when: str) -> None:
         """What the environment said there cannot go on."""
         self._fail(position, Failure.of(BadResult(what)), when)
 
@@ -161,10 +161,10 @@ class Episodes:
         """Which rows stay, for the dock, where rows may fail; counts and tells of those that do not."""
         return self.standing.verdicts(report, head)
 
-    def _asked(self, asked: Mapping[int, Ask], when: str) -> list[tuple[str, bool]]:
+    def _asked(self, asked: Mapping[int, Ask], when: str) -> list[tuple[Utterance, bool]]:
         """What each of these rows is told; nothing more where it is lost."""
         alive = {position: ask for position, ask in asked.items() if not self.standing.lost[position]}
-        said: dict[int, tuple[str, bool]] = {}
+        said: dict[int, tuple[Utterance, bool]] = {}
         stops = not self.environment.verdicts
         assert self.instances is not None
         where = f"`{self.environment.name}` in {when} of {wrong.listed(self.rows[[*alive]])}"

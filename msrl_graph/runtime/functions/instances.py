@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import os
 import threading
@@ -20,7 +21,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...data.characters import half_character
+from ...data.characters import half_character, half_character_within
+from ...data.chat import Messages, are_messages
 from ..process import row_progress
 from .blame import BadResult, Told
 from .own_process import ProcessExit, call_of
@@ -46,11 +48,14 @@ class Failure:
         return cls(reason or seen, Told.of(error))
 
 
+Utterance = str | Messages  # what an environment says: text as it is, or messages
+
+
 @dataclass(frozen=True)
 class Answer:
     """What an environment says, the values of its columns as of now, and whether the episode is over."""
 
-    said: str
+    said: Utterance
     values: tuple[Any, ...] = ()
     over: bool = False
 
@@ -134,20 +139,20 @@ class Instances:
         if self.called.gym:
             return self._of_gym(position, ask, found)
         if isinstance(ask, Reset):
-            return Answer(_said(found))
+            return Answer(_said(found, "reset"))
         columns = self.called.columns
         said, *values, over = _parts("step", found, ("what it says", *columns, "whether the episode is over"))
-        return Answer(_said(said), tuple(values), _truth(over, "at the end", "whether the episode is over"))
+        return Answer(_said(said, "step"), tuple(values), _truth(over, "at the end", "whether the episode is over"))
 
     def _of_gym(self, position: int, ask: Ask, found: Any) -> Answer:
         if isinstance(ask, Reset):
             said, _ = _parts("reset", found, ("the observation", "info"))
             self.rewards[position] = []
-            return Answer(_observed(said))
+            return Answer(_observed(said, "reset"))
         said, reward, *ends, info = _parts(
             "step", found, ("the observation", "reward", "terminated", "truncated", "info")
         )
-        observed = _observed(said)
+        observed = _observed(said, "step")
         if not isinstance(info, Mapping):
             raise BadResult(f"`step` returned {brief(info)} for the info, where a dictionary belongs")
         over = [_truth(end, f"for `{name}`", name) for end, name in zip(ends, ("terminated", "truncated"), strict=True)]
@@ -232,16 +237,20 @@ def _truth(value: Any, where: str, what: str) -> bool:
     return bool(value)
 
 
-def _said(value: Any) -> str:
+def _said(value: Any, method: str) -> Utterance:
     """What an environment says; None is nothing."""
+    if (found := _messages(value, method)) is not None:
+        return found
     what = half_character(value) if isinstance(value, str) else "" if value is None else brief(value)
     if what:
-        raise BadResult(f"it returned {what}, where the text belongs that it says, or none")
+        raise BadResult(f"it returned {what}, where the text belongs that it says, messages, or none")
     return value or ""
 
 
-def _observed(value: Any) -> str:
-    """What an environment of gymnasium's kind says: text, or nothing."""
+def _observed(value: Any, method: str) -> Utterance:
+    """What an environment of gymnasium's kind says: text, messages, or nothing."""
+    if (found := _messages(value, method)) is not None:
+        return found
     if value is not None and not isinstance(value, str):
         what = f"the observation is {brief(value)}, and a policy reads text"
         raise BadResult(f"{what}: wrap the class, and let `reset` and `step` return what is to be read")
@@ -250,4 +259,20 @@ def _observed(value: Any) -> str:
     return value or ""
 
 
-__all__ = ["Answer", "Ask", "Called", "Failure", "Instances", "Reset"]
+def _messages(value: Any, method: str) -> Messages | None:
+    """A copy of a message or of a list of them; None for what is neither. Raises BadResult."""
+    given = [value] if isinstance(value, dict) else value
+    if not are_messages(given):
+        return None
+    try:
+        found: Messages = json.loads(json.dumps(given))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadResult(f"`{method}` returned messages that are no JSON: {error}") from None
+    if half := half_character_within(found):
+        raise BadResult(f"`{method}` returned messages with {half}, which has no tokens")
+    if method == "step" and any(message["role"] == "assistant" for message in found):
+        raise BadResult("`step` returned a message of the `assistant`, and what that says is drawn by the policy")
+    return found
+
+
+__all__ = ["Answer", "Ask", "Called", "Failure", "Instances", "Reset", "Utterance"]

@@ -23,6 +23,7 @@ from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ...ir.sequences import heat, of_response, sequences, tempered
+from ..agents.template import Speech
 from ..agents.wire import Begin
 from ..data import wrong
 from ..data.columns import Array, Column, Piece, Verdicts, ragged
@@ -37,6 +38,7 @@ from ..process import row_progress
 from ..process.report import Report
 from ..process.task import Task
 from .conversing import Conversing
+from .dialogue import BEGINNING, Dialogue
 from .packing import distinct, kept
 from .rollout import Rollout
 from .turns import Responses
@@ -94,7 +96,7 @@ class Generation(Conversing):
             stop=said.stop,
         )
         context = self._context(node, batch)
-        if said.agent is None:  # whose conversations begin with something, or are refused
+        if said.partner is None:  # whose conversations begin with something, or are refused
             self.watch.begun(node, task, batch.rows, np.fromiter(map(len, context), int))
         rows = (batch.rows[:, None] * sampling.samples + np.arange(sampling.samples)).reshape(-1)
         keys = self._stream(node, task).keys(task.number, rows)
@@ -265,34 +267,31 @@ class Generation(Conversing):
         """Turns of the policy and of the environment until each row's episode is over: the rows that did not fail, what
         the node writes of them, on the first rank of the group all of it, which failed, and at which token of its
         response the policy began its last turn."""
-        tokens, episodes = (
-            Tokens(self.plan.model(node.name).path),
-            self.environments[node.name].begin(batch, rows, task),
-        )
+        episodes = self.environments[node.name].begin(batch, rows, task)
+        contexts = [context[i // sampling.samples] for i in range(len(rows))]
+        dialogue = Dialogue(episodes, Speech(Tokens(self.plan.model(node.name).path)), contexts)
         bound = int(sampling.max_tokens)
         responses, turns = Responses(len(rows), bound), Generate.of(node).turns or bound
         last = np.zeros(len(rows), int)
         answers, keys = np.zeros(len(rows), int), self._stream(node, task).keys(task.number, rows)
         with report.phase("environment"):
-            told = self._shared(node, episodes.reset)
-        begun = np.array([i for i, (_, over) in enumerate(told) if not over], int)
-        going = responses.told(begun, first := tokens.following([text for text, over in told if not over]))
-        for i in np.flatnonzero(~np.isin(begun, going)):
+            first = self._shared(node, dialogue.begin)
+        begun = np.array([i for i, ids in enumerate(first) if ids is not None], int)
+        going = responses.told(begun, [ids for ids in first if ids is not None])
+        for i in begun[~np.isin(begun, going)]:
             what = f"what the environment says first takes {len(first[i])} tokens, and a response holds"
-            episodes.refuse(int(begun[i]), f"{what} {sampling.max_tokens}")
+            episodes.refuse(int(i), f"{what} {sampling.max_tokens}", BEGINNING)
         for turn in range(1, turns + 1) if len(going) else ():
-            before = [np.concatenate([context[i // sampling.samples], responses[i]]) for i in going]
+            before = [np.concatenate([contexts[i], responses[i]]) for i in going]
             some = sampling.of(going)
             drawn = collected(self.generators[node.name].generate(before, keys[going], some, responses.lengths[going]))
             last[going] = responses.lengths[going]
             responses.drawn(going, *drawn)
             answers[going] += 1
             with report.phase("environment"):
-                told = self._shared(node, episodes.step, going, tokens.decode(drawn[0]), turn)
-            on = np.array([not over and turn < turns for _, over in told])
-            going = responses.told(
-                going[on], tokens.following([text for (text, _), goes in zip(told, on, strict=True) if goes])
-            )
+                told = self._shared(node, dialogue.step, going, drawn[0], turn, turn < turns)
+            on = np.array([ids is not None for ids in told])
+            going = responses.told(going[on], [ids for ids in told if ids is not None])
             if not len(going):
                 break
         response, _ = wrong.drawn(self.plan.graph, node)
@@ -385,7 +384,7 @@ class Generation(Conversing):
         model."""
         columns = tokenised(self.plan, node, batch.columns)
         parts = [columns[c] for c in sequences(self.plan.graph, node).context]
-        # An agent may be all who reads.
+        # An agent or an environment may be all who reads.
         return [np.concatenate([c[i] for c in parts] or [np.zeros(0, np.int32)]) for i in range(len(batch.rows))]
 
     def _evaluation(self, node: Node, task: Task) -> Evaluation | None:
