@@ -22,6 +22,8 @@ from msrl_graph.runtime.data.tokens import Tokens
 USER = {"role": "user", "content": "what is one plus two"}
 CALL = 'so\n<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
 NONE = np.zeros(0, np.int32)
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "object"}}}
+RULES_OUT = "it would rule out tokens as they are drawn, and the row is trained on as the policy draws by itself"
 
 
 class Served:
@@ -186,7 +188,15 @@ def test_an_answer_is_as_long_as_may_be(served):
         ({"n": 2}, openai.BadRequestError, "unsupported", "`n` = 2 is not there: one answer is drawn, freely"),
         ({"top_logprobs": 2, "logprobs": True}, openai.BadRequestError, "unsupported", "`top_logprobs` = 2"),
         ({"tool_choice": "required"}, openai.BadRequestError, "unsupported", '`tool_choice` = "required"'),
-        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "unsupported", "`response_format`"),
+        ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "unsupported", RULES_OUT),
+        ({"response_format": SCHEMA}, openai.BadRequestError, "unsupported", RULES_OUT),
+        (
+            {"extra_body": {"guided_json": {"type": "object"}}},
+            openai.BadRequestError,
+            "unsupported",
+            "`guided_json` = ",
+        ),
+        ({"extra_body": {"structured_outputs": {"json": {}}}}, openai.BadRequestError, "unsupported", RULES_OUT),
         ({"presence_penalty": 0.5}, openai.BadRequestError, "unsupported", "`presence_penalty` = 0.5"),
         ({"max_tokens": 0}, openai.BadRequestError, "invalid_type", "`max_tokens` takes a whole number of 1 or more"),
         ({"stop": [""]}, openai.BadRequestError, "invalid_type", "`stop` takes a string, or a list of strings"),
@@ -325,3 +335,15 @@ def test_two_requests_at_once_are_two_draws(served):
         found = {a.choices[0].message.content for a in pool.map(lambda _: ask(client), range(2))}
     assert found == {"one", "two"} and time.monotonic() - begin < 2
     assert len({a.key for a in row.conversations.answers}) == 2
+
+
+def test_what_the_refusal_of_a_schema_names_gives_json(served):
+    """By the messages, and as a function in `tools`; text as the format asks for nothing."""
+    row = served.row()
+    client = served.client(row)
+    served.texts = ['{"a": 1}<|stop|>', f"{CALL}<|stop|>", "three<|stop|>"]
+    said = ask(client, [{"role": "user", "content": 'the sum as {"a": NUMBER}'}]).choices[0].message
+    assert json.loads(said.content) == {"a": 1}
+    (call,) = ask(client, tools=[TOOL]).choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"a": 1}
+    assert ask(client, response_format={"type": "text"}).choices[0].message.content == "three"

@@ -27,6 +27,11 @@ NOTED = {
     *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls"),
     *("tool_choice", "response_format", "echo", "suffix", "logit_bias", "frequency_penalty", "presence_penalty"),
 }
+# What rules tokens out by a schema or a grammar, OpenAI's way and vLLM's.
+FORMATS = (
+    *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("guided_decoding_backend", "guided_whitespace_pattern", "structural_tag"),
+)
 # What would change it and is not there, with the values that ask for nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -37,7 +42,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "top_logprobs": (0,),
-    "response_format": ({"type": "text"},),
+    **{name: ({"type": "text"},) if name == "response_format" else () for name in FORMATS},
     "tool_choice": ("auto", "none"),
 }
 
@@ -82,9 +87,7 @@ def read(body: Any, chat: bool, model: str) -> Asked:
     for name, values in REFUSED.items():
         if name in given and given[name] not in values:
             asks = f"`{name}` = {json.dumps(given[name])}"
-            raise Refused(
-                f"{asks} is not there: one answer is drawn, freely, as the run's program says", "unsupported", name
-            )
+            raise Refused(f"{asks} is not there: {_reason(name)}", "unsupported", name)
     stop = given.get("stop", ())
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else ()
     if not all(isinstance(s, str) and s for s in stops) or (stop and not stops):
@@ -115,6 +118,17 @@ def read(body: Any, chat: bool, model: str) -> Asked:
         usage=isinstance(options, dict) and options.get("include_usage") is True,
         ids=given.get("return_token_ids") is True,
         left_out=tuple(sorted(given.keys() - NOTED)),
+    )
+
+
+def _reason(name: str) -> str:
+    """Why a parameter is refused, and what to do."""
+    if name not in FORMATS:
+        return "one answer is drawn, freely, as the run's program says"
+    return (
+        "it would rule out tokens as they are drawn, and the row is trained on as the policy draws by itself, with the "
+        "log-probabilities of that. Say in `messages` what form the answer has, read it in the agent, and give a low "
+        "reward to what does not fit; or describe it as a function in `tools`, which the policy may call"
     )
 
 
