@@ -224,6 +224,54 @@ def test_what_is_not_trained_on_is_counted_and_told(alone, tmp_path, model):
     ]
 
 
+SEVERAL = """
+def solve(question, answer: str, base_url, api_key, model):
+    first = ask(base_url, api_key, messages=[{"role": "user", "content": question}], max_tokens=4)["message"]
+    asked = [{"role": "user", "content": question}, first, {"role": "user", "content": "more"}]
+    for _ in range(2):  # the same again is a branch
+        ask(base_url, api_key, messages=asked, max_tokens=3)
+    judge = [{"role": "user", "content": "judge it: " + (first["content"] or "")}]
+    for _ in range(int(answer) % 2):
+        judge.append(ask(base_url, api_key, messages=judge, max_tokens=5)["message"])
+        judge.append({"role": "user", "content": "sure"})
+    ask(base_url, api_key, messages=judge, max_tokens=3)
+    return 1.0, ""
+"""
+
+
+def test_all_conversations_of_a_row_are_trained_on_each_by_itself(alone, tmp_path, model):
+    """The trainer finds the log-probability of each token as it was drawn, so that none sees another conversation; an
+    answer that two branches have in common counts once; what does not fit is left out, the earliest first."""
+    sizes = {}
+    for most in (1, 2, 3, 0):  # and then with less room than all take
+        bound, most = (300, most) if most else (sizes[3, 300][3] - 1, 3)
+        stage = Stage(
+            program(tmp_path, model, SEVERAL, f"conversations = {most},", changes=[("<= 300", f"<= {bound}")])
+        )
+        written, sums = drawn(stage), stage.told.sums
+        mask, logp = written["mask"].values, written["response.logp"].values
+        assert ("response.begins" in written) == (most > 1)
+        assert np.array_equal(np.isnan(logp), ~mask)
+        infer = stage.act("actor.infer", written)
+        assert np.allclose(infer["old_logp"].values[mask], logp[mask], atol=1e-4)
+        assert stage.told.sums["logp_drift"][1] == mask.sum() == sums["policy_tokens"][0]
+        before = stage.whole()
+        ones = Column(np.ones(len(mask), np.float32), written["mask"].offsets)
+        stage.act("actor.update", {**written, **infer, "advantage": ones})
+        assert not all(map(torch.equal, before[0], stage.whole()[0]))
+        asked = 4 + np.array([int(ANSWERS[i // 2]) % 2 for i in range(8)])
+        kept = sums["turns"][0] - sums["left_out_answers"][0]
+        assert sums["turns"] == (asked.sum(), 8)
+        sizes[most, bound] = sums["conversations"][0], kept, int(mask.sum()), max(written["response"].lengths)
+        if most > 1:
+            begins = written["response.begins"].values
+            assert sums["conversations"][0] == begins.sum() and begins[written["response"].offsets[:-1]].all()
+    assert sizes[1, 300][0] == 8 and sizes[2, 300][0] == 16 and sizes[3, 300][0] == 24
+    assert sizes[1, 300][1] == (asked - 3).sum() and sizes[2, 300][1] == (asked - 1).sum()
+    assert sizes[3, 300][1] == asked.sum()
+    assert 8 < sizes[3, bound][0] < 24 and sizes[3, bound][3] <= bound
+
+
 EVERY = range(8)  # rows, of which any may be told of first
 
 

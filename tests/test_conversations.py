@@ -140,7 +140,7 @@ def test_by_a_template_that_preserves_prefixes_a_conversation_is_one_response(sp
     spoken = made.check()
     assert np.array_equal(spoken.tokens[spoken.mask], np.concatenate([t for _, t in made.draws]))
     assert made.conversations.strayed == 0
-    assert made.conversations.aside(made.conversations.last) == (0, 0)
+    assert made.conversations.aside(spoken) == (0, 0)
 
 
 def test_what_stands_between_two_answers_is_what_the_template_writes(speeches):
@@ -175,7 +175,7 @@ def test_where_the_template_writes_the_beginning_otherwise_the_conversation_begi
     assert made.conversations.strayed == 1
     spoken = made.check()
     assert speeches[name].decode(spoken.tokens[spoken.mask]) == "two"
-    assert made.conversations.aside(made.conversations.last) == (1, len("<think>hm</think>one") + 1)
+    assert made.conversations.aside(spoken) == (1, len("<think>hm</think>one") + 1)
 
 
 def test_thoughts_stay_where_no_user_asks_again(speeches):
@@ -240,7 +240,7 @@ def test_the_response_ends_with_the_last_answer_of_those_that_begin_with_the_pro
     made.ask([{"role": "user", "content": "judge it"}], "good")
     assert made.conversations.last is first
     assert speech.decode(made.check().tokens, special=True) == "one<|stop|>"
-    assert made.conversations.aside(first) == (1, 5)
+    assert made.conversations.aside(made.conversations.spoken(first)) == (1, 5)
     alone = program(speech, context=speech.encode("one"))
     alone.ask([USER], "one")
     assert alone.conversations.last is None

@@ -1,6 +1,8 @@
 """From rows of the dock to tensors: every response token is predicted from all that stands before it, and nothing
 else."""
 
+from itertools import chain
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -41,6 +43,29 @@ def test_a_token_that_is_scored_itself_is_asked_for_at_its_own_position(rows):
     assert packed["position"].tolist() == [len(a) + i for a, b in rows for i in range(len(b))]
     ends = np.cumsum([len(b) for _, b in rows]) - 1
     assert packed["position"][ends].tolist() == whole["position"].tolist()
+
+
+talks = st.lists(st.tuples(tokens, st.lists(tokens, max_size=3), st.integers(0, 7)), min_size=1, max_size=5)
+
+
+@given(talks, st.booleans(), st.booleans(), st.data())
+def test_conversations_of_a_row_are_the_sequences_of_rows_of_their_own(rows, after, masked, data):
+    """None sees another, and what is asked for comes in the same order."""
+    chosen = np.array(data.draw(st.permutations(range(len(rows)))))[: data.draw(st.integers(1, len(rows)))]
+    context = ragged([np.array(c) for c, *_ in rows], np.int32)
+    whole = ragged([np.array([*chain(*said)]) for _, said, _ in rows], np.int32)
+    opens = [[i == 0 for one in said for i in range(len(one))] for _, said, _ in rows]
+    begins = ragged([np.array(o, bool) for o in opens], np.bool_)
+    bits = [[bool(bit >> i & 1) for i in range(len(o))] for (*_, bit), o in zip(rows, opens, strict=True)]
+    mask = ragged([np.array(b, bool) for b in bits], np.bool_) if masked else None
+    packed = pack([context], [whole], chosen, [mask], after, [begins])
+
+    each = [(rows[r][0], one) for r in chosen for one in rows[r][1] or [[]]]
+    alone = [ragged([np.array(e[i]) for e in each], np.int32) for i in (0, 1)]
+    own = Column(np.array([*chain(*(bits[r] for r in chosen))], bool), alone[1].offsets) if masked else None
+    expected = pack(alone[:1], alone[1:], np.arange(len(each)), [own], after)
+    for name in ("ids", "offsets", "row", "position", "token"):
+        assert packed[name].tolist() == expected[name].tolist(), name
 
 
 def test_no_rows_still_make_a_batch():

@@ -20,7 +20,7 @@ from ..ir.attributes import Generate, Update
 from ..ir.graph import Node, Value, Worker
 from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
-from ..ir.sequences import bound, scores_texts, sequences
+from ..ir.sequences import bound, conversations, scores_texts, sequences
 from ..ir.work import Work, kv_elements, micro_batches
 from ..sharding.layout import Side, held, stage_parts
 from . import general
@@ -179,7 +179,9 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
             share = min(share, -(-said.step_rows(row_count(plan, node)) // placement.layout.dp))
         batches = micro_batches(share, size, placement.layout)
         size = -(-share // batches)
-        size, alike = size * found.count, fan(plan, node)
+        # So many sequences attention may be computed of, each as long as all of a row's conversations together.
+        most = max((conversations(plan.graph, c) for c in found.scored), default=1)
+        size, alike = size * found.count * most, fan(plan, node) * most
         prompts = (
             size // alike if size % alike == 0 else 1 if alike % size == 0 else min(size, -(-(size - 1) // alike) + 1)
         )

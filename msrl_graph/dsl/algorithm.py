@@ -276,6 +276,7 @@ class _Algorithm(Declarations):
             ("timeout", both),
             ("tool_calls", both[1:]),
             ("turns", both),
+            ("conversations", both[1:]),
             ("memory", both[:1]),
         ):
             if key in given and not {*partners} & {*given}:

@@ -162,6 +162,12 @@ class Generate(OfNode):
         "With `environment` or `agent`: how many answers of the policy a row has at most.",
         "as many as the response holds",
     )
+    conversations: int = attr(
+        COUNT,
+        1,
+        "With `agent`: of how many of its conversations a row is trained on at most, the latest that fit into the "
+        "response ([how](agents.md)). Each is a sequence of its own; the plan counts memory for all of them.",
+    )
     timeout: float = attr(
         TIME,
         math.inf,

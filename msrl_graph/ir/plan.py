@@ -57,7 +57,7 @@ METRICS = frozenset(
             "changed",
         ),
         *("refills", "prompts_drawn", "prompts_kept", "turns", "policy_tokens", "environment_tokens", "failed"),
-        *("left_out_answers", "left_out_tokens", "strayed"),
+        *("left_out_answers", "left_out_tokens", "strayed", "conversations"),
         *(
             "response_length_max",
             "distinct_prompt_tokens",

@@ -123,6 +123,18 @@ def whole(graph: Graph, node: Node) -> bool:
     return not read.context and bool(read.scored) and {*read.scored} <= spoken
 
 
+def conversations(graph: Graph, column: str) -> int:
+    """How many conversations a response may hold, each of which is a sequence of its own."""
+    return max((Generate.of(n).conversations for n in graph.writers.get(column, ()) if n.verb == "generate"), default=1)
+
+
+def beginnings(graph: Graph, node: Node) -> dict[str, str]:
+    """The columns that a node scores and that may hold several conversations, each with the column that only the dock
+    knows: at which tokens these begin."""
+    found = (c for c in sequences(graph, node).scored if is_tokens(graph, c) and conversations(graph, c) > 1)
+    return {column: f"{column}.begins" for column in found}
+
+
 def speaker(graph: Graph) -> Worker | None:
     """The worker whose tokenizer the source's tokens are of: a policy, else another with weights, and of these the
     first that is trained, else the first."""

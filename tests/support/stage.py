@@ -15,6 +15,7 @@ from msrl_graph.runtime.rank.rank import Rank
 from msrl_graph.runtime.rank.training import Training
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic"
+HIDDEN = ("response.logp", "response.begins")  # columns that only the dock knows
 PROMPTS = [
     np.array([6, 10, 13, 7, 11, 15]),
     np.array([3, 13, 4, 15]),
@@ -57,7 +58,7 @@ class Stage(Rank):
     def act(self, name, columns, rows=None, task="train"):
         """What a node writes, handed these columns."""
         node = self.plan.graph.node(name)
-        columns = {c: columns[c] for c in (*node.reads, *node.states, "response.logp") if c in columns}
+        columns = {c: columns[c] for c in (*node.reads, *node.states, *HIDDEN) if c in columns}
         size = len(next(iter(columns.values())))
         rows = np.arange(size) if rows is None else rows
         elements = {c: len(column.values) for c, column in columns.items()}

@@ -3,8 +3,8 @@
 Invariant: an answer's tokens are those that were drawn, after exactly the tokens that they were drawn from. Whatever a
 program asks is a node of a tree: it goes on from the latest answer that its messages (or its text) begin with, or it
 begins a conversation; what repeats a request whose answer never reached the program gets that answer. Of the tree a row
-is trained on one path: that to the last answer that the program got, of those conversations that begin with the row's
-own prompt.
+is trained on paths to the last answers that the program got, of those conversations that begin with the row's own
+prompt: the latest of them, as many as the program says. An answer that several have in common counts in the latest.
 
 The noise of a draw: what goes on from an answer for the first time has its key, and the row's first conversation the
 row's, so that a program that asks in turn draws what an environment would. Whatever else begins, or is asked again,
@@ -63,13 +63,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Spoken:
-    """A response: its tokens, their log-probabilities (NaN where they were not drawn), which were drawn, and at which
-    token its `last` answer begins."""
+    """A response: its tokens, their log-probabilities (NaN where they were not drawn), which were drawn, at which of
+    them a conversation `begins`, and at which token its `last` answer does. `kept` are the answers that were drawn in
+    it."""
 
     tokens: Array
     logps: Array
     mask: Array
+    begins: Array
     last: int = 0
+    kept: tuple[Answer, ...] = ()
 
 
 class Conversations:
@@ -165,20 +168,42 @@ class Conversations:
         owned = [a for a in got if a.base == len(self.context)]
         return max(owned, key=lambda a: a.number, default=None)
 
-    def spoken(self, last: Answer) -> Spoken:
-        """The response that ends with an answer."""
-        whole = last.whole
-        logps, mask = np.full(len(whole), np.nan, np.float32), np.zeros(len(whole), bool)
-        for answer in last.path():
-            here = slice(len(answer.prefix), len(answer.prefix) + len(answer.tokens))
-            logps[here] = np.where(np.isfinite(answer.logps), answer.logps, -np.inf)
-            mask[here] = True
-        own = slice(last.base, None)
-        return Spoken(whole[own], logps[own], mask[own], len(last.prefix) - last.base)
+    def spoken(self, last: Answer, most: int = 1) -> Spoken:
+        """The response that ends with an answer, of at most so many conversations: before that answer's the latest
+        others that there is room for, in the order of their last answers."""
+        ends, room = [last], self.bound - (len(last.whole) - last.base)
+        continued = {id(a.before) for a in self.answers if a.got}
+        for answer in reversed(self.answers):
+            own = len(answer.whole) - answer.base
+            if len(ends) == most:
+                break
+            ended = answer.got and id(answer) not in continued and answer is not last and len(answer.tokens)
+            if ended and answer.base == len(self.context) and own <= room:
+                ends.append(answer)
+                room -= own
+        kept: dict[int, Answer] = {}
+        parts = [self._conversation(end, kept) for end in ends][::-1]
+        tokens, logps, mask, begins = (np.concatenate(each) for each in zip(*parts, strict=True))
+        return Spoken(tokens, logps, mask, begins, len(tokens) - len(last.tokens), tuple(kept.values()))
 
-    def aside(self, last: Answer) -> tuple[int, int]:
-        """How many answers the response that ends with this one leaves out, and how many tokens of the policy."""
-        kept = {id(a) for a in last.path()}
+    def _conversation(self, end: Answer, kept: dict[int, Answer]) -> tuple[Array, Array, Array, Array]:
+        """A conversation's tokens, their log-probabilities, which were drawn and where it begins; answers that are
+        `kept` elsewhere were not drawn here."""
+        whole = end.whole
+        logps, mask = np.full(len(whole), np.nan, np.float32), np.zeros(len(whole), bool)
+        for answer in end.path():
+            if id(answer) not in kept:
+                kept[id(answer)] = answer
+                here = slice(len(answer.prefix), len(answer.prefix) + len(answer.tokens))
+                logps[here] = np.where(np.isfinite(answer.logps), answer.logps, -np.inf)
+                mask[here] = True
+        begins = np.arange(len(whole)) == end.base
+        own = slice(end.base, None)
+        return whole[own], logps[own], mask[own], begins[own]
+
+    def aside(self, spoken: Spoken) -> tuple[int, int]:
+        """How many answers a response leaves out, and how many tokens of the policy."""
+        kept = {id(a) for a in spoken.kept}
         left = [len(a.tokens) for a in self.answers if id(a) not in kept and len(a.tokens)]
         return len(left), sum(left)
 

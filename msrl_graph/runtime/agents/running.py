@@ -41,7 +41,7 @@ from .wire import Begin, Next, Over, Wanted
 
 AT_ONCE = 256  # agents that run side by side: they wait for answers more than they compute
 QUIET = 0.02  # seconds that a request waits for others at least, while other agents compute
-FIGURES = ("left_out_answers", "left_out_tokens", "strayed")
+FIGURES = ("left_out_answers", "left_out_tokens", "strayed", "conversations")
 HEARTBEAT = 10.0  # seconds after which a rank hears that nobody asks: its neighbours wait with it
 
 
@@ -232,7 +232,7 @@ class Agents:
         last = conversations.last
         if last is None:
             raise BadResult(self._unheard(conversations))
-        spoken = conversations.spoken(last)
+        spoken = conversations.spoken(last, self.said.conversations)
         if len(self.columns) == 1:
             result = (result,)
         elif not self.columns:
@@ -244,9 +244,9 @@ class Agents:
         values = zip(self.columns, result, strict=True)
         self.values[place] = tuple(self.returned.checked(name, value, lengths) for name, value in values)
         self.spoken[place] = spoken
-        answers, tokens = conversations.aside(last)
+        answers, tokens = conversations.aside(spoken)
         self.answers += len(conversations.answers)
-        told = (answers, tokens, conversations.strayed)
+        told = (answers, tokens, conversations.strayed, int(spoken.begins.sum()))
         for name, number in zip(self.figures, told, strict=True):
             self.figures[name] += number
 
@@ -262,12 +262,13 @@ class Agents:
         )
 
     def _over(self) -> Over:
-        nothing = Spoken(NOTHING, NOTHING.astype(np.float32), NOTHING.astype(np.bool_))
+        nothing = Spoken(NOTHING, NOTHING.astype(np.float32), NOTHING.astype(np.bool_), NOTHING.astype(np.bool_))
         spoken = [s or nothing for s in self.spoken]
         response = (
             ragged([s.tokens for s in spoken], np.int32),
             ragged([s.logps for s in spoken], np.float32),
             ragged([s.mask for s in spoken], np.bool_),
+            ragged([s.begins for s in spoken], np.bool_),
         )
         remarks = []
         if self.endpoint.left_out:

@@ -72,13 +72,13 @@ class Next:
 class Over:
     """All agents are through, or one has failed where that ends the run.
 
-    - Of each row, nothing of those that failed: the `response`, its log-probabilities and its mask, the token of it at
-      which its `last` answer begins, and by column the other `values` that the node writes. `failed`: by place the
-      failure, and what the agent had been given.
+    - Of each row, nothing of those that failed: the `response`, its log-probabilities, its mask and where its
+      conversations begin, the token of it at which its `last` answer begins, and by column the other `values` that the
+      node writes. `failed`: by place the failure, and what the agent had been given.
     - Of all together: how many `answers` the policy gave, other `figures`, and what a person should hear of.
     """
 
-    response: tuple[Column, Column, Column]
+    response: tuple[Column, Column, Column, Column]
     last: list[int]
     values: dict[str, list[Any]]
     failed: dict[int, tuple[Failure, dict[str, Any]]]

@@ -22,7 +22,7 @@ from ...ir.attributes import Call, Generate
 from ...ir.graph import Graph, Node
 from ...ir.plan import Plan
 from ...ir.rowsets import Numbers, Rowsets, chain, rowsets
-from ...ir.sequences import is_tokens, sequences
+from ...ir.sequences import beginnings, is_tokens, sequences
 from ..process.report import RunError
 from ..process.task import Task, numbers
 from .columns import Array, Column, Piece, Verdicts, offsets_of, texts
@@ -94,7 +94,7 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     hidden = {
         _shown(plan.graph, name)
         for node in plan.graph.verb("generate")
-        for name in drawn(plan.graph, node)
+        for name in (*drawn(plan.graph, node), *beginnings(plan.graph, node).values())
         if name not in declared
     }
     hidden |= {_shown(plan.graph, s.column) for s in rowsets(plan.graph).sieves.values()}
@@ -181,6 +181,7 @@ def _table(
     sets = {
         as_drawn: found.columns[response] for response, as_drawn in (drawn(graph, n) for n in graph.verb("generate"))
     }
+    sets |= {c: found.columns[r] for n in graph.verb("generate") for r, c in beginnings(graph, n).items()}
     sets |= found.columns | {s.column: s.rows for s in found.sieves.values()}
     for name in (*(c for c in declared if c in pieces), *sorted(pieces.keys() - declared.keys())):
         rowset, piece = sets.get(name, 0), pieces[name]

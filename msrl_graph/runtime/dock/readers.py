@@ -13,7 +13,7 @@ from functools import cached_property
 from ...ir.attributes import SampleEdge, Update
 from ...ir.plan import Plan
 from ...ir.rowsets import Numbers, Rowset, Sieve, looping, rowsets, upstream
-from ...ir.sequences import as_drawn, heating, latest, weighs
+from ...ir.sequences import as_drawn, beginnings, heating, latest, weighs
 from ..data.wrong import comparison
 from ..process.task import Task, numbers
 from .wire import Member, Way
@@ -82,7 +82,8 @@ class Reader:
 
 
 def readers(plan: Plan) -> list[Reader]:
-    """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not."""
+    """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not;
+    who scores conversations, where these begin."""
     graph, found, compared, rows = plan.graph, [], comparison(plan), rowsets(plan.graph)
     balanced = {e.dst for e in graph.samples() if SampleEdge.of(e).balance}
     stores = {host: i for i, host in enumerate(plan.docks.warehouses)}
@@ -95,6 +96,8 @@ def readers(plan: Plan) -> list[Reader]:
         reads += [Read(as_drawn(name), 0, "source") for name in heating(graph, node) if name in each]
         if compared and compared.node == node.name and compared.column not in node.reads:
             reads.append(Read(compared.column, rows.columns[compared.response], graph.writer(compared.response).name))
+        for response, column in beginnings(graph, node).items() if node.verb != "generate" else ():
+            reads.append(Read(column, rows.columns[response], graph.writer(response).name))
         found.append(
             Reader(
                 node=node.name,

@@ -22,7 +22,7 @@ from ...ir.evaluation import Evaluation
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
-from ...ir.sequences import heat, of_response, sequences, tempered
+from ...ir.sequences import beginnings, heat, of_response, sequences, tempered
 from ..agents.template import Speech
 from ..agents.wire import Begin
 from ..data import wrong
@@ -342,14 +342,16 @@ class Generation(Conversing):
         head: str,
     ) -> dict[str, Column]:
         """What the node writes of rows in which another wrote too: of the response `found` its tokens, their
-        log-probabilities and the mask, and the `values` of other columns."""
+        log-probabilities, the mask and of an agent's where conversations begin, and the `values` of other columns."""
         response, as_drawn = wrong.drawn(self.plan.graph, node)
-        ids, logp, mask = found
+        ids, logp, mask, *begins = found
         self.watch.response(node, task, report, rows, ids, kept(logp, mask), self.plan.model(node.name).vocabulary)
         report.count(f"{head}turns", float(answers), len(rows))
         report.count(f"{head}policy_tokens", float(mask.values.sum()), 0)
         report.count(f"{head}environment_tokens", float((~mask.values).sum()), 0)
         written = {response: ids, as_drawn: logp}
+        for column in beginnings(self.plan.graph, node).values():
+            written[column] = begins[0]
         if name := of_response(self.plan.graph, node, "bool"):
             written[name] = mask
         if name := of_response(self.plan.graph, node, "i32"):

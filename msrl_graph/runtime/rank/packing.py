@@ -5,15 +5,15 @@ Invariant: token ids go through unchanged, and columns of numbers keep their val
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from ...ir import graph as ir
 from ...ir.graph import Graph, Node
-from ...ir.sequences import as_drawn, heating, sequences
+from ...ir.sequences import as_drawn, beginnings, heating, sequences
 from ..data import wrong
 from ..data.columns import DTYPES, Array, Column, offsets_of
 from ..dock.wire import Batch
@@ -28,6 +28,7 @@ class Given:
     - `masks`: of a scored column the mask that is read with it. Tokens that it leaves out are context only: `lengths`
       does not count them, and columns with a value a token hold the values of the other tokens.
     - `strange`: the rows that hold tokens which the model does not know.
+    - `begins`: of a scored column that holds several conversations at which tokens these begin.
     """
 
     contexts: list[Column]
@@ -36,6 +37,7 @@ class Given:
     columns: dict[str, Column]
     lengths: dict[str, Array]
     strange: Array
+    begins: Mapping[str, Column] = field(default_factory=dict)
 
     @property
     def size(self) -> Array:
@@ -61,13 +63,16 @@ def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[st
     names = [*read.context, *read.scored]
     tokens, strange = wrong.known_tokens([columns.pop(c) for c in names], vocabulary)
     found = dict(zip(names, tokens, strict=True))
+    held = {c: columns.pop(name, None) for c, name in beginnings(graph, node).items()}
+    begins = {c: column for c, column in held.items() if column is not None}  # a group without rows has none
     masks: dict[str, Column] = {}
     for name in [c for c in columns if c in declared and declared[c].element == "bool" and like.get(c) in read.scored]:
         mask, other = columns.pop(name), masks.get(like[name])
         masks[like[name]] = mask if other is None else replace(mask, values=mask.values & other.values)
     columns = {name: kept(column, masks.get(like.get(name, ""))) for name, column in columns.items()}
     lengths = {c: kept(found[c], masks.get(c)).lengths for c in read.scored}
-    return Given([found[c] for c in read.context], {c: found[c] for c in read.scored}, masks, columns, lengths, strange)
+    contexts, scored = [found[c] for c in read.context], {c: found[c] for c in read.scored}
+    return Given(contexts, scored, masks, columns, lengths, strange, begins)
 
 
 def _empty(column: ir.Column) -> Column:

@@ -195,7 +195,9 @@ class Training(Engines):
             each = [np.repeat(self._heat(seen, c, rows), n[rows]) for c, n in seen.lengths.items()] if differ else []
             heat = torch.from_numpy(np.concatenate(each))[:, None] if differ else None
             given, masks = torch.cat(ids, 1) if ids else None, [seen.masks.get(c) for c in seen.scored]
-            return pack(seen.contexts, [*seen.scored.values()], rows, masks, after, given=given, temperature=heat)
+            begins = [seen.begins.get(c) for c in seen.scored]
+            scored = [*seen.scored.values()]
+            return pack(seen.contexts, scored, rows, masks, after, begins, given=given, temperature=heat)
 
         heat = 1.0 if differ or not stated else float(stated[0].literal())
         return MicroBatches(micro, make), Asked(heat, entropy, best, node)
