@@ -195,7 +195,7 @@ def stated(said, *, leave=()):
 
 SAID = {"generate": Generate, "update": Update, "sample_edge": SampleEdge, "resharding_edge": ReshardingEdge}
 SAID |= {"dock": DockOptions, "reshard": ReshardOptions, "run": Run}
-NEED = ("turns", "timeout", "on_failure", "memory", "cuts", "overdue")  # another attribute
+NEED = ("turns", "conversations", "timeout", "on_failure", "memory", "cuts", "overdue")  # another attribute
 LEAVE = {"generate": NEED, "dock": ("mode",)}
 
 
