@@ -93,3 +93,32 @@ def test_a_policy_that_is_asked_learns_from_what_it_drew_and_nothing_else(place,
         assert np.array(ids)[np.array(mask)].tolist() == (json.loads(drawn) if isinstance(drawn, str) else drawn)
         assert np.isnan(np.array(logp)).tolist() == [not m for m in mask]
         assert mask[0] is False and mask[-1] is True
+
+
+def test_a_run_trains_on_several_conversations_of_a_row(place):
+    """Through docks, ranks and the recording: what the trainer scores in each is what was drawn there."""
+    chat.model(place.folder / "talker", QWEN, parts=2)
+    (place.folder / "questions.jsonl").write_text("".join(json.dumps({"question": q}) + "\n" for q in "abcd"))
+    body = AGENT.replace("    messages, drawn, letters = [", "    drawn, letters = [], 0\n    messages = [", 1)
+    body = body.replace("}], [], 0\n", "}]\n").replace(
+        "for turn in range(2):\n", "for turn in range(2):\n            messages = messages[:1]\n"
+    )
+    (place.folder / "talks.py").write_text(body)
+    text = (
+        PROGRAM.format(layout="dp = 2")
+        .replace("samples = 4,", "samples = 4, conversations = 2,")
+        .replace("<= 300", "<= 900")
+    )
+    (place.folder / "p.rlg").write_text(text)
+    code, _, err = place.run("p.rlg", "--out", "out", "--record")
+    assert code == 0, err
+    place.assert_clean()
+    for line in (x for x in metrics(place.folder / "out") if "iteration" in x):
+        assert line["conversations"] == 32 and line["left_out_answers"] == 0
+        assert line["logp_drift"] < 1e-4 and line["updates"] == 1
+    rows = rows_of(place.folder / "out", 0)
+    for ids, mask, drawn, begins in zip(
+        *(rows.column(c).to_pylist() for c in ("response", "mask", "drawn", "response_begins")), strict=True
+    ):
+        assert np.array(ids)[np.array(mask)].tolist() == (json.loads(drawn) if isinstance(drawn, str) else drawn)
+        assert begins[0] and sum(begins) == 2
