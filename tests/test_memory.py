@@ -1,6 +1,7 @@
 """Memory: what a tracker sees against sums done by hand, and what the planner predicts against what a run holds."""
 
 import gc
+import time
 from dataclasses import replace
 
 import engines
@@ -12,6 +13,8 @@ import torch
 import walk
 from held import EXPERTS, assert_close, small
 from held import peaks as peaks_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
@@ -141,6 +144,104 @@ def test_what_entropies_and_given_ids_take(tmp_path):
         wanted = peaks.trainer("update", replace(work, entropy=entropy, given=given))["backward in the head"]["logits"]
         assert over(peak, before) == pytest.approx(wanted, rel=0.1), (entropy, given)
         engine.step(0.0, 1.0)
+
+
+class Checked(memory.Peak):
+    """Holds the account to the sum over all storages that it knows, at each operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.looks = 0
+
+    def _look(self, moment):
+        super()._look(moment)
+        self._account.settle()
+        assert self._account.now() == memory._sum(self._account.storages()), moment
+        self.looks += 1
+
+
+NUMBERS = np.zeros(4096, np.float32)  # one memory, which several storages have parts of
+STEPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7), st.integers(0, 5)), max_size=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_the_account_is_the_sum_over_all_storages_at_each_operation(steps):
+    kept = [torch.zeros(10 * i + 1) for i in range(4)]
+    with Checked() as peak:
+        for act, which, size in steps:
+            tensor = kept[which % len(kept)]
+            storage = tensor.untyped_storage()
+            match act:
+                case 0:
+                    kept.append(torch.ones(100 * size))
+                case 1:
+                    kept.append(tensor[:size])
+                case 2:
+                    del kept[which % len(kept)]
+                    kept = kept or [torch.zeros(3)]
+                case 3 if storage.resizable():
+                    storage.resize_(400 * size)  # from Python, which is no operation
+                case 4 if storage.nbytes() and storage.resizable():
+                    devices.release(tensor)
+                case 5 if storage.resizable():
+                    devices.take(tensor)
+                case 6:
+                    kept.append(torch.from_numpy(NUMBERS[: 100 * size + 1]))
+                case 7:
+                    kept.append(devices.of(tensor).host_buffer(torch.zeros(50 * size + 1)))
+                case 8 if storage.nbytes():
+                    devices.sleep([tensor])
+                case 9:
+                    devices.wake([tensor])
+                case 10:
+                    torch.add(torch.ones(10 * size), 1.0, out=torch.empty(0))
+                case 11:
+                    torch._foreach_add_([torch.ones(size), torch.ones(3)], 1.0)
+                case 12:
+                    kept.append(torch.empty(0).set_(torch.ones(7 * size + 1).untyped_storage()))
+            torch.empty(size)
+        del kept
+        torch.empty(1)
+    assert peak.looks > len(steps)
+    assert sum(bytes for bytes, _, _ in peak.largest) >= peak.peak["device"]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, zero=3)], ids=str)
+def test_so_it_is_where_an_engine_trains(layout, tmp_path, monkeypatch):
+    """FSDP resizes storages, and gradients are freed in the backward pass."""
+    ranks.run(layout.devices, _trained_and_checked, small(tmp_path), layout)
+
+
+def _trained_and_checked(rank, folder, model, layout):
+    mesh = engines.mesh(layout) if layout.devices > 1 else None
+    engine = engines.built("fsdp", model, layout, rank, mesh, adamw(lr=1e-3))
+    draw = np.random.default_rng(0)
+    prompt, response = (ragged([*draw.integers(0, 512, (4, n))], np.int32) for n in (4, 6))
+    micro = pack([prompt], [response], np.arange(4))
+    for _ in range(2):
+        with Checked() as peak:
+            engine.train([micro], lambda made, _: made.logp.sum(), Asked())
+            engine.step(1e-3, 1.0)
+        assert peak.looks > 500
+
+
+def test_an_operation_looks_at_its_own_storages_and_at_no_others():
+    """With ten thousand tensors alive it takes what it takes with few: each was looked at, once for each operation."""
+
+    def seconds():
+        x = torch.ones(4)
+        with memory.Peak():
+            began = time.perf_counter()
+            for _ in range(300):
+                x = x + 1
+            return time.perf_counter() - began
+
+    few = min(seconds() for _ in range(3))
+    others = [torch.ones(1) for _ in range(10_000)]
+    many = min(seconds() for _ in range(3))
+    assert many < 5 * few, (few, many)
+    del others
 
 
 TINY = (64, 3, 4, 2, 192, 512)

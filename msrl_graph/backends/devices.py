@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,6 +35,8 @@ _buffers: set[int] = set()
 _making = False  # a host buffer, which is not among them yet
 # By address: storages that an allocator has taken the memory of, which torch does not know.
 _asleep: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+# Callers that follow storages whose memory changes without an operation of torch's.
+_watchers: list[Callable[[torch.UntypedStorage], object]] = []
 
 
 class Memory(NamedTuple):
@@ -112,6 +114,7 @@ class Device:
             _making = False
         _buffers.add(at := buffer.untyped_storage().data_ptr())
         weakref.finalize(buffer.untyped_storage(), _buffers.discard, at).atexit = False
+        _report(buffer.untyped_storage())
         return buffer
 
 
@@ -195,12 +198,46 @@ def is_host_buffer(storage: torch.UntypedStorage) -> bool:
 
 def sleep(tensors: Iterable[torch.Tensor]) -> None:
     """Tells of tensors whose memory an engine's allocator has given to others, until they `wake`."""
-    _asleep.update((s.data_ptr(), weakref.ref(s)) for s in (t.untyped_storage() for t in tensors))
+    for storage in [t.untyped_storage() for t in tensors]:
+        _asleep[storage.data_ptr()] = weakref.ref(storage)
+        _report(storage)
 
 
 def wake(tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
-        _asleep.pop(tensor.untyped_storage().data_ptr(), None)
+    for storage in [t.untyped_storage() for t in tensors]:
+        _asleep.pop(storage.data_ptr(), None)
+        _report(storage)
+
+
+@contextmanager
+def watched(watcher: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+    """Call `watcher` with each storage that becomes a host buffer, falls asleep, wakes, or gets another size from
+    Python (as FSDP resizes them), in any thread: changes that are not operations, which a dispatch mode sees."""
+    import torch
+
+    if not _watchers:
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+        if not _watchers:
+            del torch.UntypedStorage.resize_  # what it inherits is there again
+
+
+def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """Resize a storage as torch does, and report it."""
+    import torch
+
+    super(torch.UntypedStorage, storage).resize_(size)
+    _report(storage)
+    return storage
+
+
+def _report(storage: torch.UntypedStorage) -> None:
+    for watcher in _watchers:
+        watcher(storage)
 
 
 def size(storage: torch.UntypedStorage) -> int:

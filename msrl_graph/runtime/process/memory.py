@@ -10,7 +10,10 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,6 +27,8 @@ from ...backends import devices
 from ...hardware.device_kinds import HOST
 
 LETS_GO = 0.002  # seconds in which gloo's thread lets go of what a collective was given, once that has been waited for
+# Where a storage is: on a device, in a buffer of the host's, or in main memory, which is the device's on a host's cores.
+DEVICE, BUFFER, MAIN = PLACES = ("device", "buffer", "main")
 _WRAPPERS = {DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}  # and the attribute with the tensor inside
 
 
@@ -41,18 +46,37 @@ def _storage(item: torch.Tensor) -> torch.UntypedStorage | None:
 
 def _storages() -> list[torch.UntypedStorage]:
     """Of all tensors that Python knows."""
-    found = (_storage(item) for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+    known = gc.get_objects()
+    kinds = {kind for kind in {*map(type, known)} if issubclass(kind, torch.Tensor)}
+    found = (_storage(item) for item in known if type(item) in kinds)
     return [s for s in found if s is not None]
 
 
 def _sum(storages: list[torch.UntypedStorage]) -> dict[str, int]:
-    seen = {s.data_ptr(): s for s in storages}
-    seen.pop(0, None)
-    away = any(s.device.type != HOST.torch for s in seen.values())  # then what lies on the host is none of a device's
-    sizes = {key: devices.size(s) for key, s in seen.items()}
-    buffers = (k for k, s in seen.items() if devices.is_host_buffer(s) or (away and s.device.type == HOST.torch))
-    host = sum(sizes[key] for key in buffers)
-    return {"device": sum(sizes.values()) - host, "host": host}
+    """Bytes by place. Storages at one address are one memory, as large as the largest of them says."""
+    sizes: dict[int, int] = {}
+    places: dict[int, str] = {}
+    for storage in storages:
+        if address := storage.data_ptr():
+            sizes[address] = max(devices.size(storage), sizes.get(address, 0))
+            places[address] = _place(storage)
+    sums = dict.fromkeys(PLACES, 0)
+    for address, size in sizes.items():
+        sums[places[address]] += size
+    return _by_place(sums, DEVICE in places.values())
+
+
+def _place(storage: torch.UntypedStorage) -> str:
+    if devices.is_host_buffer(storage):
+        return BUFFER
+    return MAIN if storage.device.type == HOST.torch else DEVICE
+
+
+def _by_place(sums: Mapping[str, int], away: bool) -> dict[str, int]:
+    """Device and host of the sums; `away`: something is on another device than the host, on which main memory is then
+    not the device's."""
+    main = sums[MAIN]
+    return {"device": sums[DEVICE] + (0 if away else main), "host": sums[BUFFER] + (main if away else 0)}
 
 
 def held() -> dict[str, int]:
@@ -69,31 +93,195 @@ def _is_composite(func: Any) -> bool:
     return composite and not any(own)
 
 
+@cache
+def _is_mutable(func: Any) -> bool:
+    """Whether an operation may change the storages that it is given."""
+    return bool(func._schema.is_mutable)
+
+
+def _tensors(items: Any) -> list[torch.Tensor]:
+    if isinstance(items, torch.Tensor):
+        return [items]
+    return [item for item in tree_leaves(items) if isinstance(item, torch.Tensor)]
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A storage that is known, and what is counted for it."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    made_by: str
+    shape: tuple[int, ...]
+    address: int = 0
+    size: int = 0
+    buffer: bool = False
+
+
+Item = tuple[int, str, tuple[int, ...]]  # bytes, the operation that made it, shape
+
+
+class _Account:
+    """The sum over storages, kept by what happens to each: it is made, freed, or gets another size.
+
+    Invariant: after `settle` the sum is that of `_sum` over the known storages that live. What happens in another
+    thread, or while the account is written to (garbage is collected at any moment), is noted and waits for `settle`.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}  # by storage
+        self._at: dict[int, set[int]] = {}  # by address: keys of `_entries`
+        self._counted: dict[int, tuple[str, int]] = {}  # by address: place and bytes in `_sums`
+        self._sums = dict.fromkeys(PLACES, 0)
+        self._away = 0  # addresses that are on another device than the host
+        self._events: deque[tuple[int, weakref.ref[torch.UntypedStorage] | None]] = deque()
+        self._since: dict[int, Item | None] = {}  # by storage that changed since the mark: what it was then
+        self.freed: Callable[[int], object] = lambda key: None
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        """Something about a storage has changed."""
+        self._events.append((storage._cdata, None))
+
+    def note_all(self) -> None:
+        self._events.extend((key, None) for key in [*self._entries])
+
+    def settle(self) -> None:
+        """Count what was noted."""
+        while self._events:
+            key, gone = self._events.popleft()
+            entry = self._entries.get(key)
+            if entry is None or (gone is not None and entry.storage is not gone):
+                continue
+            storage = entry.storage()
+            if storage is not None:
+                self._update(key, entry, storage)
+            elif gone is not None:
+                self._forget(key, entry)
+
+    def see(self, storage: torch.UntypedStorage, made_by: str, shape: tuple[int, ...]) -> None:
+        """Count a storage, or what it has become."""
+        self.settle()
+        key = storage._cdata
+        entry = self._entries.get(key)
+        if entry is None:
+            reference = weakref.ref(storage, lambda gone: self._events.append((key, gone)))
+            entry = self._entries[key] = _Entry(reference, made_by, shape)
+            self._since.setdefault(key, None)
+        self._update(key, entry, storage)
+
+    def see_again(self, storage: torch.UntypedStorage) -> None:
+        """Count what a storage has become, if it is known."""
+        self.settle()
+        if (entry := self._entries.get(key := storage._cdata)) is not None:
+            self._update(key, entry, storage)
+
+    def now(self) -> dict[str, int]:
+        """Bytes by place, as they were when it was settled last."""
+        return _by_place(self._sums, self._away > 0)
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The known storages that live."""
+        return [s for entry in [*self._entries.values()] if (s := entry.storage()) is not None]
+
+    def mark(self) -> None:
+        """Remember what is counted now, for `marked`."""
+        self._since.clear()
+
+    def marked(self) -> list[Item]:
+        """What was counted at the mark, but for host buffers."""
+        unchanged = (_item(entry) for key, entry in self._entries.items() if key not in self._since)
+        return [item for item in (*unchanged, *self._since.values()) if item is not None]
+
+    def _update(self, key: int, entry: _Entry, storage: torch.UntypedStorage) -> None:
+        address = storage.data_ptr()
+        buffer = devices.is_host_buffer(storage)
+        size = devices.size(storage)
+        if (address, size, buffer) == (entry.address, entry.size, entry.buffer):
+            return
+        self._since.setdefault(key, _item(entry))
+        before = entry.address
+        entry.address, entry.size, entry.buffer = address, size, buffer
+        if before != address:
+            self._leave(before, key)
+        if address:
+            self._at.setdefault(address, set()).add(key)
+            self._count(address)
+
+    def _forget(self, key: int, entry: _Entry) -> None:
+        self._since.setdefault(key, _item(entry))
+        del self._entries[key]
+        self._leave(entry.address, key)
+        self.freed(key)
+
+    def _leave(self, address: int, key: int) -> None:
+        if address:
+            self._at[address].discard(key)
+            self._count(address)
+
+    def _count(self, address: int) -> None:
+        """Count the memory at an address anew."""
+        place, size = self._counted.pop(address, (MAIN, 0))
+        self._sums[place] -= size
+        self._away -= place == DEVICE
+        live = [s for key in self._at[address] if (s := self._entries[key].storage()) is not None]
+        if not live:
+            if not self._at[address]:
+                del self._at[address]
+            return
+        place, size = _place(live[0]), max(map(devices.size, live))
+        self._counted[address] = place, size
+        self._sums[place] += size
+        self._away += place == DEVICE
+
+
+def _item(entry: _Entry) -> Item | None:
+    return None if entry.buffer or not entry.size else (entry.size, entry.made_by, entry.shape)
+
+
 class Peak(TorchDispatchMode):
     """The most bytes that tensors held at one time while this was entered.
 
     Counted is what was there before, and every tensor that an operation makes, in the backward pass too. `peak` has
-    the bytes of the device and of the host; the two need not be of the same moment. `largest` lists what the device
-    held at its peak, as (bytes, operation that made it, shape), and `moment` is the operation after which that was.
-    Slow, since it looks at every operation. A thread of gloo's holds what a collective was given for a moment after
-    that is done, or longer on a busy machine; what only that thread holds is no part of the peak.
+    the bytes of the device and of the host; the two need not be of the same moment. `before` has those of the beginning.
+    `largest` lists what the device held at its peak, as (bytes, operation that made it, shape), and `moment` is the
+    operation after which that was. It looks at every operation, but only at the storages that this one has made or
+    changed. A thread of gloo's holds what a collective was given for a moment after that is done, or longer on a busy
+    machine; what only that thread holds is no part of the peak.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.before = {"device": 0, "host": 0}
         self.peak = {"device": 0, "host": 0}
         self.moment = ""
-        self.largest: list[tuple[int, str, tuple[int, ...]]] = []
-        self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, tuple[int, ...]]] = {}
-        self._collected: set[int] = set()  # keys of `_live` that a collective was given
+        self._account = _Account()
+        self._collected: set[int] = set()  # storages that a collective was given
+        self._account.freed = self._collected.discard
+        self._depth = 0  # it is entered again from within
+        self._watching = ExitStack()
+
+    @property
+    def largest(self) -> list[Item]:
+        return self._account.marked()
 
     def __enter__(self) -> Peak:
-        if not self.moment:  # and not entered again, from within
-            for storage in _storages():
-                self._see(storage, "before", ())
-            self._look("before")
+        self._depth += 1
+        if self._depth == 1:
+            self._watching.enter_context(devices.watched(self._account.note))
+            if self.moment:
+                self._account.note_all()
+            else:
+                for storage in _storages():
+                    self._account.see(storage, "before", ())
+                self._look("before")
+                self.before = dict(self.peak)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._depth -= 1
+        if not self._depth:
+            self._watching.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, tuple(_WRAPPERS)) for t in types):
@@ -104,43 +292,29 @@ class Peak(TorchDispatchMode):
             if found is not NotImplemented:
                 return found
         result = func(*args, **kwargs or {})
-        for item in tree_leaves(result):
-            if isinstance(item, torch.Tensor) and (storage := _storage(item)) is not None:
-                self._see(storage, str(func), tuple(item.shape))
+        name = str(func)
+        for item in _tensors(result):
+            if (storage := _storage(item)) is not None:
+                self._account.see(storage, name, tuple(item.shape))
+        if _is_mutable(func):
+            for item in _tensors((args, kwargs)):
+                if (storage := _storage(item)) is not None:
+                    self._account.see_again(storage)
         if "c10d" in func.namespace:
-            given = (_storage(item) for item in tree_leaves((args, result)) if isinstance(item, torch.Tensor))
+            given = (_storage(item) for item in _tensors((args, result)))
             self._collected |= {storage._cdata for storage in given if storage is not None}
         if not devices.making_buffer():  # which counts apart once it is made
-            self._look(str(func))
+            self._look(name)
         return result
 
-    def _see(self, storage: torch.UntypedStorage, made_by: str, shape: tuple[int, ...]) -> None:
-        key = storage._cdata
-        if key not in self._live:
-            self._live[key] = (weakref.ref(storage, self._gone(key)), made_by, shape)
-
-    def _gone(self, key: int) -> Callable[[object], None]:
-        def remove(_: object) -> None:
-            self._live.pop(key, None)
-            self._collected.discard(key)
-
-        return remove
-
-    def _now(self) -> tuple[dict[str, int], list[tuple[torch.UntypedStorage, str, tuple[int, ...]]]]:
-        live = [(s, made, shape) for ref, made, shape in list(self._live.values()) if (s := ref()) is not None]
-        return _sum([s for s, _, _ in live]), live
-
     def _look(self, moment: str) -> None:
-        now, live = self._now()
+        self._account.settle()
+        now = self._account.now()
         if self._collected and now["device"] > self.peak["device"]:
-            del live  # which would hold what is to go
             time.sleep(LETS_GO)
-            now, live = self._now()
+            self._account.settle()
+            now = self._account.now()
         if now["device"] > self.peak["device"] or not self.moment:
             self.moment = moment
-            self.largest = [
-                (size, made, shape)
-                for s, made, shape in live
-                if (size := devices.size(s)) and not devices.is_host_buffer(s)
-            ]
+            self._account.mark()
         self.peak = {place: max(most, now[place]) for place, most in self.peak.items()}

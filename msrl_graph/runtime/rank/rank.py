@@ -227,9 +227,9 @@ class Rank(Training, Generation):
             if not measure or step.op == "AGAIN":
                 yield
                 return
-            _note(report, f"before {step.op} {step.node}", memory.held())
             with memory.Peak() as peak:
                 yield
+            _note(report, f"before {step.op} {step.node}", peak.before)
             _note(report, f"peak of {step.op} {step.node}", peak.peak)
 
         self.client.walk(here, instructions, task, self.doing(self, task, report), around)
