@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import unicodedata
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.agents.template import Speech
-from msrl_graph.runtime.data.pieces import BadPieceError, Pieces
+from msrl_graph.runtime.data.pieces import COMPOSED, BadPieceError, Pieces
 from msrl_graph.runtime.data.tokens import Tokens
 
 CORPUS = ["12+34=46, and 7+8=15.", "one plus two is three", "Naïve café\n\tdéjà vu", "the answer: 42", "ab abc bca"] * 3
@@ -239,3 +241,47 @@ def test_a_conversation_goes_on_without_a_blank(tmp_path: Path) -> None:
     speech = Speech(Tokens(str(folder(tmp_path, "llama"))))
     whole = np.concatenate([speech.encode("12+34="), speech.following("46"), speech.following(", and")])
     assert speech.decode(whole) == "12+34=46, and"
+
+
+PARTS = ["ab", "1", " ", "   ", "\n", "é", "\u03b1\u0313\u0300\u0345", "中", "🙂", "<s>", "\x00", "three"]
+BOUNDED = {"llama", "mistral", "gemma", "gpt2", "roberta", "qwen", "deepseek"}
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=6), st.integers(1, 300), st.integers(0, 12))
+def test_a_text_of_which_a_beginning_is_too_long_is_too_long(
+    kind: str, parts: list[str], times: int, tokens: int
+) -> None:
+    pieces, text = Pieces(made(kind)), "".join(parts) * times
+    beginning = pieces.beginning(text, tokens)
+    assert text.startswith(beginning)
+    if len(beginning) == len(text):
+        return
+    assert kind in BOUNDED
+    assert all(len(ids) > tokens for ids in pieces.encode([beginning, text]))
+
+
+def test_what_may_shorten_a_text_has_no_beginning() -> None:
+    long = "three and " * 10_000
+    assert {kind for kind in KINDS if len(Pieces(made(kind)).beginning(long, 3)) < 1000} == BOUNDED
+    for spoil in (
+        lambda t: setattr(t, "normalizer", normalizers.Strip()),
+        lambda t: setattr(t, "normalizer", normalizers.Replace("  ", " ")),
+        lambda t: setattr(t, "normalizer", normalizers.Replace(Regex(" +"), "_")),
+        lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Whitespace()),
+        lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Split(" ", "removed")),
+        lambda t: t.add_tokens([AddedToken("x", rstrip=True)]),
+        lambda t: setattr(t.model, "byte_fallback", False),  # then unknown characters are one token, however many
+    ):
+        tokenizer = Tokenizer.from_str(made("gemma").to_str())
+        spoil(tokenizer)
+        assert Pieces(tokenizer).beginning(long, 3) == long
+    tokenizer = Tokenizer.from_str(made("gemma").to_str())
+    tokenizer.model.byte_fallback, tokenizer.model.fuse_unk = False, False  # one token each
+    assert len(Pieces(tokenizer).beginning(long, 3)) < 1000
+
+
+def test_no_character_is_composed_of_more_than_are_counted_for() -> None:
+    characters = (chr(c) for c in range(sys.maxunicode + 1) if not 0xD800 <= c < 0xE000)
+    assert max(len(unicodedata.normalize("NFD", c)) for c in characters) == COMPOSED

@@ -16,6 +16,7 @@ from msrl_graph.data.chat import messages
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import texts
 from msrl_graph.runtime.data.dataset import check
+from msrl_graph.runtime.data.pieces import Pieces
 from msrl_graph.runtime.data.rendering import BadMessages
 from msrl_graph.runtime.data.tokens import Tokens
 
@@ -243,6 +244,27 @@ def test_rows_that_are_left_out_are_counted_by_column(pairs):
     with pytest.raises(Fault) as fault:
         pairs(rows[1:2])
     assert fault.value.diagnostics[0].help == "`prompt` of 1 is empty or longer than 40"
+
+
+def test_a_row_of_megabytes_is_left_out_without_encoding_all_of_it(pairs, monkeypatch):
+    encoded = []
+    encode = Pieces.encode
+    monkeypatch.setattr(Pieces, "encode", lambda self, texts: encoded.extend(map(len, texts)) or encode(self, texts))
+    fine = {"prompt": "one", "chosen": "two", "rejected": "three"}
+    data = pairs([fine, {**fine, "chosen": " é three" * 1_000_000}, {**fine, "prompt": "one two" * 1_000_000}, fine])
+    assert (len(data), data.left_out) == (2, {"prompt": 1, "chosen": 1})
+    assert max(encoded) < 10_000
+
+
+def test_values_beside_a_prompt_that_is_too_long_are_not_compared(tmp_path):
+    chat.model(tmp_path / "model")
+    columns = {"prompt": "i32[<= 4]", "weight": "f32[prompt]", "out": "i32[<= 2]"}
+    nodes = "node actor.generate(prompt) -> out\n source -> actor.generate"
+    rows = [{"prompt": "ab", "weight": [1.0, 2.0]}, {"prompt": "ab" * 100_000, "weight": [1.0] * 200_000}]
+    data = chat.dataset(tmp_path, columns, rows, nodes)
+    assert (len(data), data.left_out) == (1, {"prompt": 1})
+    with pytest.raises(Fault, match="1 values in `weight`"):
+        chat.dataset(tmp_path, columns, [{"prompt": "ab", "weight": [1.0]}], nodes)
 
 
 MIXED = {

@@ -175,6 +175,7 @@ class Dataset:
         self.preceding = preceding(plan.graph)
         rows = rows or read(data, plan.graph)
         self.lines = list(rows)
+        self.cut = set[int]()  # lines with a text of which only a beginning was encoded: it is too long already
         self.columns = {name: self._column(name, list(rows.values())) for name in data.fields}
         self._match()
         self.left_out: dict[str, int] = {}
@@ -217,20 +218,28 @@ class Dataset:
         return ragged(values, DTYPES[column.element])
 
     def _encoded(self, name: str, rows: list[dict[str, Any]], lines: list[int]) -> list[Array]:
-        """The tokens of a column's texts, each after those of the columns before it in its row."""
-        found = [self._text(name, row, line) for row, line in zip(rows, lines, strict=True)]
+        """The tokens of a column's texts, each after those of the columns before it in its row. Of a text that is
+        longer than the column's bound whatever its tokens are, those of a beginning that is too long as well: one row
+        of many megabytes takes no minutes."""
+        whole = [self._text(name, row, line) for row, line in zip(rows, lines, strict=True)]
+        found = [self.tokens.beginning(text, self.graph.bound(name)) for text in whole]
+        self.cut |= {line for line, part, text in zip(lines, found, whole, strict=True) if len(part) < len(text)}
         before = self.preceding.get(name)
         if before is None or self.tokens.pieces.exact:
             return self.tokens.encode(found)
+        encoded = self.tokens.encode([t if line in self.cut else "" for t, line in zip(found, lines, strict=True)])
+        used = [i for i, line in enumerate(lines) if line not in self.cut]
         known = {*before} <= self.data.fields.keys()
         try:
-            given = [self._before(before, row, line) for row, line in zip(rows, lines, strict=True)] if known else None
-            return self.tokens.following(found, given)
+            given = [self._before(before, rows[i], lines[i]) for i in used] if known else None
+            following = self.tokens.following([found[i] for i in used], given)
         except BadPieceError as error:
             help = "write the field as token ids, or take a model whose tokenizer encodes parts of a text as the whole"
-            raise bad(
-                self.data, lines[error.index], f"has text in `{self.data.fields[name]}`, and {error}", help
-            ) from None
+            line = lines[used[error.index]]
+            raise bad(self.data, line, f"has text in `{self.data.fields[name]}`, and {error}", help) from None
+        for i, ids in zip(used, following, strict=True):
+            encoded[i] = ids
+        return encoded
 
     def _before(self, columns: Sequence[str], row: dict[str, Any], line: int) -> str:
         """The text of the columns before another in a row."""
@@ -277,7 +286,8 @@ class Dataset:
                 continue
             each = math.prod(d.size for d in dims[1:])
             wanted = self.columns[dims[0].like].lengths
-            if len(wrong := np.flatnonzero(column.lengths != wanted * each)):
+            here = np.array([line not in self.cut for line in self.lines])  # others are left out, and not encoded whole
+            if len(wrong := np.flatnonzero(here & (column.lengths != wanted * each))):
                 row = wrong[0]
                 what = f"has {column.lengths[row] // each} values in `{self.data.fields[name]}`"
                 raise bad(self.data, self.lines[row], f"{what}, where `{dims[0].like}` has {wanted[row]}")
@@ -292,7 +302,10 @@ class Dataset:
             lengths = []
             for tokens in map(Tokens, sorted(readers)):
                 asked = [self._rendered(name, line, tokens.asked, column.text(i)) for i, line in enumerate(self.lines)]
-                encode = tokens.following if name in self.preceding else tokens.encode
+                follows = name in self.preceding
+                if kind.dims or not follows or tokens.pieces.exact:  # else all of it must be fit to be encoded
+                    asked = [tokens.beginning(text, self.graph.bound(name) if kind.dims else 0) for text in asked]
+                encode = tokens.following if follows else tokens.encode
                 lengths.append(np.array([len(ids) for ids in encode(asked)]))
         fits = np.ones(len(column), bool)
         for some in lengths:

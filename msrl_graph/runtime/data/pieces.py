@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +22,10 @@ from .columns import Array
 ANCHORS = ("=", "\n", "1", "a", ".")
 # Parts of a tokenizer that leave every text as it is. NFC composes characters, which the comparison does too.
 EXACT = {"Sequence", "Split", "Digits", "ByteLevel", "NFC"}
+# Parts of a tokenizer that never leave out a character of a text: NFC makes at most COMPOSED characters one.
+KEEPING = {*EXACT, "Prepend", "Replace", "Metaspace", "Punctuation"}
+COMPOSED = 4
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 class BadPieceError(ValueError):
@@ -87,6 +91,31 @@ class Pieces:
             and not any(token.lstrip or token.rstrip or token.single_word for token in added)
         )
 
+    def beginning(self, text: str, tokens: int) -> str:
+        """The text, or a beginning of it that has more than so many tokens, so that the text itself has more too."""
+        if len(text) <= tokens or self._longest is None:
+            return text
+        beginning = text[: tokens * self._longest + 1]
+        return beginning if beginning.isascii() else text[: tokens * self._longest * COMPOSED + 1]
+
+    @cached_property
+    def _longest(self) -> int | None:
+        """The most characters (after NFC, if the tokenizer composes them) that one token can stand for; None where a
+        part of the tokenizer may leave characters out or join any number of them."""
+        parts = [part for key in ("normalizer", "pre_tokenizer") for part in _parts(getattr(self.tokenizer, key))]
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        keeps = (
+            {part["type"] for part in parts} <= KEEPING
+            and not any(part.get("behavior") == "Removed" for part in parts)
+            and all(_keeps_length(part) for part in parts if part["type"] == "Replace")
+            and not any(token.lstrip or token.rstrip for token in added)
+        )
+        known = self.tokenizer.get_vocab(with_added_tokens=True)
+        bytewise = any(part["type"] == "ByteLevel" for part in parts)
+        if not (keeps and _reads_all(self.tokenizer.model, known, bytewise)):
+            return None
+        return max(map(len, known))
+
     def _decode(self, rows: Sequence[Array]) -> list[str]:
         found: list[str] = self.tokenizer.decode_batch([r.tolist() for r in rows], skip_special_tokens=False)
         return found
@@ -98,6 +127,25 @@ def _parts(part: Any) -> Iterator[dict[str, Any]]:
     while left:
         yield (one := left.pop())
         left += next((value for key, value in one.items() if key in ("normalizers", "pretokenizers", "decoders")), [])
+
+
+def _keeps_length(replace: dict[str, Any]) -> bool:
+    """Whether a normalizer that replaces a text writes at least as many characters."""
+    found = replace["pattern"].get("String")
+    return found is not None and len(replace["content"]) >= len(found)
+
+
+def _reads_all(model: Any, known: Mapping[str, int], bytewise: bool) -> bool:
+    """Whether a model makes at least one token of each character that is in no longer token. BPE does where it knows
+    all bytes, or has a token for an unknown character that it does not join with the next one's."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    if type(model).__name__ != "BPE":
+        return False
+    if bytewise:
+        return known.keys() >= {*ByteLevel.alphabet()}
+    own = model.unk_token in known and not model.fuse_unk
+    return own or bool(model.byte_fallback and known.keys() >= {*BYTES})
 
 
 def _cut(whole: Array, part: Array) -> Array | None:

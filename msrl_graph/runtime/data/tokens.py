@@ -69,6 +69,10 @@ class Tokens:
         """The tokens of each text, as it is."""
         return self.pieces.encode(texts)
 
+    def beginning(self, text: str, tokens: int) -> str:
+        """The text, or a beginning of it that has more than so many tokens, so that the text itself has more too."""
+        return self.pieces.beginning(text, tokens)
+
     def following(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
         """The tokens of each text, which comes after the text `before` it; None: it is not known. Raises
         BadPieceError."""
