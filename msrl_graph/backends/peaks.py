@@ -203,7 +203,8 @@ def _backward(s: _Layer) -> dict[str, dict[str, int]]:
 def generator(verb: str, work: Work) -> Moments:
     """The moments of a generation by transformers (backends/hf.py): `rows` prompts at once, `samples` responses each,
     the cache one tensor of keys and one of values a layer, copied whenever it grows."""
-    assert verb == "generate"
+    if verb != "generate":
+        raise ValueError(f"no generator has the verb `{verb}`")
     alone = _Layer(work)
     each = work.rows * work.samples
     width = work.fed

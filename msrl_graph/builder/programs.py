@@ -146,7 +146,7 @@ class Algorithm(Program):
         label, worker, verb = (
             None if match[i] is None else call.word(match[i], at(part, name, *match.span(i))) for i in (1, 2, 3)
         )
-        assert worker and verb
+        assert worker is not None and verb is not None
         read = None if reads is None else call.names("reads", reads)
         written = () if writes is None else call.names("writes", writes)
         last = max([part.span, *(n.span for n in (*(read or ()), *written))], key=lambda s: (s.end_line, s.end_column))

@@ -94,6 +94,10 @@ CHECKS: Mapping[str, Callable[[Plan], list[Diagnostic]]] = {
 LAST = {"placed": "reshard", "plan": "environment"}
 
 
+class BrokenPass(RuntimeError):
+    """A pass made something else than it promises: a mistake of the compiler's."""
+
+
 @dataclass(frozen=True)
 class Compilation:
     """What each stage gave, up to the one asked for; `placed` and `plan` are None too where the program has no
@@ -246,8 +250,8 @@ def _staged(
         if any(d.severity == "error" for d in told):
             raise Fault(*told)
         warnings += told
-        wrong = next(step.verify(plan), "")
-        assert not wrong, f"the pass `{step.name}` broke its promise: {wrong}"
+        if wrong := next(step.verify(plan), ""):
+            raise BrokenPass(f"the pass `{step.name}` broke its promise: {wrong}")
         stages[step.name] = plan
     return stages, warnings
 

@@ -65,7 +65,8 @@ class Diagnostic:
     related: tuple[tuple[Span, str], ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.code in codes.known(), f"undocumented code {self.code}"
+        if self.code not in codes.known():
+            raise ValueError(f"undocumented code {self.code}")
 
 
 class Fault(Exception):

@@ -69,7 +69,8 @@ def format(text: str, file: str) -> str:
     text = text.removeprefix("\ufeff")
     tree = parse(text, file)
     new = _joined(_lines(_Reader(text, file).file(), ""))
-    assert same(tree, parse(new, file)) and _comments(text) == _comments(new), "the layout changed the program"
+    if not same(tree, parse(new, file)) or _comments(text) != _comments(new):
+        raise RuntimeError("the layout changed the program")
     return new
 
 

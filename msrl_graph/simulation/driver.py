@@ -107,7 +107,8 @@ class Driver(Leading):
             # Who ends as the iteration does goes on first, as in a run.
             coming = min((t for t in self.heard.values() if t > self.time), default=math.inf)
             if end < coming or coming == math.inf:
-                assert end < math.inf, "two pools wait for each other"
+                if end == math.inf:
+                    raise RuntimeError("two pools wait for each other")
                 return self.turns.pop(number), end
             self.time = coming
 

@@ -68,7 +68,8 @@ def _turning(attention: Any, kernel: Rotary) -> Callable[..., Any]:
 
     own = unwrap(type(attention).forward)
     names = {"apply_rotary_pos_emb": halves, "apply_rotary_pos_emb_interleave": pairs}
-    assert names.keys() & {*own.__code__.co_names}, f"{own.__qualname__} turns by other names"
+    if not names.keys() & {*own.__code__.co_names}:
+        raise RuntimeError(f"{own.__qualname__} turns by other names")
     around = {**own.__globals__, **names}
     made = FunctionType(own.__code__, around, own.__name__, own.__defaults__, own.__closure__)
     made.__kwdefaults__ = own.__kwdefaults__

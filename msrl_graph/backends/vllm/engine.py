@@ -191,10 +191,14 @@ class Engine:
 
     def filled(self) -> None:
         settle(self.module, self.runner.model_config.dtype, self.turned)
-        assert self.core.reset_prefix_cache(), "a generation is under way"
+        self._forget_prefixes()
+
+    def _forget_prefixes(self) -> None:
+        if not self.core.reset_prefix_cache():
+            raise RuntimeError("a generation is under way")
 
     def release(self) -> None:
-        assert self.core.reset_prefix_cache(), "a generation is under way"
+        self._forget_prefixes()
         self._memory.give()
 
     def generate(
