@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import smoke
 from rich.console import Console
 from rich.table import Table
 
@@ -93,7 +94,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--here", metavar="FILE", help="a calibration to take, in place of measuring this machine")
-    options = parser.parse_args()
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="`in step` among them")
+    few = {"rounds": 1, "iterations": LEFT_OUT + 1, "here": os.devnull, "ways": ["in step"]}
+    options = smoke.parse(parser, **few)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     found: dict[str, list[Run]] = defaultdict(list)
     probed = compile("grpo", model="tiny", sets={"prompts": "64", "prompt_len": "16", "response_len": "16"})
@@ -102,7 +105,7 @@ def main() -> None:
         for i in range(options.rounds):
             if not options.here:
                 measure(probed, Path(here), rounds=1, most=RANKS)
-            for name in sorted(WAYS, reverse=bool(i % 2)):
+            for name in sorted(options.ways, reverse=bool(i % 2)):
                 found[name].append(run(WAYS[name], options.iterations))
                 print(f"round {i + 1}, {name}: {found[name][-1].rate:.0f} responses/s", file=sys.stderr, flush=True)
     report(found)
@@ -118,7 +121,7 @@ def report(found: dict[str, list[Run]]) -> None:
     want: dict[str, float] = {}
     over: dict[str, float] = {}
     foreseen: dict[str, float] = {}
-    for name, way in WAYS.items():
+    for name, way in [(n, w) for n, w in WAYS.items() if n in found]:
         runs = found[name]
         lines = [line for r in runs for line in r.lines]
         rates[name] = statistics.median(r.rate for r in runs)
@@ -141,7 +144,7 @@ def report(found: dict[str, list[Run]]) -> None:
         assert max(line.get("staleness_max", 0.0) for line in lines) <= way.oldest
     Console(width=150).print(table)
     told: dict[str, Any] = {"responses_per_second": {n: round(r, 1) for n, r in rates.items()}}
-    for name in [n for n in WAYS if n != "in step"]:
+    for name in [n for n in rates if n != "in step"]:
         told |= {f"{name.replace(' ', '')}_over_sync": round(over[name], 3)}
         if WAYS[name].behind:
             told |= {f"{name.replace(' ', '')}_over_sync_predicted": round(foreseen[name], 3)}

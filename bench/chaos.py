@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import smoke
 from disturbed import PROGRAMS, SERVERS, TARGETS, TWO_HOSTS, Count, Place, Result, clean, compare, report
 
 from msrl_graph.runtime.process.points import STOP, file
@@ -124,7 +125,8 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, choices=(1, 2), default=1)
     parser.add_argument("--only", choices=(*TARGETS, BOTH, HOST), action="append")
     parser.add_argument("--how", choices=(KILL, STOP), action="append")
-    options = parser.parse_args()
+    few = {"kills": 1, "each": 1, "iterations": 10, "gap": 1.0, "only": ["functions"], "how": [KILL]}
+    options = smoke.parse(parser, **few)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     count = Count()
     with tempfile.TemporaryDirectory() as folder:

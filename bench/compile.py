@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import networkx as nx
+import smoke
 
 from msrl_graph.checks import check
 from msrl_graph.compiler.pipeline import CHECKS, PASSES, context, translate
@@ -107,9 +108,9 @@ def timed(do: Callable[[], Any]) -> tuple[float, Any]:
     return seconds, found
 
 
-def least(text: str, nodes: int) -> dict[str, float]:
+def least(text: str, nodes: int, again: int) -> dict[str, float]:
     """The least of each figure, of some runs where they are short."""
-    runs = [steps(text) for _ in range(max(1, AGAIN // nodes))]
+    runs = [steps(text) for _ in range(max(1, again // nodes))]
     return {name: min(run[name] for run in runs) for name in runs[0]}
 
 
@@ -187,17 +188,18 @@ def starts(runs: int) -> tuple[dict[str, float], float]:
 
 def table(shape: str, rounds: list[dict[int, dict[str, float]]]) -> dict[str, float]:
     """Prints milliseconds by step and size, and how each grows; returns the headline figures of a shape."""
-    took = {n: {s: min(r[n][s] for r in rounds) for s in rounds[0][n]} for n in SIZES}
-    growth = {s: [took[b][s] / took[a][s] for a, b in pairwise(SIZES)] for s in took[SIZES[0]]}
-    print(f"\n{shape:<16}" + "".join(f"{n:>9,}" for n in SIZES) + "   ms; times of the size before")
+    sizes = [*rounds[0]]
+    took = {n: {s: min(r[n][s] for r in rounds) for s in rounds[0][n]} for n in sizes}
+    growth = {s: [took[b][s] / took[a][s] for a, b in pairwise(sizes)] for s in took[sizes[0]]}
+    print(f"\n{shape:<16}" + "".join(f"{n:>9,}" for n in sizes) + "   ms; times of the size before")
     for step, ratios in growth.items():
         print(
             f"{step:<16}"
-            + "".join(f"{took[n][step] * 1e3:9.1f}" for n in SIZES)
+            + "".join(f"{took[n][step] * 1e3:9.1f}" for n in sizes)
             + "   "
             + "".join(f"{r:7.1f}" for r in ratios)
         )
-    last = took[SIZES[-1]]
+    last = took[sizes[-1]]
     worst = max((s for s in growth if not s.startswith("networkx")), key=lambda s: growth[s][-1])
     beside, bare = (last["all but parse"] / last[n] for n in ("networkx", "networkx, bare"))
     print(
@@ -218,15 +220,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=15, help="of each process, after one that warms the caches")
     parser.add_argument("--rounds", type=int, default=5, help="of the large programs")
     parser.add_argument("--shape", choices=SHAPES, action="append", help="of the large programs, else all")
-    options = parser.parse_args()
-    start, ratio = starts(max(11, options.runs))
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=SIZES, help="nodes more of the large programs, at least two"
+    )
+    parser.add_argument("--again", type=int, default=AGAIN, help="nodes that are compiled at least, of each size")
+    options = smoke.parse(parser, runs=1, rounds=1, shape=["chains"], sizes=[10, 20], again=1)
+    sizes, runs = options.sizes, options.runs if options.smoke else max(11, options.runs)
+    start, ratio = starts(runs)
     shapes = options.shape or list(SHAPES)
-    texts = {(shape, n): program(shape, n) for shape in shapes for n in SIZES}
+    texts = {(shape, n): program(shape, n) for shape in shapes for n in sizes}
     found: dict[str, list[dict[int, dict[str, float]]]] = {shape: [] for shape in shapes}
     large = []
     for _ in range(options.rounds):
         for shape in shapes:
-            found[shape].append({n: least(texts[shape, n], n) for n in SIZES})
+            found[shape].append({n: least(texts[shape, n], n, options.again) for n in sizes})
         large.append(devices())
     figures = {shape: table(shape, rounds) for shape, rounds in found.items()}
     seconds = statistics.median(large)
@@ -241,7 +248,7 @@ def main() -> None:
         **reached,
         "bars": BARS,
         "pass": all(reached[name] <= bar for name, bar in BARS.items()),
-        "runs": max(11, options.runs),
+        "runs": runs,
         "rounds": options.rounds,
         **{f"{k}_ms": round(v * 1e3, 1) for k, v in start.items()},
         "shapes": figures,

@@ -2,7 +2,8 @@
 reads five columns, of which all but one lie there for every row; and to an inference that takes batches.
 
 A row is decided when the last thing that it waits for has come. Each figure is of the last rows of all that wait: flat
-means that it is the same for a thousand rows and a hundred thousand."""
+means that it is the same for a thousand rows and a hundred thousand. The last line is JSON.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import time
 from argparse import ArgumentParser
 
 import numpy as np
+import smoke
 
 from msrl_graph.ir.rowsets import Rowset, Sieve
 from msrl_graph.runtime.dock.controller import Controller
@@ -78,13 +80,16 @@ def rate(case: str, rows: int, at_once: int, last: int) -> float:
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_024, 10_240, 102_400])
-    arguments = parser.parse_args()
+    arguments = smoke.parse(parser, rows=[1_024], rounds=1)
     found: dict[str, float] = {}
     for at_once in (1, 64, 1024):
         for case in CASES:
             rates = [
-                max(rate(case, rows, at_once, min(rows, 8192 if at_once > 1 else 1024)) for _ in range(3))
+                max(
+                    rate(case, rows, at_once, min(rows, 8192 if at_once > 1 else 1024)) for _ in range(arguments.rounds)
+                )
                 for rows in arguments.rows
             ]
             print(

@@ -14,6 +14,7 @@ import signal
 import statistics
 import sys
 
+import smoke
 from asynchrony import Way, partial, told_by
 from rich.console import Console
 from rich.table import Table
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--only", choices=WAYS, action="append", default=[])
-    options = parser.parse_args()
+    options = smoke.parse(parser, seeds=[0], iterations=2, only=["staleness 1, uncorrected"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     found: dict[str, dict[int, dict[int, float]]] = {}
     for name, way in WAYS.items():

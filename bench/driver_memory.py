@@ -1,7 +1,7 @@
 """How the driver's memory grows with the length of a run: a tiny program, two ranks, resident bytes by iteration.
 
-The last line is JSON: bytes an iteration, by least squares over the iterations after the first 400, until when all that
-is bounded has grown to its size.
+The last line is JSON: bytes an iteration, by least squares over the iterations after the first 400 (`--begin`), until
+when all that is bounded has grown to its size.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import smoke
 from disturbed import Place
-
-BEGIN = 400
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--iterations", type=int, default=2000)
-    options = parser.parse_args()
+    parser.add_argument("--begin", type=int, default=400, help="iterations that are left out")
+    parser.add_argument("--poll", type=float, default=2.0, help="seconds between two looks")
+    options = smoke.parse(parser, iterations=24, begin=4, poll=0.1)
     with tempfile.TemporaryDirectory() as folder:
         tiny = [("save = 2, restarts = 1000", "restarts = 3"), (f"every = {options.iterations // 2}", "every = 100000")]
         tiny += [("mini_batch = 16", "mini_batch = 4")]
@@ -31,17 +32,18 @@ def main() -> None:
         place.sets = ["--set", "prompts=2", "--set", "group=2"]
         process, found = place.start("run"), list[tuple[int, int]]()
         while process.poll() is None:
-            time.sleep(2)
+            time.sleep(options.poll)
             for pid in place.drivers():
                 with suppress(psutil.Error):
                     found.append((place.lines("run"), psutil.Process(pid).memory_info().rss))
                     if len(found) % 60 == 0:
                         print(f"{found[-1][0]} lines, {found[-1][1] / 1e6:.1f} MB", flush=True)
-        status, late = process.wait(), np.array([x for x in found if x[0] >= BEGIN], float)
+        status, late = process.wait(), np.array([x for x in found if x[0] >= options.begin], float)
         if len(late) < 3:
             told = (place.folder / "run.log").read_text()[-2000:]
             raise SystemExit(
-                f"{told}\nthe run ended with status {status} after {place.lines('run')} lines: {BEGIN} are too few"
+                f"{told}\nthe run ended with status {status} after {place.lines('run')} "
+                f"lines: {options.begin} are too few"
             )
         grown = float(np.polyfit(late[:, 0], late[:, 1], 1)[0])
         print(json.dumps({"iterations": options.iterations, "bytes_an_iteration": round(grown), "status": status}))

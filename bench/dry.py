@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+import smoke
 from random_programs import FILE, FUNCTIONS, programs
 from test_dry import KINDNESS, Outcome, holds
 
@@ -23,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = smoke.parse(parser, programs=3)
     ends: Counter[str] = Counter()
     found: list[Outcome] = []
     begin = time.monotonic()

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import smoke
 from faulty import FATES, fate
 from pyarrow import parquet
 from rich.console import Console
@@ -57,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--iterations", type=int, default=5)
-    options = parser.parse_args()
+    options = smoke.parse(parser, prompts=32, iterations=1)
     rows, begin = options.prompts * GROUP, time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"

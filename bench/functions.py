@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import smoke
 from aiohttp import web
 from rich.console import Console
 from rich.table import Table
@@ -108,9 +109,8 @@ def measured(folder: Path, name: str, workers: int, rows: int, rounds: int) -> f
 def main() -> None:
     parser = ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--smoke", action="store_true", help="few rows, to see that it runs")
-    options = parser.parse_args()
-    few = options.smoke
+    parser.add_argument("--rows", type=int, help="of each batch")
+    options = smoke.parse(parser, rounds=1, rows=16)
     cases = [
         ("sleeps", 1, 512), ("sleeps", 8, 512), ("computes", 1, 512), ("computes", 2, 512), ("judge", 1, 1000),
         ("nothing", 1, 512), ("nothing", 2, 512),
@@ -126,8 +126,8 @@ def main() -> None:
             url = f"http://127.0.0.1:{ours.recv()}/"
             (folder / "mine.py").write_text(FILE.replace("URL", url), encoding="utf-8")
             for name, workers, rows in cases:
-                rows = 16 if few else rows
-                seconds = measured(folder, name, workers, rows, 1 if few else options.rounds)
+                rows = options.rows or rows
+                seconds = measured(folder, name, workers, rows, options.rounds)
                 each = 1e6 * seconds / rows
                 table.add_row(name, str(workers), str(rows), f"{seconds:.3f}", f"{each:,.0f}")
                 figures.append({"function": name, "workers": workers, "rows": rows, "s": round(seconds, 4)})

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import smoke
 from seconds import EXAMPLE, Round, by, endless, plan_of, randomised
 
 from msrl_graph import run
@@ -32,12 +33,19 @@ SHAPE = {
     "tie_word_embeddings": True,
     "initializer_range": 0.02,
 }
-CHANGES = (
-    ("i32[<= 5]", "i32[<= 512]"),
-    ("prompts = 64", "prompts = 32"),
-    ("mini_batch = 256", "mini_batch = 128"),
-    ('"./model"', '"./model" { dtype = bf16 }'),
-)
+SMALL = SHAPE | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1}
+SMALL |= {"num_key_value_heads": 1, "vocab_size": 64}
+
+
+def changed(device: str, tokens: int) -> tuple[tuple[str, str], ...]:
+    """What is replaced in the example's program."""
+    return (
+        ("i32[<= 5]", f"i32[<= {tokens}]"),
+        ("prompts = 64", "prompts = 32"),
+        ("mini_batch = 256", "mini_batch = 128"),
+        ('"./model"', '"./model" { dtype = bf16 }'),
+        ('device = "cpu"', f'device = "{device}"'),
+    )
 
 
 def main() -> int:
@@ -45,13 +53,15 @@ def main() -> int:
     parser.add_argument("pairs", nargs="*", default=["megatron vllm", "fsdp vllm", "fsdp hf"], help="trainer generator")
     parser.add_argument("--device", default="h100", help="a preset")
     parser.add_argument("--iterations", type=int, default=4)
-    options = parser.parse_args()
-    changes, found = (*CHANGES, ('device = "cpu"', f'device = "{options.device}"')), {}
+    few = {"pairs": ["fsdp hf"], "device": "cpu", "iterations": 2, "shape": SMALL, "tokens": 8}
+    parser.set_defaults(shape=SHAPE, tokens=512)
+    options = smoke.parse(parser, **few)
+    changes, found = changed(options.device, options.tokens), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
         endless(folder, "endless")
-        randomised(folder, "half", SHAPE, "endless")
+        randomised(folder, "half", options.shape, "endless")
         for pair in options.pairs:
             plan, out = plan_of(by("half", changes, options.iterations, *pair.split()), folder), folder / pair
             print(f"{pair}:", flush=True)

@@ -23,6 +23,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
+import smoke
 from hosts import Hosts
 
 from msrl_graph import compile
@@ -38,7 +39,7 @@ def main() -> int:
     parser.add_argument("--hosts", default="1 2 4")
     parser.add_argument("--iterations", default="2")
     parser.add_argument("--prompts", default="64")
-    options = parser.parse_args()
+    options = smoke.parse(parser, hosts="1", iterations="1", prompts="32")
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("hosts", "tokens of the first iteration", "largest deviation of its metrics", "held-out accuracy"):
         table.add_column(title, justify="right")

@@ -6,6 +6,8 @@ what they make from the reference's. After a first difference by rounding, runs 
 part; that is no mistake, and so (2) replays. An iteration takes six optimizer steps, in two epochs, the last mini-batch
 of each a short one. All is float32.
 
+The loss of an iteration is a sum that cancels out, of terms as large as an advantage: its deviation is absolute.
+
 Softmax does not see what is added to all keys alike. A bias of the keys is, but for what the rotation by position makes
 of it, so the gradient of its slowly rotating elements is nearly zero and in good part rounding, and Adam makes steps of
 the usual size of it. These biases are told apart, relative to the largest step that any weight took. Ends with one line
@@ -23,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import smoke
 from pyarrow import parquet
 from rich.console import Console
 from rich.table import Table
@@ -114,11 +117,12 @@ def off(value: float, expected: float) -> float:
 
 
 def compare(out: Path, reference: Path) -> dict[str, float]:
-    """The largest relative deviations of a run from the reference."""
+    """The largest deviations of a run from the reference, relative but for the loss."""
     lines, expected = (
         [json.loads(x) for x in (f / "metrics.jsonl").read_text().splitlines()] for f in (out, reference)
     )
     found = {name: max(off(a[name], b[name]) for a, b in zip(lines, expected, strict=True)) for name in METRICS}
+    found["loss"] = max(abs(a["loss"] - b["loss"]) for a, b in zip(lines, expected, strict=True))
     start = load_file(EXAMPLE / "model" / "model.safetensors")
     weights, old = (load_file(f / "weights" / "actor" / "model.safetensors") for f in (out, reference))
     away = {t: float(np.abs(w - old[t]).max()) for t, w in weights.items()}
@@ -134,7 +138,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=CONFIGURATIONS, action="append", help="one configuration; may be repeated")
     parser.add_argument("--iterations", type=int, default=5)
-    options = parser.parse_args()
+    options = smoke.parse(parser, only=["shuffled arrival"], iterations=1)
     figures: dict[str, dict[str, float | bool]] = {}
     with tempfile.TemporaryDirectory() as folder:
         reference = Path(folder) / "reference"

@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import smoke
 from disturbed import SHARED, TARGETS, Count, held, report
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
@@ -140,7 +141,8 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=240.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=KINDS, action="append")
-    options = parser.parse_args()
+    few = {"faults": 1, "each": 1, "hosts": 2, "iterations": 8, "gap": 1.0, "only": ["functions"]}
+    options = smoke.parse(parser, **few)
     signal.signal(signal.SIGTERM, _end)
     count, chance, left = Count(), random.Random(options.seed), options.faults
     with tempfile.TemporaryDirectory(prefix="lost", dir="/tmp") as name:

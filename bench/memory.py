@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import ranks
+import smoke
 import walk_offloaded
 from walk import CASES, measured, predicted
 
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="names of cases; all where none is named")
     parser.add_argument("--moments", action="store_true", help="what a device held at its peak, and the plan's items")
     parser.add_argument("--engines", default="fsdp hf", help="of which cases are measured")
-    options = parser.parse_args()
+    options = smoke.parse(parser, cases=[CASES[0].name])
     worst, count = ("", 1.0), 0
     print(f"{'':<40}{'phase':<10}{'place':<8}{'predicted':>14}{'measured':>14}{'ratio':>8}")
     for case in (*CASES, *walk_offloaded.CASES):

@@ -1,18 +1,20 @@
 """The figures of MindSpeed RL (arXiv:2507.19017) beside what the planner and its simulation say of the same
 experiments.
 
-Usage: python bench/paper.py. The programs are examples/paper/paper.rlg; every assumption is printed. One set of
-constants for all of them, that of every plan; none is chosen to meet a figure. The last line is one JSON object.
+Usage: python bench/paper.py [--smoke]. The programs are examples/paper/paper.rlg; every assumption is printed. One
+set of constants for all of them, that of every plan; none is chosen to meet a figure. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
+import smoke
 from equations import GIB, MIB, central_bytes, dispatch_seconds, redundant_bytes
 from rich.console import Console
 from rich.table import Table
@@ -118,9 +120,9 @@ def equation_3() -> float:
     return closed / 1e9
 
 
-def figure_7() -> dict[str, float]:
+def figure_7(models: tuple[tuple[str, str], ...]) -> dict[str, float]:
     rows, ratios = [], {}
-    for deploy, name in (("dense7", "Qwen2.5-7B"), ("dense32", "Qwen2.5-32B"), ("moe30", "Qwen3-MoE-30B")):
+    for deploy, name in models:
         full = plan(deploy)
         layouts = "".join(
             (
@@ -157,8 +159,7 @@ def figure_7() -> dict[str, float]:
     return ratios
 
 
-def figure_9() -> dict[str, float]:
-    hosts = (1, 2, 4, 8, 16, 24)
+def figure_9(hosts: tuple[int, ...]) -> dict[str, float]:
     rows, last = [], {}
     for name, more, how in (
         ("MSRL", "", ("", "")),
@@ -173,7 +174,7 @@ def figure_9() -> dict[str, float]:
         key = f"{name}, {', '.join(filter(None, how)) or 'at the bounds'}"
         last[key] = linear[-1]
         rows.append((key, *(f"{100 * value:.1f} %" for value in linear)))
-    rows.append(("paper: MSRL, MSRLB, VeRL", "", "", "", "", "", "81.1, 61.9, 40.4 %"))
+    rows.append(("paper: MSRL, MSRLB, VeRL", *[""] * (len(hosts) - 1), "81.1, 61.9, 40.4 %"))
     shown(
         "Figure 9: linearity, 64 prompts a host",
         ("", *(f"{8 * n} devices" for n in hosts)),
@@ -247,13 +248,20 @@ def assumptions() -> None:
     shown("Assumptions, the same for all", ("", "bytes/s, FLOP/s or s", "source", "where from"), rows, why)
 
 
+MODELS = (("dense7", "Qwen2.5-7B"), ("dense32", "Qwen2.5-32B"), ("moe30", "Qwen3-MoE-30B"))
+HOSTS = (1, 2, 4, 8, 16, 24)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.set_defaults(models=MODELS, hosts=HOSTS)
+    options = smoke.parse(parser, models=MODELS[:1], hosts=HOSTS[:2])
     result = {
         "bench": "paper",
         "table_1": table_1(),
         "equation_3_gb": round(equation_3(), 1),
-        "figure_7": {k: round(v, 3) for k, v in figure_7().items()},
-        "figure_9": {k: round(v, 3) for k, v in figure_9().items()},
+        "figure_7": {k: round(v, 3) for k, v in figure_7(options.models).items()},
+        "figure_9": {k: round(v, 3) for k, v in figure_9(options.hosts).items()},
         "figure_10_gb": round(figure_10(), 2),
         "figure_11": {k: round(v, 1) for k, v in figure_11().items()},
     }

@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import smoke
 from rich.console import Console
 from rich.table import Table
 
@@ -45,17 +46,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=25)
-    options = parser.parse_args()
-    found: dict[int, list[dict[str, float]]] = {1: [], 2: []}
+    parser.add_argument("--ranks", type=int, nargs="+", choices=PROGRAMS, default=[*PROGRAMS])
+    options = smoke.parse(parser, rounds=1, iterations=5, ranks=[1])
+    found: dict[int, list[dict[str, float]]] = {ranks: [] for ranks in options.ranks}
     for _ in range(options.rounds):
-        for ranks, program in PROGRAMS.items():
-            found[ranks] += measure(program, options.iterations)
+        for ranks in found:
+            found[ranks] += measure(PROGRAMS[ranks], options.iterations)
     medians = {r: {k: statistics.median(x[k] for x in xs) for k in xs[0]} for r, xs in found.items()}
     outside = {
         r: statistics.median(1 - sum(x[k] for k in COMPUTE) / x["iteration"] for x in xs) for r, xs in found.items()
     }
     table = Table(
-        title=f"an iteration, medians of {len(found[1])}", title_justify="left", box=None, padding=(0, 2, 0, 0)
+        title=f"an iteration, medians of {len(found[options.ranks[0]])}",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
     )
     table.add_column("phase")
     for ranks in found:

@@ -17,6 +17,7 @@ import sys
 from collections import defaultdict
 from dataclasses import replace
 
+import smoke
 from asynchrony import LEFT_OUT, STREAMED, Way, rate, told_by
 from rich.console import Console
 from rich.table import Table
@@ -39,29 +40,30 @@ WAYS = {name: (way, replace(way, waits=WAITS)) for name, way in SHARED.items()}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rewards", nargs="+", choices=("quick", "slow"), default=["quick", "slow"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=12)
-    options = parser.parse_args()
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="`in step` among them")
+    options = smoke.parse(parser, rounds=1, iterations=LEFT_OUT + 1, ways=["in step"], rewards=["quick"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
-    found: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for i in range(options.rounds):
-        for name in sorted(WAYS, reverse=bool(i % 2)):
-            for slow, way in enumerate(WAYS[name]):
-                found[name, bool(slow)].append(responses(way, options.iterations))
-                told_now = f"round {i + 1}, {name}{', slow rewards' * slow}"
-                print(f"{told_now}: {found[name, bool(slow)][-1]:.0f} responses/s", file=sys.stderr, flush=True)
+        for name in sorted(options.ways, reverse=bool(i % 2)):
+            for kind in options.rewards:
+                way = WAYS[name][kind == "slow"]
+                found[name, kind].append(responses(way, options.iterations))
+                told_now = f"round {i + 1}, {name}, {kind} rewards"
+                print(f"{told_now}: {found[name, kind][-1]:.0f} responses/s", file=sys.stderr, flush=True)
     rates = {key: statistics.median(some) for key, some in found.items()}
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("responses/s", "quick rewards", "over in step", "slow rewards", "over in step"):
+    for title in ("responses/s", *(t for kind in options.rewards for t in (f"{kind} rewards", "over in step"))):
         table.add_column(title, justify="right" if table.columns else "left")
     told = {}
-    for name in WAYS:
-        over = [rates[name, slow] / rates["in step", slow] for slow in (False, True)]
-        cells = [
-            f"{x:{form}}" for slow in (0, 1) for x, form in ((rates[name, bool(slow)], ".0f"), (over[slow], ".2f"))
-        ]
+    for name in options.ways:
+        over = {kind: rates[name, kind] / rates["in step", kind] for kind in options.rewards}
+        cells = [cell for kind in over for cell in (f"{rates[name, kind]:.0f}", f"{over[kind]:.2f}")]
         table.add_row(name, *cells)
-        told[name] = {"quick_over_in_step": round(over[0], 3), "slow_over_in_step": round(over[1], 3)}
+        told[name] = {f"{kind}_over_in_step": round(value, 3) for kind, value in over.items()}
     Console(width=120).print(table)
     print(json.dumps({"bench": "pipelined", **told}))
 

@@ -18,6 +18,8 @@ import statistics
 import time
 from pathlib import Path
 
+import smoke
+
 from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
 
@@ -50,7 +52,9 @@ CASES = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--cases", type=int, default=len(CASES), help="the first ones of all")
+    options = smoke.parse(parser, rounds=1, cases=1)
+    rounds, cases = options.rounds, CASES[: options.cases]
     times: dict[str, list[tuple[float, float]]] = {}
     best: dict[str, tuple[float, str]] = {}
     for _ in range(rounds):
@@ -63,7 +67,7 @@ def main() -> None:
         took, plan = timed(text)
         assert plan is not None and plan.cluster.devices == 10_000
         times.setdefault("10,000 devices", []).append(took)
-        for model, hosts, _ in CASES:
+        for model, hosts, _ in cases:
             seconds, plan = timed(program(model, hosts, []))
             times.setdefault(f"{model} on {hosts * 8}", []).append(seconds)
             if plan is not None and plan.search is not None and plan.search.seconds:
@@ -73,7 +77,7 @@ def main() -> None:
                     "optimal" if found.optimal else f"gap {100 * found.gap:.2g} %",
                 )
     ratios = {}
-    for model, hosts, layouts in CASES:
+    for model, hosts, layouts in cases:
         name = f"{model} on {hosts * 8}"
         line = f"{name:<24} {median(times[name]):6.2f} s ({median(times[name], 1):5.2f} s)"
         if name in best:

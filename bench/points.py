@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import smoke
 from disturbed import PROGRAMS, TARGETS, TWO_HOSTS, Count, Place, Result, compare, report
 
 from msrl_graph.runtime.process.points import file
@@ -86,7 +87,7 @@ def main() -> None:
     parser.add_argument(
         "--most", type=int, default=0, help="of each kind of process so many points at most, spread evenly (0: all)"
     )
-    options = parser.parse_args()
+    options = smoke.parse(parser, iterations=6, only=["functions"], most=1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import ray
     from ray.cluster_utils import Cluster

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import smoke
 from rich.console import Console
 from rich.table import Table
 
@@ -123,7 +124,7 @@ def main() -> int:
     parser.add_argument(
         "--only", choices=[case.algorithm for case in CASES], action="append", help="one algorithm; may be repeated"
     )
-    options = parser.parse_args()
+    options = smoke.parse(parser, only=["rloo"])
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         tasks = [{"prompt": f"{a}+{b}=", "task": {"thing": str((a + b) % 10)}} for a in (12, 37, 58) for b in (9, 23)]

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import smoke
 import torch
 
 from msrl_graph.runtime.rank.proof import AT_ONCE
@@ -28,13 +29,15 @@ from msrl_graph.sharding.layout import full
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
 MAIN = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
 LEFT_OUT = 3
-SHAPE, ROUNDS = (4096, 1024), 20
+SHAPE = (4096, 1024)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=100)
-    lines = run(parser.parse_args().iterations)
+    parser.add_argument("--rounds", type=int, default=20, help="of the digests")
+    options = smoke.parse(parser, iterations=LEFT_OUT + 2, rounds=1)
+    lines = run(options.iterations)
     proofs, seconds = [line["phases"]["proof"] for line in lines], [line["seconds"] for line in lines]
     share = sum(proofs) / sum(seconds)
     proof, whole = statistics.median(proofs) * 1e3, statistics.median(seconds) * 1e3
@@ -43,15 +46,15 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
         values, digest = torch.randn(SHAPE).to(dtype), Digest([SHAPE], dtype, "cpu", AT_ONCE["host"])
-        told[f"digest_{name}_ns"] = nanoseconds(partial(digest.of, [values], digest.at(full(SHAPE))))
-        told[f"sum_{name}_ns"] = nanoseconds(values.sum)
+        told[f"digest_{name}_ns"] = nanoseconds(partial(digest.of, [values], digest.at(full(SHAPE))), options.rounds)
+        told[f"sum_{name}_ns"] = nanoseconds(values.sum, options.rounds)
     print(json.dumps(told))
 
 
-def nanoseconds(act: Callable[[], object]) -> float:
+def nanoseconds(act: Callable[[], object], rounds: int) -> float:
     """Of an element, the shortest of some rounds."""
     taken = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         start = time.perf_counter()
         act()
         taken.append(time.perf_counter() - start)

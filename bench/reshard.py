@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import smoke
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +41,7 @@ from msrl_graph.sharding.layout import elements, shard
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 RANKS = 2
 DENSE = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "vocab_size": 8192}
+SMALL = DENSE | {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
 CASES = {  # layouts and engines of update and generation
     "ZeRO 3 to whole": ("dp = 2, zero = 3", "fsdp", "dp = 2", "hf"),
     "tp 2 to whole": ("tp = 2", "fsdp", "dp = 2", "hf"),
@@ -50,11 +52,11 @@ CASES = {  # layouts and engines of update and generation
 }
 
 
-def plan_of(folder: Path, case: str) -> Plan:
+def plan_of(folder: Path, case: str, sizes: dict[str, int]) -> Plan:
     """The plan of the example's program for a model of the bench's size."""
     update, trainer, generate, generator = CASES[case]
     (folder / "model").mkdir()
-    config = json.loads((EXAMPLE / "model" / "config.json").read_text()) | DENSE
+    config = json.loads((EXAMPLE / "model" / "config.json").read_text()) | sizes
     config |= {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64, "layer_types": None}
     if "experts" in case:
         config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8}
@@ -165,10 +167,10 @@ def rank_of(rank: int, store: str, plan: Plan, rounds: int, pipe: Any) -> None:
     dist.destroy_process_group()
 
 
-def run(case: str, rounds: int) -> tuple[Plan, list[dict[str, float]]]:
+def run(case: str, rounds: int, sizes: dict[str, int]) -> tuple[Plan, list[dict[str, float]]]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        plan = plan_of(Path(folder), case)
+        plan = plan_of(Path(folder), case, sizes)
         pipes = [context.Pipe() for _ in range(RANKS)]
         ranks = [
             context.Process(target=rank_of, args=(rank, f"{folder}/store", plan, rounds, pipe))
@@ -185,14 +187,16 @@ def run(case: str, rounds: int) -> tuple[Plan, list[dict[str, float]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
+    parser.set_defaults(sizes=DENSE)
+    options = smoke.parse(parser, rounds=1, cases=["pp 2 to tp 2"], sizes=SMALL)
     columns = ("case", "ways", "moved", "gather", "bare", "of bare", "swap", "of bare", "peak / plan", "naive / ours")
     table = Table(title="resharding on two ranks, medians", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in columns:
         table.add_column(name, justify="left" if name in ("case", "ways") else "right")
     worst: dict[str, list[float]] = {}
-    for case in CASES:
-        plan, ranks = run(case, options.rounds)
+    for case in options.cases:
+        plan, ranks = run(case, options.rounds, options.sizes)
         (edge,) = plan.reshards
         slow = {name: max(r[name] for r in ranks) for name in ranks[0]}
         update = max(r["update"] for r in ranks)

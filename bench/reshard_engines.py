@@ -1,10 +1,12 @@
 """Resharding between real engines on 1 to 8 ranks, as tests/with_engines/test_resharded.py has it, of more layouts that
 are drawn at random: how many were tried, between which engines, and the peak beside the plan's. Ends at the first that
-is wrong, with its program's statements."""
+is wrong, with its program's statements. The last line is JSON.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -17,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import ranks
 import resharded
+import smoke
 
 from msrl_graph.diagnostics import NOWHERE
 
@@ -29,7 +32,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--generators", nargs="+", default=["hf", "vllm"])
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    parser.add_argument("--trainers", nargs="+", default=["fsdp", "megatron"])
+    few = {"draws": 1, "ranks": [2], "generators": ["hf"], "trainers": ["fsdp"]}
+    options = smoke.parse(parser, **few)
     ranks.Team.PATIENCE = 900.0  # eight ranks may share two cores
     draw, begin, done = Random(options.seed), time.monotonic(), 0
     peaks: dict[tuple[str, str, int], list[float]] = defaultdict(list)
@@ -41,7 +46,7 @@ def main() -> None:
 
             def one(wanted: object = None, given: tuple[object, ...] = (world, generator, model)) -> tuple[object, ...]:
                 world, generator, model = given
-                return resharded.drawn(draw, folder, world, draw.choice(("fsdp", "megatron")), generator, model, wanted)
+                return resharded.drawn(draw, folder, world, draw.choice(options.trainers), generator, model, wanted)
 
             cases = [one()]
             plan = cases[0][1]
@@ -55,6 +60,8 @@ def main() -> None:
     for (trainer, generator, world), found in sorted(peaks.items()):
         print(f"{trainer} -> {generator} on {world}: {len(found)}, peak / plan {min(found):.3f} to {max(found):.3f}")
     print(f"{done} pairs of layouts, all bit for bit, in {time.monotonic() - begin:.0f} s")
+    every = [peak for found in peaks.values() for peak in found]
+    print(json.dumps({"pairs": done, "peak_over_plan_most": round(max(every), 3)}))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import smoke
 from rich.console import Console
 from rich.table import Table
 
@@ -153,14 +154,17 @@ def measured(plan: Plan, warm: int = WARM) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--iterations", type=int, help="of each run, in place of each variant's own")
     parser.add_argument("--only", metavar="NAME", help="a variant whose name has this in it")
     parser.add_argument(
         "--engines", action="store_true", help="variants by Megatron and vLLM in place of the light ones"
     )
     parser.add_argument("--here", metavar="FILE", help="a calibration to take, in place of measuring this machine now")
-    options = parser.parse_args()
+    options = smoke.parse(parser, rounds=1, only="the demo on one rank", iterations=WARM + 2)
     chosen = ENGINES if options.engines else VARIANTS
     chosen = {n: v for n, v in chosen.items() if not options.only or options.only in n}
+    if options.iterations:
+        chosen = {n: replace(v, iterations=options.iterations) for n, v in chosen.items()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
@@ -182,7 +186,8 @@ def main() -> int:
             assert estimate is not None
             rounds[n].append(found := Round(lines, estimate))
             print(f"round {number + 1}, {n}: {found.ratio:.2f} x {found.seconds:.3f} s", file=sys.stderr, flush=True)
-        return report(rounds, statistics.median(noise))
+        status = report(rounds, statistics.median(noise))
+        return 0 if options.smoke else status
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ import json
 import statistics
 import time
 
+import smoke
+
 from msrl_graph import compile, simulate
 
 BAR = 10.0
@@ -36,12 +38,14 @@ SIZES = {384: (48, 16), 10_000: (1250, 226)}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--runs", type=int, default=3, help="of each")
-    runs = max(1, parser.parse_args().runs)
+    parser.add_argument("--devices", type=int, nargs="+", choices=SIZES, default=[*SIZES])
+    options = smoke.parse(parser, runs=1, devices=[384])
+    runs, sizes = max(1, options.runs), {size: SIZES[size] for size in options.devices}
     plans = {
         size: compile("bench.rlg", text=PROGRAM.format(nodes=nodes, last=some - 1, first=some, end=nodes - 1))
-        for size, (nodes, some) in SIZES.items()
+        for size, (nodes, some) in sizes.items()
     }
-    seconds: dict[int, list[float]] = {size: [] for size in SIZES}
+    seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(runs):
         for size, plan in plans.items():
             began = time.perf_counter()

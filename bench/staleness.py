@@ -20,6 +20,7 @@ from pathlib import Path
 from msrl_graph import compile, simulate
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+import smoke
 from stale_programs import ages, stale
 
 
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--programs", type=int, default=40)
     parser.add_argument("--iterations", type=int, default=250, help="of each program")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = smoke.parse(parser, programs=2, iterations=20)
     warnings.simplefilter("ignore")
     draw, began = random.Random(options.seed), time.monotonic()
     counted: Counter[int] = Counter()

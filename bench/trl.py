@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import smoke
 from phases import COMPUTE, EXAMPLE
 from rich.console import Console
 from rich.table import Table
@@ -170,12 +171,12 @@ def busy(processes: int) -> Iterator[None]:
             other.wait()
 
 
-def speed(rounds: int, iterations: int) -> None:
+def speed(rounds: int, iterations: int, counts: list[int]) -> None:
     rows = compile(PROGRAMS[1]).graph.rows[-1]
     sides = {"ours": ours, "trl": theirs}
-    found: dict[int, dict[str, list[Line]]] = {r: {s: [] for s in sides} for r in PROGRAMS}
+    found: dict[int, dict[str, list[Line]]] = {r: {s: [] for s in sides} for r in counts}
     for number in range(rounds):
-        for ranks in PROGRAMS:
+        for ranks in counts:
             for side, measure in sides.items():
                 lines = measure(ranks, iterations)
                 found[ranks][side] += lines
@@ -288,12 +289,13 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, default=Path(tempfile.gettempdir()) / "trl-curves.png", help="the picture of the curves"
     )
-    options = parser.parse_args()
+    parser.add_argument("--ranks", type=int, nargs="+", choices=PROGRAMS, default=[*PROGRAMS])
+    options = smoke.parse(parser, rounds=1, iterations=FIRST + 2, ranks=[1])
     if options.curves:
         curves(options.seeds, options.iterations or 320, options.every, options.out)
     else:
         with busy(options.load):
-            speed(options.rounds, options.iterations or 20)
+            speed(options.rounds, options.iterations or 20, options.ranks)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import torch
 import walk
 from held import EXPERTS, assert_close, small
 from held import peaks as peaks_of
-from hypothesis import given, settings
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 from torch import distributed as dist
 
@@ -165,7 +166,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7), st.integers(0,
 
 
 @settings(max_examples=60, deadline=None)
-@given(STEPS)
+@drawn(STEPS)
 def test_the_account_is_the_sum_over_all_storages_at_each_operation(steps):
     kept = [torch.zeros(10 * i + 1) for i in range(4)]
     with Checked() as peak:

@@ -27,7 +27,7 @@ from ...backends import devices
 from ...hardware.device_kinds import HOST
 
 LETS_GO = 0.002  # seconds in which gloo's thread lets go of what a collective was given, once that has been waited for
-# Where a storage is: on a device, in a buffer of the host's, or in main memory, which is the device's on a host's cores.
+# Where a storage is: on a device, in a host buffer, or in main memory, which a host's cores have for a device's.
 DEVICE, BUFFER, MAIN = PLACES = ("device", "buffer", "main")
 _WRAPPERS = {DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}  # and the attribute with the tensor inside
 
@@ -241,7 +241,7 @@ class Peak(TorchDispatchMode):
     """The most bytes that tensors held at one time while this was entered.
 
     Counted is what was there before, and every tensor that an operation makes, in the backward pass too. `peak` has
-    the bytes of the device and of the host; the two need not be of the same moment. `before` has those of the beginning.
+    the bytes of the device and of the host; the two need not be of the same moment. `before` has those of the start.
     `largest` lists what the device held at its peak, as (bytes, operation that made it, shape), and `moment` is the
     operation after which that was. It looks at every operation, but only at the storages that this one has made or
     changed. A thread of gloo's holds what a collective was given for a moment after that is done, or longer on a busy
