@@ -240,7 +240,7 @@ def test_every_statement_has_its_place() -> None:
     a.drop_edge("source -> host.a")
     a.drop_reshard("actor.update => judge.infer")
     a.drop_edge("source", hinter)
-    a.drop_reshard("actor.update", "actor.generate")
+    a.drop_reshard("actor.update", "critic.infer")
     d = Deploy(a, on=Imported("pod", "base.rlg"), name="try")
     d.set(group=4)
     d.model("policy", Path("models/x"), dtype="bf16")
@@ -285,7 +285,7 @@ algorithm mine extends base {
   drop source -> host.a
   drop actor.update => judge.infer
   drop source -> hinter
-  drop actor.update => actor.generate
+  drop actor.update => critic.infer
 }
 
 deploy mine on pod as try {

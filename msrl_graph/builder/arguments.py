@@ -12,6 +12,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import NoReturn, SupportsIndex, TypeVar
@@ -120,6 +121,27 @@ class Arguments:
             self.fail("a resharding edge has `=>`", edge.span, "the edge of `->` is said by `edge`")
         return edge
 
+    def sample_edge(self, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.Edge:
+        """The edge of a text with arrows, or of the lists of states between them."""
+        attrs = self.attrs(("sample edge",), attributes)
+        if len(groups) == 1 and (edge := self.edge("groups", groups[0], "sample")):
+            return replace(edge, attrs=(*edge.attrs, *attrs))
+        if len(groups) < 2:
+            help = 'name both, as in `edge("source -> actor.generate")`'
+            self.fail("an edge leads from one state to another", self.site.span, help)
+        ends = tuple(self.refs("groups", group, i) for i, group in enumerate(groups))
+        return ast.Edge("sample", ends, attrs, self.site.span)
+
+    def resharding_edge(self, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.Edge:
+        """The edge of a text with an arrow, or of its two ends."""
+        attrs = self.attrs(("resharding edge",), attributes)
+        if dst is None and (edge := self.edge("src", src, "reshard")):
+            return replace(edge, attrs=(*edge.attrs, *attrs))
+        if dst is None:
+            help = 'name both, as in `reshard("actor.update => actor.generate")`'
+            self.fail("weights go from one state to another", self.site.span, help)
+        return ast.Edge("reshard", (self.refs("src", src), self.refs("dst", dst)), attrs, self.site.span)
+
     def attrs(
         self, statements: tuple[str, ...], values: Mapping[str, Value], quoted: bool = False
     ) -> tuple[ast.Attr, ...]:
@@ -130,6 +152,11 @@ class Arguments:
             string = quoted or any((s, key) in STRINGS for s in statements)
             found.append(ast.Attr(self.key(key), self.expr(value, part, string), self.site.key(key).to(part.span)))
         return tuple(found)
+
+    def assignment(self, name: str, value: Value) -> tuple[ast.Name, ast.Expr, Span]:
+        """The name, the value and the span of a keyword argument."""
+        part = self.argument(name)
+        return self.key(name), self.expr(value, part), self.site.key(name).to(part.span)
 
     def column(self, name: str, parameter: str, kind: str) -> ast.Column:
         part = self.argument(parameter)
@@ -228,9 +255,15 @@ class Arguments:
     def fail(self, message: str, span: Span, help: str = "", code: str = "syntax") -> NoReturn:
         self._raise(Diagnostic(code, message, span, help))
 
+    def refuse_all(self, fault: Fault) -> NoReturn:
+        """Raise a fault again, with the lines of Python that it is about."""
+        (told,) = fault.diagnostics
+        self._raise(told)
+
     def _raise(self, told: Diagnostic) -> NoReturn:
         fault = Fault(told)
-        fault.text = render(told, {told.span.file: "".join(linecache.getlines(told.span.file))})
+        files = {told.span.file, *(span.file for span, _ in told.related)}
+        fault.text = render(told, {file: "".join(linecache.getlines(file)) for file in files})
         raise fault from None
 
 

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import FunctionType
+from typing import Generic, Self
 
-from ..diagnostics import Span, public
+from ..diagnostics import Fault, Span, public
 from ..dsl import ast
 from ..dsl.format import format
 from ..dsl.parse import parse_undo
 from ..dsl.write import write
+from ..emit.words import many
 from .arguments import Arguments, Names, Value, at
+from .body import Body, S
 
 NODE = ("function", "generate", "infer", "update")
 
@@ -32,9 +33,12 @@ class Program:
 
     def __init_subclass__(cls) -> None:
         """Each statement of ours is `public`; a subclass of the user's keeps its own frames in a traceback."""
+        super().__init_subclass__()
         for name, method in list(vars(cls).items()) if cls.__module__ == __name__ else ():
             if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
                 setattr(cls, name, public(method))
+
+    name: str
 
     def __init__(self, span: Span) -> None:
         self._span = span
@@ -49,6 +53,10 @@ class Program:
 
     def __str__(self) -> str:
         return self.to_rlg()
+
+    def __repr__(self) -> str:
+        """In a line, as a notebook shows what a statement returned: the text is long."""
+        return f"<{type(self).__name__} {self.name}>"
 
     def _needs(self) -> tuple[Program, ...]:
         """What must stand before it in a file."""
@@ -80,7 +88,26 @@ class _OfPackage(Imported):
         self.name, self._file = name, None
 
 
-class Algorithm(Program):
+class Stated(Program, Generic[S]):
+    """A program of statements: a method adds one, or replaces the one that states the same, and returns the object."""
+
+    def __init__(self, span: Span) -> None:
+        super().__init__(span)
+        self._body: Body[S] = Body()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}: {many(len(self._body), 'statement')}>"
+
+    def _state(self, call: Arguments, *statements: S) -> Self:
+        """Add all of these statements, or none where one is refused."""
+        try:
+            self._body.add(statements)
+        except Fault as fault:
+            call.refuse_all(fault)
+        return self
+
+
+class Algorithm(Stated[ast.AlgorithmStatement]):
     """`algorithm NAME { … }`; with `extends`, what differs from another algorithm: one built here, imported, or the
     package's by name."""
 
@@ -91,36 +118,32 @@ class Algorithm(Program):
         self.name = self._name.text
         self._base = None if extends is None else _algorithm(call, "extends", extends)
         self._extends = None if self._base is None else ast.Name(self._base.name, call.argument("extends").span)
-        self._body: list[ast.AlgorithmStatement] = []
 
-    def param(self, /, **values: Value) -> None:
+    def param(self, /, **values: Value) -> Self:
         """`param NAME = VALUE`, for each."""
         call = Arguments()
-        for name, value in values.items():
-            part = call.argument(name)
-            self._body.append(ast.Param(call.key(name), call.expr(value, part), call.site.key(name).to(part.span)))
+        return self._state(call, *(ast.Param(*call.assignment(name, value)) for name, value in values.items()))
 
-    def columns(self, /, **types: str) -> None:
+    def columns(self, /, **types: str) -> Self:
         """`columns { NAME : TYPE … }`: `columns(prompt="i32[<= prompt_len]", reward="f32")`."""
         call = Arguments()
-        self._body.append(
-            ast.Columns(tuple(call.column(name, name, kind) for name, kind in types.items()), call.site.span)
-        )
+        columns = [call.column(name, name, kind) for name, kind in types.items()]
+        return self._state(call, *(ast.Columns((column,), call.site.span) for column in columns))
 
-    def state(self, name: str, type: str, value: Value) -> None:
+    def state(self, name: str, type: str, value: Value) -> Self:
         """`state NAME : TYPE = VALUE`."""
         call = Arguments("name", "type", "value")
         part = call.argument("type")
         column = call.name("name", name)
         declared = ast.Column(column, call.type(type, part), column.span.to(part.span))
-        self._body.append(ast.State(declared, call.expr(value, call.argument("value")), call.site.span))
+        return self._state(call, ast.State(declared, call.expr(value, call.argument("value")), call.site.span))
 
     def worker(self, name: str, kind: str, /, *, frozen: bool = False, **attributes: Value) -> str:
         """`worker NAME : KIND [frozen]`; gives the name."""
         call = Arguments("name", "kind")
         named = call.name("name", name), call.name("kind", kind)
-        self._body.append(
-            ast.Worker(*named, call.flag("frozen", frozen), call.attrs(("worker",), attributes), call.site.span)
+        self._state(
+            call, ast.Worker(*named, call.flag("frozen", frozen), call.attrs(("worker",), attributes), call.site.span)
         )
         return name
 
@@ -129,7 +152,7 @@ class Algorithm(Program):
         call = Arguments("count", "writes")
         attrs = call.attrs(("source",), attributes)
         value = call.expr(count, call.argument("count"))
-        self._body.append(ast.Source(value, call.names("writes", writes), attrs, call.site.span))
+        self._state(call, ast.Source(value, call.names("writes", writes), attrs, call.site.span))
         return "source"
 
     def node(self, name: str, reads: Names | None = None, writes: Names | None = None, **attributes: Value) -> str:
@@ -151,37 +174,39 @@ class Algorithm(Program):
         written = () if writes is None else call.names("writes", writes)
         last = max([part.span, *(n.span for n in (*(read or ()), *written))], key=lambda s: (s.end_line, s.end_column))
         head = call.site.span.to(last)
-        self._body.append(
-            ast.Node(label, worker, verb, read, written, call.attrs(NODE, attributes), call.site.span, head)
+        self._state(
+            call, ast.Node(label, worker, verb, read, written, call.attrs(NODE, attributes), call.site.span, head)
         )
         return label.text if label else f"{worker.text}.{verb.text}"
 
-    def edge(self, *groups: Names, **attributes: Value) -> None:
+    def edge(self, *groups: Names, **attributes: Value) -> Self:
         """`A -> B, C -> D`: sample edges, as `edge("A -> B, C -> D")` or `edge("A", ["B", "C"], "D")`."""
-        self._body.append(_edge(Arguments("groups"), groups, attributes))
+        call = Arguments("groups")
+        return self._state(call, call.sample_edge(groups, attributes))
 
-    def reshard(self, src: Names, dst: Names | None = None, **attributes: Value) -> None:
+    def reshard(self, src: Names, dst: Names | None = None, **attributes: Value) -> Self:
         """`A => B`: the weights of A's worker go to B; as `reshard("A => B")` or `reshard("A", "B")`."""
-        self._body.append(_reshard(Arguments("src", "dst"), src, dst, attributes))
+        call = Arguments("src", "dst")
+        return self._state(call, call.resharding_edge(src, dst, attributes))
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: str) -> Self:
         """`drop NAME`, of a worker, node, column, param or state that `extends` took over; of an attribute, as
         `drop("actor.update.mini_batch")`; or of an edge, as `drop("A -> B")`."""
         call = Arguments("name")
         part = call.argument("name")
         call.string(name, "`name` is a str", part.span)
         target = call.edge("name", name) or call.ref(name, at(part, name, 0, len(name)), parts=3)
-        self._body.append(ast.Drop(target, call.site.span))
+        return self._state(call, ast.Drop(target, call.site.span))
 
-    def drop_edge(self, *groups: Names) -> None:
+    def drop_edge(self, *groups: Names) -> Self:
         """`drop A -> B`."""
         call = Arguments("groups")
-        self._body.append(ast.Drop(_edge(call, groups, {}), call.site.span))
+        return self._state(call, ast.Drop(call.sample_edge(groups, {}), call.site.span))
 
-    def drop_reshard(self, src: Names, dst: Names | None = None) -> None:
+    def drop_reshard(self, src: Names, dst: Names | None = None) -> Self:
         """`drop A => B`."""
         call = Arguments("src", "dst")
-        self._body.append(ast.Drop(_reshard(call, src, dst, {}), call.site.span))
+        return self._state(call, ast.Drop(call.resharding_edge(src, dst, {}), call.site.span))
 
     def _needs(self) -> tuple[Program, ...]:
         return () if self._base is None else (self._base,)
@@ -203,7 +228,7 @@ class Cluster(Program):
         return ast.Cluster(self._name, self._attrs, self._span)
 
 
-class Deploy(Program):
+class Deploy(Stated[ast.DeployStatement]):
     """`deploy ALGORITHM on CLUSTER [as NAME] { … }`; an algorithm of the package may be given by its name. Of a deploy
     in place of the algorithm, one built here or imported as `extends`, what differs from it: `deploy NAME extends OTHER
     [on CLUSTER] { … }`."""
@@ -242,41 +267,38 @@ class Deploy(Program):
         self._extends = None if extends is None else ast.Name(extends.name, call.argument("extends").span)
         self._alias = None if name is None else call.name("name", name)
         self.name: str = (self._alias or self._named or ast.Name("", call.site.span)).text
-        self._body: list[ast.DeployStatement] = []
 
-    def set(self, /, **values: Value) -> None:
+    def set(self, /, **values: Value) -> Self:
         """`set NAME = VALUE`, for each: values of params."""
         call = Arguments()
-        for name, value in values.items():
-            part = call.argument(name)
-            self._body.append(ast.Set(call.key(name), call.expr(value, part), call.site.key(name).to(part.span)))
+        return self._state(call, *(ast.Set(*call.assignment(name, value)) for name, value in values.items()))
 
-    def model(self, name: str, target: str | os.PathLike[str], /, **attributes: Value) -> None:
+    def model(self, name: str, target: str | os.PathLike[str], /, **attributes: Value) -> Self:
         """`model NAME = "preset or folder"`."""
         call = Arguments("name", "target")
         attrs = call.attrs(("model",), attributes)
-        self._body.append(ast.Model(call.name("name", name), call.path("target", target), attrs, call.site.span))
+        return self._state(call, ast.Model(call.name("name", name), call.path("target", target), attrs, call.site.span))
 
-    def data(self, name: str, target: str | os.PathLike[str], /, **fields: str) -> None:
+    def data(self, name: str, target: str | os.PathLike[str], /, **fields: str) -> Self:
         """`data NAME = "file.jsonl" { column = "field" }`; the name is `source` for the data to train on."""
         call = Arguments("name", "target")
         # `source` is a reserved word that stands for a name here.
         source = isinstance(name, str) and name == "source"
         named = ast.Name(name, at(call.argument("name"), name, 0, len(name))) if source else call.name("name", name)
-        self._body.append(
-            ast.Data(named, call.path("target", target), call.attrs((), fields, quoted=True), call.site.span)
+        return self._state(
+            call, ast.Data(named, call.path("target", target), call.attrs((), fields, quoted=True), call.site.span)
         )
 
-    def layout(self, nodes: Names, /, **sizes: Value) -> None:
+    def layout(self, nodes: Names, /, **sizes: Value) -> Self:
         """`layout NODE, … { tp = 8, dp = 2 }`."""
         call = Arguments("nodes")
-        self._body.append(ast.Layout(call.refs("nodes", nodes), call.attrs(("layout",), sizes), call.site.span))
+        return self._state(call, ast.Layout(call.refs("nodes", nodes), call.attrs(("layout",), sizes), call.site.span))
 
-    def engine(self, nodes: Names, name: str, /, **options: Value) -> None:
+    def engine(self, nodes: Names, name: str, /, **options: Value) -> Self:
         """`engine NODE, … = NAME { options }`."""
         call = Arguments("nodes", "name")
         named = call.name("name", name)
-        self._body.append(ast.Engine(call.refs("nodes", nodes), named, call.attrs((), options), call.site.span))
+        return self._state(call, ast.Engine(call.refs("nodes", nodes), named, call.attrs((), options), call.site.span))
 
     def place(
         self,
@@ -285,55 +307,66 @@ class Deploy(Program):
         together: bool = False,
         nodes: int | tuple[int, int] | None = None,
         devices: int | tuple[int, int] | None = None,
-    ) -> None:
+    ) -> Self:
         """`place WORKER|NODE, … [together] [on nodes 0..1 [devices 0..7]]`: a pair is the first and the last."""
         call = Arguments("targets")
         call.flag("together", together)
         if devices is not None and nodes is None:
             call.fail("`devices` without `nodes`", call.site.key("devices"), "add `nodes = 0`")
         stretch = call.range("nodes", nodes), call.range("devices", devices)
-        self._body.append(ast.Place(call.refs("targets", targets), together, *stretch, call.site.span))
+        return self._state(call, ast.Place(call.refs("targets", targets), together, *stretch, call.site.span))
 
-    def apart(self, *targets: Names) -> None:
+    def apart(self, *targets: Names) -> Self:
         """`apart A, B`."""
         call = Arguments("targets")
         if not targets:
             call.fail("`apart` names nothing", call.site.span, "name at least one")
         refs = tuple(r for i, group in enumerate(targets) for r in call.refs("targets", group, i))
-        self._body.append(ast.Apart(refs, call.site.span))
+        return self._state(call, ast.Apart(refs, call.site.span))
 
-    def dock(self, /, **attributes: Value) -> None:
+    def dock(self, /, **attributes: Value) -> Self:
         """`dock { mode = …, deadline = … }`."""
         call = Arguments()
-        self._body.append(ast.Options("dock", call.attrs(("dock",), attributes), call.site.span))
+        return self._state(call, ast.Options("dock", call.attrs(("dock",), attributes), call.site.span))
 
-    def reshard(self, /, **attributes: Value) -> None:
+    def reshard(self, /, **attributes: Value) -> Self:
         """`reshard { mode = …, order = …, bucket = … }`."""
         call = Arguments()
-        self._body.append(ast.Options("reshard", call.attrs(("reshard",), attributes), call.site.span))
+        return self._state(call, ast.Options("reshard", call.attrs(("reshard",), attributes), call.site.span))
 
-    def run(self, /, **attributes: Value) -> None:
+    def run(self, /, **attributes: Value) -> Self:
         """`run { iterations = …, seed = … }`."""
         call = Arguments()
-        self._body.append(ast.Options("run", call.attrs(("run",), attributes), call.site.span))
+        return self._state(call, ast.Options("run", call.attrs(("run",), attributes), call.site.span))
 
-    def evaluate(self, name: str, /, **attributes: Value) -> None:
+    def evaluate(self, name: str, /, **attributes: Value) -> Self:
         """`evaluate NAME { every = …, report = … }`."""
         call = Arguments("name")
-        self._body.append(ast.Evaluate(call.name("name", name), call.attrs(("evaluate",), attributes), call.site.span))
+        return self._state(
+            call, ast.Evaluate(call.name("name", name), call.attrs(("evaluate",), attributes), call.site.span)
+        )
 
-    def edge(self, *groups: Names, **attributes: Value) -> None:
+    def edge(self, *groups: Names, **attributes: Value) -> Self:
         """`A -> B { stream = … }`: how rows move on an edge that the algorithm has."""
-        self._body.append(_edge(Arguments("groups"), groups, attributes))
+        call = Arguments("groups")
+        return self._state(call, call.sample_edge(groups, attributes))
 
-    def drop(self, *statements: str) -> None:
+    def drop(self, *statements: str) -> Self:
         """`drop layout NODE`, `drop data NAME`, `drop run`, `drop A -> B` …: what the deploy that it extends states."""
         call = Arguments("statements")
         if not statements:
             call.fail("`drop` names nothing", call.site.span, "name at least one")
+        drops = []
         for i, statement in enumerate(statements):
             part = call.argument("statements", i)
-            self._body.append(call.text(call.string(statement, "`drop` takes a str", part.span), part, parse_undo))
+            drops.append(call.text(call.string(statement, "`drop` takes a str", part.span), part, parse_undo))
+        if self._base is not None:
+            return self._state(call, *drops)
+        try:
+            self._body.take_back(drops, self.name)
+        except Fault as fault:
+            call.refuse_all(fault)
+        return self
 
     def _needs(self) -> tuple[Program, ...]:
         return tuple(p for p in (self._base, self._algorithm, self._on) if p is not None)
@@ -385,31 +418,3 @@ def _algorithm(call: Arguments, parameter: str, value: Algorithm | Imported | st
             value, f"`{parameter}` takes an Algorithm, an Imported one, or the name of one of the package", part.span
         )
     return value
-
-
-def _edge(call: Arguments, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.Edge:
-    attrs = call.attrs(("sample edge",), attributes)
-    if len(groups) == 1 and (edge := call.edge("groups", groups[0], "sample")):
-        return replace(edge, attrs=(*edge.attrs, *attrs))
-    if len(groups) < 2:
-        call.fail(
-            "an edge leads from one state to another",
-            call.site.span,
-            'name both, as in `edge("source -> actor.generate")`',
-        )
-    return ast.Edge(
-        "sample", tuple(call.refs("groups", group, i) for i, group in enumerate(groups)), attrs, call.site.span
-    )
-
-
-def _reshard(call: Arguments, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.Edge:
-    attrs = call.attrs(("resharding edge",), attributes)
-    if dst is None and (edge := call.edge("src", src, "reshard")):
-        return replace(edge, attrs=(*edge.attrs, *attrs))
-    if dst is None:
-        call.fail(
-            "weights go from one state to another",
-            call.site.span,
-            'name both, as in `reshard("actor.update => actor.generate")`',
-        )
-    return ast.Edge("reshard", (call.refs("src", src), call.refs("dst", dst)), attrs, call.site.span)

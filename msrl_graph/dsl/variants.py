@@ -45,16 +45,16 @@ def written_out(
 
 def _changed(base: Iterable[ast.DeployStatement], deploy: ast.Deploy, problems: Problems) -> list[ast.DeployStatement]:
     """The statements of a base, changed by those of a deploy."""
-    there = {_key(s, i): s for i, s in enumerate(base)}
+    there = {statement_key(s, i): s for i, s in enumerate(base)}
     own, doubles = set[Key](), list[ast.DeployStatement]()
     if any(isinstance(s, ast.Place | ast.Apart) for s in deploy.body):  # which say together how devices are parted
         there = {key: s for key, s in there.items() if key[0] != PARTING}
-    for statement in (one for s in deploy.body for one in _singles(s)):
+    for statement in (one for s in deploy.body for one in split_statement(s)):
         if isinstance(statement, ast.Undo):
             with problems.catching():
                 _drop(there, statement, deploy)
             continue
-        key = _key(statement, len(there))
+        key = statement_key(statement, len(there))
         if key in own:
             doubles.append(statement)
             continue
@@ -63,7 +63,7 @@ def _changed(base: Iterable[ast.DeployStatement], deploy: ast.Deploy, problems: 
     return [*there.values(), *doubles]
 
 
-def _singles(statement: ast.DeployStatement) -> Iterator[ast.DeployStatement]:
+def split_statement(statement: ast.DeployStatement) -> Iterator[ast.DeployStatement]:
     """A statement of several nodes or edges as one of each."""
     match statement:
         case ast.Layout() | ast.Engine():
@@ -74,7 +74,7 @@ def _singles(statement: ast.DeployStatement) -> Iterator[ast.DeployStatement]:
             yield statement
 
 
-def _key(statement: ast.DeployStatement, place: int) -> Key:
+def statement_key(statement: ast.DeployStatement, place: int) -> Key:
     match statement:
         case ast.Set() | ast.Model() | ast.Data():
             return type(statement).__name__.lower(), statement.name.text
@@ -111,14 +111,20 @@ def _drop(there: dict[Key, ast.DeployStatement], undo: ast.Undo, deploy: ast.Dep
     """Takes statements away; what is dropped must be there."""
     if deploy.extends is None:
         raise mistake("unknown-name", f"`{deploy.name.text}` extends no deploy, so there is nothing to drop", undo.span)
+    for key in check_dropped(there, undo, deploy.extends.text):
+        del there[key]
+
+
+def check_dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.Undo, owner: str) -> list[Key]:
+    """Return the keys that a `drop` takes away; a Fault where the `owner` does not state one."""
+    keys = []
     for what, key, span in _dropped(there, undo):
-        if key not in there:
+        if key not in there or key in keys:
             others = [name for kind, name in there if kind == key[0] and name]
             help = nearest(key[1], others) if key[1] and others else ""
-            raise mistake(
-                "unknown-name", f"`{deploy.extends.text}` states no `{what}`, so there is nothing to drop", span, help
-            )
-        del there[key]
+            raise mistake("unknown-name", f"`{owner}` states no `{what}`, so there is nothing to drop", span, help)
+        keys.append(key)
+    return keys
 
 
 def _dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.Undo) -> list[tuple[str, Key, Span]]:
@@ -131,3 +137,8 @@ def _dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.Undo) -> list[t
     return [(f"{undo.kind} {ref.text}", (undo.kind, ref.text), ref.span) for ref in undo.names] or [
         (undo.kind, (undo.kind, ""), undo.span)
     ]
+
+
+def dropped_keys(undo: ast.Undo) -> list[Key]:
+    """Return the keys of the statements that a `drop` names; of `place` and `apart` there is one for all."""
+    return [key for _, key, _ in _dropped({}, undo)]

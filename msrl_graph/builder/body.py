@@ -1,0 +1,273 @@
+"""The statements of a program that is built in Python, where stating again replaces.
+
+Invariant: a name is stated once. What is stated again has the place of the first and the content of the last, so that a
+cell of a notebook that runs twice makes the same program. A statement that cannot be made changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar, cast
+
+from ..diagnostics import Diagnostic, Fault, Span
+from ..dsl import ast
+from ..dsl.derive import node_name, single
+from ..dsl.variants import check_dropped, dropped_keys, split_statement, statement_key
+
+Statement = ast.AlgorithmStatement | ast.DeployStatement
+S = TypeVar("S", ast.AlgorithmStatement, ast.DeployStatement)
+Key = tuple[str, str]  # what is stated, and its name
+KINDS = {ast.Param: "param", ast.Columns: "column", ast.State: "state", ast.Worker: "worker"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A place in a program: the keys that it was made for, and the statements that are there, none once they were
+    replaced elsewhere or dropped."""
+
+    keys: frozenset[Key]
+    statements: tuple[Statement, ...]
+
+    @property
+    def present(self) -> frozenset[Key]:
+        """The keys of the statements that are there."""
+        return frozenset(key for s in self.statements for key in keys_of(s))
+
+    @property
+    def drop(self) -> ast.Drop | ast.Undo | None:
+        """The `drop` that is there."""
+        return next((s for s in self.statements if isinstance(s, ast.Drop | ast.Undo)), None)
+
+    def less(self, keys: frozenset[Key]) -> Entry:
+        """The entry without what these keys name."""
+        return replace(self, statements=tuple(left for s in self.statements for left in _without(s, keys)))
+
+    def after(self, drop: ast.Drop | ast.Undo) -> Entry:
+        """The entry without what a drop takes away."""
+        return replace(self, statements=tuple(left for s in self.statements for left in _left(drop, s)))
+
+
+class Body(Generic[S]):
+    """The statements of an algorithm or a deploy, in order."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+
+    def __iter__(self) -> Iterator[S]:
+        """All statements; columns that follow each other are one."""
+        found: list[Statement] = []
+        columns: list[ast.Columns] = []
+        for statement in (s for entry in self._entries for s in entry.statements):
+            if isinstance(statement, ast.Columns):
+                columns.append(statement)
+                continue
+            found += _joined(columns)
+            columns = []
+            found.append(statement)
+        return cast(Iterator[S], iter([*found, *_joined(columns)]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def add(self, statements: Iterable[S]) -> None:
+        """State all of these, or raise a Fault and state none."""
+        entries = list(self._entries)
+        for statement in statements:
+            if isinstance(statement, ast.Drop | ast.Undo):
+                _add_drop(entries, statement)
+            elif isinstance(statement, ast.Node) and statement.reads is None:
+                _add_change(entries, statement)
+            else:
+                _add(entries, statement)
+        self._entries = entries
+
+    def take_back(self, drops: Iterable[ast.Undo], name: str) -> None:
+        """Remove the statements that these drops name, of a deploy that extends none."""
+        entries = list(self._entries)
+        for drop in drops:
+            there = {key: s for entry in entries for s in entry.statements for key in keys_of(s)}
+            check_dropped(cast(dict[Key, ast.DeployStatement], there), drop, name)
+            entries = [entry.after(drop) for entry in entries]
+        self._entries = entries
+
+
+def _joined(columns: Sequence[ast.Columns]) -> list[ast.Columns]:
+    """One statement of all columns, where there are any."""
+    return [replace(columns[0], columns=tuple(c for one in columns for c in one.columns))] if columns else []
+
+
+def keys_of(statement: Statement) -> frozenset[Key]:
+    """Return what a statement states: a key for each name, node, pair of an edge."""
+    match statement:
+        case ast.Param() | ast.Worker():
+            return frozenset({("name", statement.name.text)})
+        case ast.State():
+            return frozenset({("name", statement.column.name.text)})
+        case ast.Columns():
+            return frozenset(("name", column.name.text) for column in statement.columns)
+        case ast.Source():
+            return frozenset({("node", "source")})
+        case ast.Node():
+            return frozenset({("node" if statement.reads is not None else "change", node_name(statement))})
+        case ast.Drop(target=ast.Edge() as edge):
+            return frozenset(("drop", pair) for _, pair in keys_of(edge))
+        case ast.Drop(target=ast.Ref() as ref):
+            return frozenset({("drop", ref.text)})
+        case ast.Undo():
+            return frozenset(("drop", f"{what} {name}") for what, name in dropped_keys(statement))
+        case ast.Place() | ast.Apart():
+            # Which states are together and which ones are placed may be said of the same states.
+            names = ", ".join(sorted(ref.text for ref in statement.targets))
+            return frozenset({(type(statement).__name__.lower(), names)})
+    return frozenset(statement_key(one, 0) for one in split_statement(cast(ast.DeployStatement, statement)))
+
+
+def _add(entries: list[Entry], statement: Statement) -> None:
+    keys = keys_of(statement)
+    there = [i for i, entry in enumerate(entries) if (entry.present or entry.keys) & keys]
+    for i in there:
+        for old in entries[i].statements:
+            if not any(_left(drop, old) == () for _, drop in _drops(entries, i)):
+                _check_kind(old, statement)
+    if there:
+        # What is stated again after it was dropped is there again.
+        _cancel_drops(entries, there[0], statement)
+    if isinstance(statement, ast.Node) and there:
+        changed = frozenset({("change", node_name(statement))})
+        entries[there[0] :] = [entry.less(changed) for entry in entries[there[0] :]]
+    begin = max((i + 1 for i, drop in _drops(entries) if _left(drop, statement) != (statement,)), default=0)
+    _put(entries, Entry(keys, (statement,)), begin)
+
+
+def _add_change(entries: list[Entry], change: ast.Node) -> None:
+    """Add a change of a node's attributes to the changes of it so far, since the node was last stated whole."""
+    keys = keys_of(change)
+    whole = frozenset({("node", node_name(change))})
+    begin = max((i + 1 for i, entry in enumerate(entries) if entry.present & whole), default=0)
+    there = next((i for i in range(begin, len(entries)) if entries[i].keys == keys), None)
+    if there is not None:
+        _cancel_drops(entries, there, change)
+        for old in entries[there].statements:
+            assert isinstance(old, ast.Node)
+            stated = {attr.key.text: attr for attr in change.attrs}
+            kept = [stated.pop(attr.key.text, attr) for attr in old.attrs]
+            change = replace(change, attrs=(*kept, *stated.values()))
+    drops = [i + 1 for i, drop in _drops(entries) if _left(drop, change) != (change,)]
+    _put(entries, Entry(keys, (change,)), max([begin, *drops]))
+
+
+def _add_drop(entries: list[Entry], drop: ast.Drop | ast.Undo) -> None:
+    keys = keys_of(drop)
+    place = next((i for i, entry in enumerate(entries) if entry.keys == keys), None)
+    if place is None:
+        entries.append(Entry(keys, (drop,)))
+        return
+    entries[place] = Entry(keys, (drop,))
+    entries[place + 1 :] = [entry.after(drop) for entry in entries[place + 1 :]]
+
+
+def _put(entries: list[Entry], new: Entry, begin: int) -> None:
+    """Put an entry at the first place, from `begin` on, of those that it replaces, else at the end."""
+    places = [
+        i
+        for i, entry in enumerate(entries)
+        if i >= begin and (entry.keys <= new.keys or (entry.present and entry.present <= new.keys))
+    ]
+    entries[begin:] = [entry.less(new.keys) for entry in entries[begin:]]
+    if places:
+        entries[places[0]] = new
+    else:
+        entries.append(new)
+
+
+def _drops(entries: Sequence[Entry], after: int = -1) -> list[tuple[int, ast.Drop | ast.Undo]]:
+    """The drops that stand after a place."""
+    return [(i, entry.drop) for i, entry in enumerate(entries) if i > after and entry.drop is not None]
+
+
+def _cancel_drops(entries: list[Entry], after: int, statement: Statement) -> None:
+    """Take back the drops of what is stated again at a place before them."""
+    for i, drop in _drops(entries, after):
+        if _left(drop, statement) != (statement,):
+            entries[i] = replace(entries[i], statements=())
+
+
+def _check_kind(old: Statement, new: Statement) -> None:
+    """Refuse a name that is of something else: that is a mistake more often than a change of mind."""
+    before, now = KINDS.get(type(old)), KINDS.get(type(new))
+    if before == now or before is None or now is None:
+        return
+    (_, name), *_ = keys_of(new)
+    raise Fault(
+        Diagnostic(
+            "duplicate-name",
+            f"`{name}` is a {before} already",
+            _name_of(new),
+            f'give the {now} another name, or drop the {before} first: `drop("{name}")`',
+            related=((_name_of(old), f"the {before} `{name}` is declared here"),),
+        )
+    )
+
+
+def _name_of(statement: Statement) -> Span:
+    match statement:
+        case ast.Columns():
+            return statement.columns[0].name.span
+        case ast.State():
+            return statement.column.name.span
+        case ast.Param() | ast.Worker():
+            return statement.name.span
+    return statement.span
+
+
+def _without(statement: Statement, keys: frozenset[Key]) -> tuple[Statement, ...]:
+    """What is left of a statement without what some keys name."""
+    own = keys_of(statement)
+    if not own & keys:
+        return (statement,)
+    match statement:
+        case ast.Layout() | ast.Engine():
+            left = tuple(one for one in split_statement(statement) if not keys_of(one) & keys)
+            nodes = tuple(ref for one in left if isinstance(one, ast.Layout | ast.Engine) for ref in one.nodes)
+            return (replace(statement, nodes=nodes),) if nodes else ()
+        case ast.Edge():
+            return tuple(one for one in single(statement) if not keys_of(one) & keys)
+    return ()
+
+
+def _left(drop: ast.Drop | ast.Undo, statement: Statement) -> tuple[Statement, ...]:
+    """What is left of a statement after a drop."""
+    if isinstance(statement, ast.Drop | ast.Undo):
+        return (statement,)
+    own = keys_of(statement)
+    if isinstance(drop, ast.Undo):
+        gone = frozenset(dropped_keys(drop))
+        whole = {kind for kind, name in gone if not name}
+        return _without(statement, gone | {key for key in own if key[0] in whole})
+    if isinstance(drop.target, ast.Edge):
+        return _without(statement, keys_of(drop.target))
+    name = drop.target.text
+    if isinstance(statement, ast.Node):
+        node, _, attribute = name.rpartition(".")
+        if name in (node_name(statement), statement.worker.text):
+            return ()
+        attrs = tuple(attr for attr in statement.attrs if attr.key.text != attribute)
+        if node != node_name(statement) or len(attrs) == len(statement.attrs):
+            return (statement,)
+        return (replace(statement, attrs=attrs),) if attrs or statement.reads is not None else ()
+    if isinstance(statement, ast.Edge):
+        ends = ((single_edge, _ends(single_edge)) for single_edge in single(statement))
+        gone = frozenset(key for one, pair in ends for key in keys_of(one) if any(_is_of(end, name) for end in pair))
+        return _without(statement, gone)
+    return () if ("name", name) in own else (statement,)
+
+
+def _ends(edge: ast.Edge) -> tuple[str, str]:
+    ((source,), (target,)) = edge.groups
+    return source.text, target.text
+
+
+def _is_of(end: str, name: str) -> bool:
+    """Whether an end of an edge is this node, or a node of this worker."""
+    return end == name or end.startswith(f"{name}.")
