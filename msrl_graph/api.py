@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,6 +22,8 @@ from .diagnostics.shown import shown
 from .files.paths import is_file
 from .ir.plan import Plan
 from .runtime.driver import supervisor
+from .runtime.driver.following import CallbackFailed, OnIteration
+from .runtime.driver.outcome import Interrupted, RunFailed
 from .runtime.driver.supervisor import Options, Outcome
 from .runtime.process.joining import called
 from .runtime.process.processes import MARK
@@ -47,6 +50,7 @@ def run(
     watch: bool = False,
     metrics_port: int | None = None,
     stderr: IO[str] | None = None,
+    on_iteration: OnIteration | None = None,
 ) -> Outcome:
     """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a
     new folder under runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with).
@@ -59,7 +63,9 @@ def run(
     ones. `dry_run` checks all that can be checked, prints what would run and starts nothing. `verbose` shows what the
     processes print, `measure_memory` what a rank's tensors take. `nice`, from 0 to 19, is how much nicer than this
     process those are that compute. `watch` serves a page on which the run can be watched, `metrics_port` (0: a free
-    one) metrics for Prometheus. What is told on the way goes to `stderr` (default: the process's own).
+    one) metrics for Prometheus. What is told on the way goes to `stderr` (default: the process's own). `on_iteration`
+    is called with the metrics of each iteration when it has ended, a dict as a line of metrics.jsonl; what it raises
+    ends the run as one SIGINT does, and comes out.
 
     Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a
     process died more often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
@@ -70,6 +76,8 @@ def run(
             {"iterations": iterations, "seed": seed, "nice": nice, "metrics_port": metrics_port},
             {"out": out, "resume": resume, "replay": replay},
         )
+        if on_iteration is not None and not callable(on_iteration):
+            _refuse(f"`on_iteration` is a function of an iteration's metrics, not {kind_of(on_iteration)}")
         _guarded(plan, sys._getframe(1))
         known = plan.deploy.run
         asked = replace(
@@ -91,7 +99,7 @@ def run(
             if evaluate and given is not None:
                 _refuse(f"`evaluate` trains nothing: `{name}` does not go with it")
         if not dry_run:
-            return supervisor.run(plan, out, str(resume or ""), options, stderr)
+            return supervisor.run(plan, out, str(resume or ""), options, stderr, on_iteration)
         made = supervisor.prepare(plan, out, str(resume or ""), options)
         made.drop()
         print(shown("\n".join(made.lines())))
@@ -104,6 +112,15 @@ def run(
         )
         fault.text = "\n".join(rendered(None, fault.diagnostics))
         raise
+    except (RunFailed, Interrupted) as ended:
+        # Where in the package it was raised says nothing: a traceback ends at the call.
+        ended.args = (_by_keyword(str(ended)),)
+        raise ended.with_traceback(None) from ended.__cause__
+    except KeyboardInterrupt:
+        raise Interrupted(128 + signal.SIGINT, "while it was prepared: nothing was started") from None
+    except CallbackFailed as failed:
+        failed.error.__notes__ = [_by_keyword(note) for note in failed.error.__notes__]
+        raise failed.error from None
 
 
 def _by_keyword(text: str) -> str:

@@ -158,7 +158,7 @@ def _show(found: Calibration, path: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120, force_jupyter=False)
     table = Table(
         title="How fast it is", title_justify="left", title_style="bold", box=None, show_header=False, padding=(0, 2)
     )

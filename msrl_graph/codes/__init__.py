@@ -47,7 +47,9 @@ def shown(text: str, width: int, colour: bool) -> str:
     from rich.markdown import Markdown
 
     # Lines of a program are not to be broken, lines of text not to be too long.
-    console = Console(file=io.StringIO(), width=min(width, 120), force_terminal=True, color_system="standard")
+    console = Console(
+        file=io.StringIO(), width=min(width, 120), force_terminal=True, force_jupyter=False, color_system="standard"
+    )
     with console.capture() as written:
         console.print(Markdown(text, code_theme="ansi_dark"))
     return written.get()

@@ -92,6 +92,7 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True  # a notebook leaves this frame out
         try:
             return function(*args, **kwargs)
         except Fault as fault:

@@ -43,6 +43,7 @@ class Page:
             file=self.out,
             width=width,
             force_terminal=colour,
+            force_jupyter=False,  # it would show each line in a cell of its own, and give no text
             color_system="standard" if colour else None,
             highlight=False,
             emoji=False,

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from ...diagnostics import Fault
+from ...emit.page import WIDTH
 from ..dock.host import DockTimeout
 from ..metrics.display import Display, Screen, Tail
 from ..metrics.serve import Watching
@@ -44,7 +45,7 @@ def main(folder: str) -> int:
     screen = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(1, 2)
     console = Screen(file=screen)
-    console = console if console.is_terminal else Screen(file=screen, width=120)
+    console = console if console.is_terminal else Screen(file=screen, width=WIDTH)
     display = Display(attempt.plan, console, attempt.options.watch)
     display.facts.restarts["run"] = attempt.restarts
     watching = Watching(attempt.plan, display.facts, attempt.ports)

@@ -245,7 +245,9 @@ class Hosts:
             alike.setdefault(cells, []).append(named)
         for cells, who in alike.items():
             table.add_row(", ".join(who[:3]) + f" and {len(who) - 3} more" * (len(who) > 3), *cells)
-        console = Console(file=io.StringIO(), width=10_000, color_system=None, markup=False, highlight=False)
+        console = Console(
+            file=io.StringIO(), width=10_000, color_system=None, markup=False, highlight=False, force_jupyter=False
+        )
         with console.capture() as text:
             console.print(table)
         return "\n".join(f"  {line.rstrip()}" for line in text.get().splitlines())

@@ -40,42 +40,15 @@ from ..weights import checkpoint
 from . import inputs, mirror, shipping, vigil
 from .edited import Edited
 from .folder import DRIVER_MODULE, check_free, check_links, check_own, clear, lock, make
+from .following import CallbackFailed, Follower, OnIteration
 from .inputs import Digesting
+from .outcome import Interrupted, Outcome, RunFailed, outcome_of
 from .prepared import PLAIN, Options, Prepared, prepare
 
 # -P: the folder in which a run is started may be anybody's, and no module is to come from it.
 PROGRAM = ("-P", "-m", DRIVER_MODULE)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PATIENCE = 20.0  # seconds from a signal that asks to stop at once until the driver is killed
-
-
-class RunFailed(Exception):
-    """A process died, or a wait passed its deadline."""
-
-
-class Interrupted(Exception):
-    """The run was asked to end; `status` is the exit status that a shell expects."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"interrupted (status {status})")
-        self.status = status
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Where the files lie, a text where that is a URL, and each reported mean, first and last, by what a person calls
-    it."""
-
-    folder: Path | str
-    reported: dict[str, tuple[float, float]]
-    evaluated: bool = False  # once, and nothing was trained
-
-    def lines(self) -> list[str]:
-        """Each evaluation before and after, in a line."""
-        return [
-            f"{name} {first:.3f}" + ("" if self.evaluated else f" -> {last:.3f}")
-            for name, (first, last) in self.reported.items()
-        ]
 
 
 @dataclass(frozen=True)
@@ -119,23 +92,30 @@ def run(
     resume: str = "",
     options: Options = PLAIN,
     stderr: IO[str] | None = None,
+    on_iteration: OnIteration | None = None,
 ) -> Outcome:
     """Runs a plan to its end and writes metrics, curve, trace, logs, checkpoints and weights under `out` (default: a
     new folder under runs/, or with `resume`, the folder of a run or of a checkpoint, the one that is gone on with).
-    What is told on the way goes to `stderr`.
+    What is told on the way goes to `stderr`; `on_iteration` is called with the metrics of each iteration.
 
     Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a
-    process died more often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
+    process died more often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it, and
+    CallbackFailed when `on_iteration` raised.
     """
     made = prepare(plan, out, resume, options)
-    return Supervisor(made, options, stderr).whole()
+    return Supervisor(made, options, stderr, on_iteration=on_iteration).whole()
 
 
 class Supervisor:
     """Runs what was prepared; `driver` are Python's arguments before a driver's folder."""
 
     def __init__(
-        self, made: Prepared, options: Options, stderr: IO[str] | None, driver: Sequence[str] = PROGRAM
+        self,
+        made: Prepared,
+        options: Options,
+        stderr: IO[str] | None,
+        driver: Sequence[str] = PROGRAM,
+        on_iteration: OnIteration | None = None,
     ) -> None:
         self.plan, self.made, self.options, self.stderr, self.driver = made.plan, made, options, stderr, driver
         self.console = Screen(file=stderr or sys.stderr, highlight=False, markup=False, soft_wrap=True)
@@ -147,6 +127,8 @@ class Supervisor:
         self.killer: threading.Timer | None = None
         self.files: dict[str, shipped.File] = {}  # those that every process takes as they are now
         self.edited: tuple[str, ...] = ()  # those of them that were changed since, and told of
+        self.first = made.manifest.iteration if made.manifest else 0  # iteration that the run begins with
+        self.follower = Follower(made.folder.absolute() / METRICS, on_iteration, self.first) if on_iteration else None
 
     def whole(self) -> Outcome:
         with closing(Doors(self.options.watch, self.options.metrics)) as self.doors:
@@ -186,7 +168,7 @@ class Supervisor:
         url, wrong = self.made.url, ""
         try:
             outcome = self._attempts(out)
-        except (RunFailed, Interrupted):
+        except (RunFailed, Interrupted, CallbackFailed):
             self._sent(out)
             raise
         wrong = self._sent(out)
@@ -228,10 +210,19 @@ class Supervisor:
             result = self._attempt(out, known, restarts - 1, self.plan)
             if restarts > 1 and result.hosts:
                 result = self._without(result, out, known, restarts - 1)
-            if result.kind == "done":
-                return self._outcome(out)
-            if result.kind == "interrupted" or self.asked:
-                raise Interrupted(128 + self.asked[0] if self.asked else result.status)
+            raised = self.follower.error if self.follower is not None else None
+            done = result.kind == "done" and raised is None
+            if not done and (self.asked or (result.kind == "interrupted" and raised is None)):
+                raise Interrupted(128 + self.asked[0] if self.asked else result.status, self._when(out)) from raised
+            if raised is not None:
+                raised.add_note(f"the run ended {self._when(out)}")
+                raise CallbackFailed(raised)
+            if done:
+                evaluated = self.options.evaluate or not self.plan.deploy.run.iterations
+                outcome, wrong = outcome_of(self.plan, out, evaluated)
+                if wrong:
+                    self.console.print(f"{out / METRICS}: {wrong}, and what follows is not reported")
+                return outcome
             known = checkpoint.newest(out) or begin
             if result.kind == "fault":
                 if restarts == 1 and _size(out / METRICS) == before:
@@ -250,6 +241,14 @@ class Supervisor:
             died = result.message.partition("\n")[0]
             self.console.print(_first(result.message, f"; starting anew {where} ({restarts} of {limit})"))
         raise AssertionError
+
+    def _when(self, out: Path) -> str:
+        """When a run ended that was to go on, and where its files are."""
+        lines, _ = whole_lines(out / METRICS)
+        done = sum("iteration" in read(line) for line in lines)
+        if done > self.first:
+            return f"after {many(done, 'iteration')}{self._left(out)}"
+        return f"before iteration {self.first} had ended: nothing was trained"
 
     def _left(self, out: Path) -> str:
         """Where the files of a run are that failed, and how to go on with it."""
@@ -305,6 +304,8 @@ class Supervisor:
                 data=inputs.data(self.made.inputs),
             )
             private.write(folder / "attempt.json", msgspec.json.encode(attempt))  # the token of the page is in it
+            if self.follower is not None:
+                self.follower.attempt(lines)
             try:
                 why = self._drive(attempt, out / "logs", kept)
             finally:
@@ -349,12 +350,23 @@ class Supervisor:
         if self.asked:
             child.send_signal(signal.SIGTERM)
         with vigil.watched(child.pid, kept, self.limits, self.console.print):
-            if child.stderr is not None:
-                with child.stderr:
-                    for line in child.stderr:
-                        self.console.file.write(line.decode("utf-8", "replace"))
-            status = child.wait()
+            status = vigil.wait(child, self.console.file.write, self._follow)
         return vigil.why(child, kept, status)
+
+    def _follow(self) -> None:
+        """Pass on what iterations have ended. Where that raises, the driver is asked to end after its iteration."""
+        follower = self.follower
+        if follower is None or follower.error is not None:
+            return
+        follower.look()
+        # A run that has no iteration left ends by itself, with all that it has to write.
+        if (
+            follower.error is not None
+            and self.child is not None
+            and not follower.has(self.plan.deploy.run.iterations - 1)
+        ):
+            with suppress(ProcessLookupError):
+                self.child.send_signal(signal.SIGTERM)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -373,6 +385,8 @@ class Supervisor:
                     self.killer = threading.Timer(PATIENCE, self.child.kill)
                     self.killer.daemon = True
                     self.killer.start()
+            if len(self.asked) > 1 and self.follower is not None and self.follower.calling:
+                raise KeyboardInterrupt  # ends the caller's function
 
         before = {s: signal.getsignal(s) for s in SIGNALS}
         ours = [s for s in SIGNALS if before[s] not in (signal.SIG_IGN, None)]
@@ -385,18 +399,6 @@ class Supervisor:
         finally:
             for number in ours:
                 signal.signal(number, before[number])
-
-    def _outcome(self, out: Path) -> Outcome:
-        evaluations = {e.task: e for e in self.plan.deploy.evaluations}
-        found: dict[str, tuple[float, float]] = {}
-        lines, wrong = whole_lines(out / METRICS)
-        if wrong:
-            self.console.print(f"{out / METRICS}: {wrong}, and what follows is not reported")
-        for line in map(read, lines):
-            if evaluation := evaluations.get(line.get("evaluation", "")):
-                for name, value in ((evaluation.title(c), line[c]) for c in evaluation.report if c in line):
-                    found[name] = (found.get(name, (value,))[0], value)
-        return Outcome(out, found, self.options.evaluate or not self.plan.deploy.run.iterations)
 
 
 def _size(path: Path) -> int:
@@ -417,4 +419,4 @@ def _first(message: str, more: str) -> str:
     return head + more + newline + rest
 
 
-__all__ = ["Attempt", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "prepare", "run"]
+__all__ = ["Attempt", "CallbackFailed", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "prepare", "run"]

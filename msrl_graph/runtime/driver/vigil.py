@@ -5,7 +5,9 @@ Invariant: the supervisor does not wait for a process that does not move: it kil
 
 from __future__ import annotations
 
+import codecs
 import os
+import select
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -13,6 +15,8 @@ from contextlib import contextmanager, suppress
 
 from ..process.heartbeat import DRIVER, Limits, Watch, ended
 from ..process.processes import Temporary
+
+LOOK = 0.2  # seconds between two looks at what a run has written
 
 
 @contextmanager
@@ -36,6 +40,28 @@ def watched(driver: int, kept: Temporary, limits: Limits, say: Callable[[str], N
     finally:
         over.set()
         thread.join()
+
+
+def wait(driver: subprocess.Popen[bytes], write: Callable[[str], object], look: Callable[[], None]) -> int:
+    """Wait for a driver's end and return its status; meanwhile `write` what it prints, and `look` again and again."""
+    if driver.stderr is not None:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        poll = select.poll()
+        with driver.stderr as stream:
+            poll.register(stream, select.POLLIN)
+            while True:
+                if poll.poll(LOOK * 1000):
+                    data = os.read(stream.fileno(), 65536)
+                    write(decoder.decode(data, final=not data))
+                    if not data:
+                        break
+                look()
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            status = driver.wait(LOOK)
+            look()
+            return status
+        look()
 
 
 def why(driver: subprocess.Popen[bytes], kept: Temporary, status: int) -> str:

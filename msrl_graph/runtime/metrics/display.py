@@ -7,12 +7,13 @@ that are done.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
@@ -30,7 +31,14 @@ from .watched import Facts
 
 
 class Screen(Console):
-    """A console whose reader may go away: no reason to end a run."""
+    """A console whose reader may go away: no reason to end a run.
+
+    It draws on a terminal alone. A notebook sets FORCE_COLOR, and rich would take its pipe for a terminal.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        given = {"force_terminal": is_terminal(options.get("file")), "force_jupyter": False}
+        super().__init__(**given | options)
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*(shown(o) if isinstance(o, str) else o for o in objects), **options)
@@ -49,6 +57,14 @@ class Screen(Console):
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
+
+
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Whether a stream leads to a terminal; None is the standard output."""
+    try:
+        return os.isatty((stream or sys.stdout).fileno())
+    except (OSError, AttributeError, ValueError):
+        return False
 
 
 class Display:
