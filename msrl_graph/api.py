@@ -68,8 +68,10 @@ def run(
     ends the run as one SIGINT does, and comes out.
 
     Raises Fault for input that cannot be run (NoResources for machines that lack what it asks for), RunFailed when a
-    process died more often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it.
+    process died more often than the plan's `restarts`, Interrupted when SIGINT, SIGTERM or SIGHUP ended it, and
+    whatever `on_iteration` raised.
     """
+    __tracebackhide__ = True  # a notebook leaves this frame out
     try:
         stated = _checked(
             plan,

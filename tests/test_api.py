@@ -53,7 +53,7 @@ def script(place, function=SCORE, name="score", start="run(compile(deploy), out=
 
 def test_run_takes_by_keyword_what_msrl_run_takes_as_flags():
     flags = {action.dest for action in parser()._actions} - NOT_OF_A_RUN
-    assert flags == {p for p in inspect.signature(run).parameters if p not in ("plan", "stderr")}
+    assert flags == {p for p in inspect.signature(run).parameters if p not in ("plan", "stderr", "on_iteration")}
 
 
 def test_a_script_that_its_own_processes_would_start_again_is_refused_at_its_line(tmp_path):
