@@ -127,7 +127,7 @@ def outcome_of(plan: Plan, folder: Path, evaluated: bool) -> tuple[Outcome, str]
         if evaluation := evaluations.get(line.get("evaluation", "")):
             for name, value in ((evaluation.title(c), line[c]) for c in evaluation.report if c in line):
                 means[name] = (means.get(name, (value,))[0], value)
-    return Outcome(folder, means, evaluated), wrong
+    return Outcome(folder, means, evaluated or not plan.deploy.run.iterations), wrong
 
 
 def _table(lines: Iterable[Mapping[str, Any]]) -> Any:

@@ -218,8 +218,7 @@ class Supervisor:
                 raised.add_note(f"the run ended {self._when(out)}")
                 raise CallbackFailed(raised)
             if done:
-                evaluated = self.options.evaluate or not self.plan.deploy.run.iterations
-                outcome, wrong = outcome_of(self.plan, out, evaluated)
+                outcome, wrong = outcome_of(self.plan, out, self.options.evaluate)
                 if wrong:
                     self.console.print(f"{out / METRICS}: {wrong}, and what follows is not reported")
                 return outcome
@@ -233,11 +232,8 @@ class Supervisor:
             if result.kind == "failed" or restarts > limit:
                 tired = f" (started anew {limit} times already)" if result.kind == "died" and limit else ""
                 raise RunFailed(_first(result.message, f"{tired}{self._left(out)}"))
-            where = (
-                f"from the checkpoint after {many(known[1].iteration, 'iteration')}"
-                if known
-                else "from the beginning, for want of a checkpoint"
-            )
+            done_before = many(known[1].iteration, "iteration") if known else ""
+            where = f"from the checkpoint after {done_before}" if known else "from the beginning, without a checkpoint"
             died = result.message.partition("\n")[0]
             self.console.print(_first(result.message, f"; starting anew {where} ({restarts} of {limit})"))
         raise AssertionError
