@@ -119,7 +119,7 @@ def test_a_response_is_truncated_where_its_own_last_text_was_cut(alone, tmp_path
     full = [len(r) == 14 and r[-1] not in tokens.ends for r in responses]
     cut = [f and "+" not in text for f, text in zip(full, texts_of[:8], strict=True)]
     assert any(c and "+" in text for c, text in zip(cut, texts_of[8:], strict=True)), "no case"
-    assert stage.told.sums["truncated"] == (sum(cut), 8)
+    assert stage.told.sums["response_truncated"] == (sum(cut), 8)
 
 
 @pytest.mark.parametrize("bound", [BOUND, 11])

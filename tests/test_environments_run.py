@@ -248,7 +248,7 @@ def test_the_environment_of_messages_of_the_docs(place):
             )
             own = tokens.decode([np.array(ids)[asked[-1] + 1 :]], special=True)[0]
             cut += len(ids) == bound and ids[-1] not in tokens.ends and "e" not in own
-        assert line["truncated"] == cut / 16
+        assert line["response_truncated"] == cut / 16
         assert line["logp_drift"] < 1e-4 and 1 <= line["turns"] <= 3
         warning = f"{cut / 16:.0%} of the responses were cut at their bound"
         told += cut / 16 > 0.05 and warning in out + err

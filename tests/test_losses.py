@@ -125,7 +125,7 @@ def test_weights_of_what_was_drawn_otherwise_by_hand():
     e = math.exp
     weight, told = truncated(*drawn, most=2.0)
     assert same(weight, e(0.5), 2, e(-1)) and not weight.requires_grad
-    assert same(told["ratio"], e(0.5), e(2), e(-1)) and told["cut"].tolist() == [0, 1, 0]
+    assert same(told["ratio"], e(0.5), e(2), e(-1)) and told["clipped"].tolist() == [0, 1, 0]
     assert same(truncated(*drawn, most=20.0, ratio="sequence")[0], e(2.5), e(2.5), e(-1))
     assert same(truncated(*drawn, most=20.0, ratio="mean")[0], e(1.25), e(1.25), e(-1))
     weight, told = masked(*drawn)

@@ -56,7 +56,7 @@ def test_every_token_is_of_the_version_that_is_told_and_no_older_than_it_may_be(
         assert oldest == lines[number]["staleness_max"]
     assert max(prompts.values()) == 4, "a prompt has entered the update twice"
     assert max(line["staleness_max"] for line in lines) > behind, "nothing was cut"
-    assert sum(line["cut"] for line in lines) == 4 * 6
+    assert sum(line["carried_over"] for line in lines) == 4 * 6
     mixed = [row for some in rows for row in some if row["response"] is not None and len(set(row["made"])) > 1]
     assert mixed
     for row in mixed[:6]:
@@ -95,7 +95,8 @@ def test_a_run_that_loses_ranks_goes_on_with_what_was_cut_and_without_what_was_o
     _, err = process.communicate(timeout=place.patience)
     assert process.returncode == 0 and err.count("starting anew") == 1, err
     assert recorded(place, "first") == recorded(place, "second")
-    told = [[(line["cut"], line["overdue"]) for line in metrics(place.folder / out)] for out in ("first", "second")]
+    both = (metrics(place.folder / out) for out in ("first", "second"))
+    told = [[(line["carried_over"], line["overdue"]) for line in lines] for lines in both]
     assert told[0] == told[1] and sum(overdue for _, overdue in told[0]) > 0
 
 
@@ -113,7 +114,8 @@ def test_a_recording_is_replayed_on_another_layout_and_gone_on_with(place):
         for name in ("row", "prompt", "response", "gen_logp", "made", "actor_generate_times"):
             assert [row[name] for row in one] == [row[name] for row in other], name
     for one, other in zip(lines, metrics(place.folder / "second"), strict=True):
-        assert [other[key] for key in ("cut", "reward", "staleness_max")] == [4, one["reward"], one["staleness_max"]]
+        assert other["carried_over"] == 4
+        assert [other[key] for key in ("reward", "staleness_max")] == [one["reward"], one["staleness_max"]]
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-6)
     written(place, "on one pool, one group", (", gen_logp, made {", ", gen_logp {"), ("    made : i32[response]\n", ""))
     ran(place, *SMALL, "--iterations", "2", "--replay", "first", "--out", "third")

@@ -42,11 +42,11 @@ def test_a_reward_without_spread():
 
 
 def test_responses_that_are_cut():
-    found = told([{"truncated": x} for x in (0.5, 0.51, 0.9, *[0.2] * CALM, 0.625)])
+    found = told([{"response_truncated": x} for x in (0.5, 0.51, 0.9, *[0.2] * CALM, 0.625)])
     assert found[2] == [
         f"warning: 51% of the responses were cut at their bound in iteration 2 ({WHERE['generate']}): {PAGE}"
     ]
-    assert found.keys() == {2, 4 + CALM} and told([{"truncated": 1.0}], stated("warn_truncated = 1")) == {}
+    assert found.keys() == {2, 4 + CALM} and told([{"response_truncated": 1.0}], stated("warn_truncated = 1")) == {}
 
 
 def test_an_entropy_that_collapses():

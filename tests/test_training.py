@@ -493,7 +493,7 @@ def test_what_is_told_of_responses_and_steps(most, cut):
     )
     columns = stage.sampled()
     responses = [columns["response"][i] for i in range(8)]
-    assert stage.told.sums["truncated"] == (cut, 8) and {*map(len, responses)} == {most}
+    assert stage.told.sums["response_truncated"] == (cut, 8) and {*map(len, responses)} == {most}
     logp = stage.act("actor.infer", columns)["old_logp"]
     stage.act("actor.update", columns | {"old_logp": logp, "ref_logp": logp})
     stage.act("actor.update", columns | {"old_logp": logp, "ref_logp": logp})

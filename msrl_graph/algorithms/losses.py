@@ -186,10 +186,10 @@ def truncated(
     A factor for another term: it corrects for tokens that were drawn with `gen_logp`, by older weights or another
     engine. `ratio = sequence` takes for each token of a row the product of the row's r, which is exact and varies with
     the row's length; `mean` their geometric mean. ValueError where these have no `lengths`. Tells the `ratio` of each
-    token, and whether it is `cut`.
+    token, and whether it is `clipped`.
     """
     r = _ratio(old_logp, gen_logp, lengths, ratio)
-    return r.clamp(max=most), {"ratio": r, "cut": (r > most).float()}
+    return r.clamp(max=most), {"ratio": r, "clipped": (r > most).float()}
 
 
 @loss_term

@@ -64,12 +64,12 @@ METRICS = frozenset(
             "distinct_tokens",
             "distinct_rows",
             "skipped",
-            "cut",
+            "carried_over",
             "overdue",
             "logp_drift",
             "logp_drift_max",
         ),
-        *("lr", "entropy", "truncated", "staleness", "staleness_max"),
+        *("lr", "entropy", "response_truncated", "staleness", "staleness_max"),
     }
 )
 

@@ -78,7 +78,7 @@ class Symptoms:
             yield "drift", (f"{self._drift(line)},", compares)
         generations, updates = list(self.graph.verb("generate")), list(self.graph.verb("update"))
         for node in generations:
-            key = "truncated" if node is generations[0] else f"{node.name}/truncated"
+            key = "response_truncated" if node is generations[0] else f"{node.name}/response_truncated"
             if line.get(key, 0.0) > run.warn_truncated:
                 yield key, (f"{line[key]:.0%} of the responses were cut at their bound", node)
         for node in updates:

@@ -129,7 +129,7 @@ class Generation(Conversing):
                 yield self._written(node, task, rows[places], tokens, logps, report)
         lengths = np.fromiter(map(len, responses), int)
         cut_off = self._truncated(node, responses, responses if said.partner is None else own, sampling)
-        report.count(f"{head}truncated", float(cut_off), len(responses))
+        report.count(f"{head}response_truncated", float(cut_off), len(responses))
         report.count(f"{head}response_length", float(lengths.sum()), len(rows))
         read, prompts = dict(zip(batch.rows.tolist(), map(len, context), strict=True)), rows // sampling.samples
         report.count(f"{head}prompt_tokens", float(sum(read[prompt] for prompt in prompts.tolist())), 0)
@@ -174,7 +174,7 @@ class Generation(Conversing):
             taken = rollout.replay(self.recording, node, columns)
         if self._first(node):
             report.cut = rollout.cut(taken)
-            report.count(f"{head}cut", float(len(report.cut)), 0)
+            report.count(f"{head}carried_over", float(len(report.cut)), 0)
             if not said.waits:
                 report.count(f"{head}overdue", float(len(batch.rows) - len(taken) - len(report.cut)), 0)
         some = [g for row in taken for g in rollout.grown[row]]
