@@ -2,6 +2,7 @@
 
 import gc
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import engines
@@ -26,7 +27,8 @@ from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.rank.micro_batches import pack
-from msrl_graph.sharding.layout import Layout
+from msrl_graph.runtime.weights.digest import Digest
+from msrl_graph.sharding.layout import Layout, full
 
 N = 4 * 300 * 200  # bytes of a tensor below
 
@@ -176,7 +178,7 @@ def test_the_account_is_the_sum_over_all_storages_at_each_operation(steps):
             match act:
                 case 0:
                     kept.append(torch.ones(100 * size))
-                case 1:
+                case 1 if storage.nbytes() >= tensor.nbytes:
                     kept.append(tensor[:size])
                 case 2:
                     del kept[which % len(kept)]
@@ -206,6 +208,25 @@ def test_the_account_is_the_sum_over_all_storages_at_each_operation(steps):
         torch.empty(1)
     assert peak.looks > len(steps)
     assert sum(bytes for bytes, _, _ in peak.largest) >= peak.peak["device"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_digest_of_which_a_part_is_measured_takes_what_all_of_it_takes(dtype, monkeypatch):
+    shapes = [(37, 50), (3, 8, 90), (700,), (4,)]
+    tensors = [torch.randn(shape) for shape in shapes]
+
+    def looked():
+        with Checked() as peak:
+            digest = Digest(shapes, dtype, "cpu", 100)
+            found = [digest.of([tensor], digest.at(full(tensor.shape))).item() for tensor in tensors]
+        return peak.peak["device"] - peak.before["device"], found, peak.looks
+
+    looked()
+    part = looked()
+    monkeypatch.setattr("msrl_graph.runtime.weights.digest.unmeasured", nullcontext)
+    all_of_it = looked()
+    assert part[:2] == all_of_it[:2]
+    assert part[2] < all_of_it[2] / 2
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, zero=3)], ids=str)

@@ -11,16 +11,16 @@ import gc
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ...backends import devices
@@ -34,9 +34,10 @@ _WRAPPERS = {DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}  # and the
 
 def _storage(item: torch.Tensor) -> torch.UntypedStorage | None:
     """Where a tensor's elements lie; of a wrapper (DTensor), its local tensor's."""
-    for wrapper, inside in _WRAPPERS.items():
-        if isinstance(item, wrapper):
-            return _storage(getattr(item, inside))
+    if type(item) is not torch.Tensor:
+        for wrapper, inside in _WRAPPERS.items():
+            if isinstance(item, wrapper):
+                return _storage(getattr(item, inside))
     try:
         storage = item.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a tensor subclass without storage
@@ -84,24 +85,34 @@ def held() -> dict[str, int]:
     return _sum(_storages())
 
 
+@contextmanager
+def unmeasured() -> Iterator[None]:
+    """Leave operations out of the measurement, which take what others before them took and were measured."""
+    with _disable_current_modes():
+        yield
+
+
+class _Operation(NamedTuple):
+    """What is known of an operation."""
+
+    name: str
+    composite: bool  # it is other operations, on every device (in inference mode it comes before it is taken apart)
+    mutable: bool  # it may change the storages that it is given
+    collective: bool
+
+
 @cache
-def _is_composite(func: Any) -> bool:
-    """Whether an operation is other operations, on every device (in inference mode it comes here before it is taken
-    apart)."""
+def _operation(func: Any) -> _Operation:
     keys = ("CompositeImplicitAutograd", "CPU", "CUDA", "PrivateUse1")
     composite, *own = (torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys)
-    return composite and not any(own)
-
-
-@cache
-def _is_mutable(func: Any) -> bool:
-    """Whether an operation may change the storages that it is given."""
-    return bool(func._schema.is_mutable)
+    return _Operation(str(func), composite and not any(own), bool(func._schema.is_mutable), "c10d" in func.namespace)
 
 
 def _tensors(items: Any) -> list[torch.Tensor]:
     if isinstance(items, torch.Tensor):
         return [items]
+    if isinstance(items, list | tuple) and all(type(item) is torch.Tensor for item in items):
+        return [*items]
     return [item for item in tree_leaves(items) if isinstance(item, torch.Tensor)]
 
 
@@ -113,6 +124,7 @@ class _Entry:
     made_by: str
     shape: tuple[int, ...]
     address: int = 0
+    extent: int = 0  # bytes of the storage, also where they are asleep
     size: int = 0
     buffer: bool = False
 
@@ -136,6 +148,7 @@ class _Account:
         self._events: deque[tuple[int, weakref.ref[torch.UntypedStorage] | None]] = deque()
         self._since: dict[int, Item | None] = {}  # by storage that changed since the mark: what it was then
         self.freed: Callable[[int], object] = lambda key: None
+        self.changed = False  # since it was set to False
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """Something about a storage has changed."""
@@ -159,9 +172,12 @@ class _Account:
 
     def see(self, storage: torch.UntypedStorage, made_by: str, shape: tuple[int, ...]) -> None:
         """Count a storage, or what it has become."""
-        self.settle()
+        if self._events:
+            self.settle()
         key = storage._cdata
         entry = self._entries.get(key)
+        if entry is not None and (storage.data_ptr(), storage.nbytes()) == (entry.address, entry.extent):
+            return
         if entry is None:
             reference = weakref.ref(storage, lambda gone: self._events.append((key, gone)))
             entry = self._entries[key] = _Entry(reference, made_by, shape)
@@ -170,9 +186,8 @@ class _Account:
 
     def see_again(self, storage: torch.UntypedStorage) -> None:
         """Count what a storage has become, if it is known."""
-        self.settle()
-        if (entry := self._entries.get(key := storage._cdata)) is not None:
-            self._update(key, entry, storage)
+        if storage._cdata in self._entries:
+            self.see(storage, "", ())
 
     def now(self) -> dict[str, int]:
         """Bytes by place, as they were when it was settled last."""
@@ -193,6 +208,7 @@ class _Account:
 
     def _update(self, key: int, entry: _Entry, storage: torch.UntypedStorage) -> None:
         address = storage.data_ptr()
+        entry.extent = storage.nbytes()
         buffer = devices.is_host_buffer(storage)
         size = devices.size(storage)
         if (address, size, buffer) == (entry.address, entry.size, entry.buffer):
@@ -219,6 +235,7 @@ class _Account:
 
     def _count(self, address: int) -> None:
         """Count the memory at an address anew."""
+        self.changed = True
         place, size = self._counted.pop(address, (MAIN, 0))
         self._sums[place] -= size
         self._away -= place == DEVICE
@@ -284,31 +301,34 @@ class Peak(TorchDispatchMode):
             self._watching.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, tuple(_WRAPPERS)) for t in types):
+        if types and any(issubclass(t, tuple(_WRAPPERS)) for t in types):
             return NotImplemented  # a wrapper's own operations come here one by one
-        if _is_composite(func):
+        operation = _operation(func)
+        if operation.composite:
             with self:
                 found = func.decompose(*args, **kwargs or {})
             if found is not NotImplemented:
                 return found
         result = func(*args, **kwargs or {})
-        name = str(func)
         for item in _tensors(result):
             if (storage := _storage(item)) is not None:
-                self._account.see(storage, name, tuple(item.shape))
-        if _is_mutable(func):
+                self._account.see(storage, operation.name, tuple(item.shape))
+        if operation.mutable:
             for item in _tensors((args, kwargs)):
                 if (storage := _storage(item)) is not None:
                     self._account.see_again(storage)
-        if "c10d" in func.namespace:
+        if operation.collective:
             given = (_storage(item) for item in _tensors((args, result)))
             self._collected |= {storage._cdata for storage in given if storage is not None}
         if not devices.making_buffer():  # which counts apart once it is made
-            self._look(name)
+            self._look(operation.name)
         return result
 
     def _look(self, moment: str) -> None:
         self._account.settle()
+        if not self._account.changed and self.moment:
+            return
+        self._account.changed = False
         now = self._account.now()
         if self._collected and now["device"] > self.peak["device"]:
             time.sleep(LETS_GO)

@@ -16,6 +16,7 @@ import torch
 
 from ... import noise
 from ...sharding.layout import Box
+from ..process.memory import unmeasured
 
 _STREAM = noise.Stream(0, "digest")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
@@ -59,8 +60,12 @@ class Digest:
         if first.numel() > self.at_once and dim is not None:
             each = max(1, self.at_once * first.shape[dim] // first.numel())
             total = torch.zeros(1, dtype=torch.int64, device=first.device)
-            for part, own in zip(torch.split(first, each, dim), torch.split(at[dim], each), strict=True):
-                total += self.of([part], [*at[:dim], own, *at[dim + 1 :]], room)
+            parts = zip(torch.split(first, each, dim), torch.split(at[dim], each), strict=True)
+            part, own = next(parts)  # the largest
+            total += self.of([part], [*at[:dim], own, *at[dim + 1 :]], room)
+            with unmeasured():  # of a large model they are a million operations
+                for part, own in parts:
+                    total += self.of([part], [*at[:dim], own, *at[dim + 1 :]], room)
             return total
         found = room[: first.numel() * len(values)].view(len(values), *first.shape)
         for place, one in zip(found.unbind(), values, strict=True):
