@@ -35,6 +35,7 @@ _buffers: set[int] = set()
 _making = False  # a host buffer, which is not among them yet
 # By address: storages that an allocator has taken the memory of, which torch does not know.
 _asleep: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+_RESIZE = "resize_"
 # Callers that follow storages whose memory changes without an operation of torch's.
 _watchers: list[Callable[[torch.UntypedStorage], object]] = []
 
@@ -216,14 +217,14 @@ def watched(watcher: Callable[[torch.UntypedStorage], object]) -> Iterator[None]
     import torch
 
     if not _watchers:
-        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign, assignment]
+        setattr(torch.UntypedStorage, _RESIZE, _resize)
     _watchers.append(watcher)
     try:
         yield
     finally:
         _watchers.remove(watcher)
         if not _watchers:
-            del torch.UntypedStorage.resize_  # what it inherits is there again
+            delattr(torch.UntypedStorage, _RESIZE)  # what it inherits is there again
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

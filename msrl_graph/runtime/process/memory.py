@@ -8,6 +8,7 @@ not seen.
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections import deque
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...backends import devices
@@ -29,6 +30,7 @@ from ...hardware.device_kinds import HOST
 LETS_GO = 0.002  # seconds in which gloo's thread lets go of what a collective was given, once that has been waited for
 # Where a storage is: on a device, in a host buffer, or in main memory, which a host's cores have for a device's.
 DEVICE, BUFFER, MAIN = PLACES = ("device", "buffer", "main")
+_entered = threading.local()  # the `peak` that is entered in a thread
 _WRAPPERS = {DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}  # and the attribute with the tensor inside
 
 
@@ -88,8 +90,15 @@ def held() -> dict[str, int]:
 @contextmanager
 def unmeasured() -> Iterator[None]:
     """Leave operations out of the measurement, which take what others before them took and were measured."""
-    with _disable_current_modes():
+    peak: Peak | None = getattr(_entered, "peak", None)
+    if peak is None:
         yield
+        return
+    peak.pause()
+    try:
+        yield
+    finally:
+        peak.resume()
 
 
 class _Operation(NamedTuple):
@@ -291,6 +300,7 @@ class Peak(TorchDispatchMode):
                     self._account.see(storage, "before", ())
                 self._look("before")
                 self.before = dict(self.peak)
+            _entered.peak = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -298,7 +308,17 @@ class Peak(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._depth -= 1
         if not self._depth:
+            _entered.peak = None
             self._watching.close()
+
+    def pause(self) -> None:
+        """Look at no operation of this thread until `resume`."""
+        _entered.peak = None
+        super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def resume(self) -> None:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _entered.peak = self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(issubclass(t, tuple(_WRAPPERS)) for t in types):
