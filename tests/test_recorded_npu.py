@@ -46,7 +46,7 @@ def test_a_ranks_life_by_an_npus_kernels_is_that_by_torchs_own(alone, tmp_path, 
     assert all(map(torch.equal, drawn, known))
     for found, own in zip(ended, others, strict=True):
         for some, alike in zip(found, own, strict=True):
-            torch.testing.assert_close(some, alike, rtol=0, atol=1e-4)
+            torch.testing.assert_close(some, alike, rtol=0, atol=3e-4)
     fused = {"npu_rms_norm", "npu_swiglu", "npu_rotary_mul", "npu_fusion_attention"}
     assert {*npu.operators.calls} == fused  # those of a model without experts, on one rank
 

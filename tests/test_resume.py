@@ -15,6 +15,7 @@ from test_checkpoint import lines, save
 from msrl_graph import compile
 from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import Fault
+from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.runtime.driver import inputs, supervisor
 from msrl_graph.runtime.driver.resuming import differences, program
 from msrl_graph.runtime.metrics.record import Recorder, restore
@@ -89,9 +90,9 @@ def recorded(tmp_path, plan):
     """The lines that a run wrote, and the copy that a checkpoint gets."""
     with closing(Recorder(tmp_path, plan, 0)) as recorder:
         for i in range(20):
-            recorder.evaluation("test", i, 0.5, [], ("reward",))
+            recorder.evaluation(Evaluation("test", 0, ("reward",), 1, 0.0), i, 0.5, [], {})
         copy = recorder.copy()
-        recorder.evaluation("test", 20, 0.5, [], ("reward",))  # after the checkpoint
+        recorder.evaluation(Evaluation("test", 0, ("reward",), 1, 0.0), 20, 0.5, [], {})  # after the checkpoint
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
     partial = checkpoint.begin(tmp_path, 20)

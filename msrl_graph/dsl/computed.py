@@ -272,7 +272,7 @@ class Optimizer:
         if len(self.caller.problems.found) > found:
             return call
         given = dict(zip(call.keys, call.args, strict=True))
-        if given["lr"].kind == "call" and "warmup" in given:
+        if "lr" in given and given["lr"].kind == "call" and "warmup" in given:  # without: the argument is reported
             name = str(given["lr"].value).rpartition(":")[2]
             help = f"write `{name}(…, warmup = {given['warmup']})`" if name == given["lr"].value else "leave it out"
             raise mistake(

@@ -14,12 +14,15 @@ SLOW_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 def lfs(file: Path | str) -> str:
     """Return how to fetch a file that is a pointer of Git LFS; "" if it is not one."""
+    path = Path(file)
     try:
-        with Path(file).open("rb") as opened:
+        if not path.is_file():  # to open a pipe would wait for a writer
+            return ""
+        with path.open("rb") as opened:
             pointer = opened.read(len(POINTER)) == POINTER
     except OSError:
         return ""
-    return f"it is a pointer of Git LFS: fetch the file with `git -C {Path(file).parent} lfs pull`" if pointer else ""
+    return f"it is a pointer of Git LFS: fetch the file with `git -C {path.parent} lfs pull`" if pointer else ""
 
 
 def tokenizer(folder: Path | str) -> str:

@@ -25,7 +25,8 @@ class Follower:
         self.worker, self.away = worker, away
         self.shards, self.sources = own.shards(), followed.shards()
         for mine, theirs in zip(self.shards, self.sources, strict=True):
-            assert (mine.name, mine.box) == (theirs.name, theirs.box), (worker.name, mine.name)
+            if (mine.name, mine.box) != (theirs.name, theirs.box):
+                raise ValueError(f"`{worker.name}` has other shards than the worker that it follows: `{mine.name}`")
         self.averages: list[Shard] = []
 
     @contextmanager
