@@ -17,6 +17,7 @@ from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.runtime.driver import inputs, supervisor
+from msrl_graph.runtime.driver.outcome import outcome_of
 from msrl_graph.runtime.driver.resuming import differences, program
 from msrl_graph.runtime.metrics.record import Recorder, restore
 from msrl_graph.runtime.process import points
@@ -125,7 +126,7 @@ def test_lines_that_are_lost_come_back_from_the_checkpoint(recorded, plan, told)
     assert restore(path, copy) == told
     assert path.read_bytes() == copy == b"".join(whole.splitlines(keepends=True)[:20])
     with closing(Recorder(path.parent, plan, 20)) as again:
-        again.evaluation("test", 20, 0.5, [], ("reward",))
+        again.evaluation(Evaluation("test", 0, ("reward",), 1, 0.0), 20, 0.5, [], {})
     assert path.read_bytes() == whole and again.written == 21
 
 
@@ -134,8 +135,7 @@ def test_damaged_lines_are_no_fault_of_ours(recorded, plan, told):
     """Where there is no copy of them, and where the run's outcome is read."""
     path, whole, _ = recorded
     DAMAGE[told](path, whole)
-    made = supervisor.prepare(plan, path.parent / "other")
-    supervisor.Supervisor(made, supervisor.Options(), None)._outcome(path.parent)
+    outcome_of(plan, path.parent, False)
     with closing(Recorder(path.parent, plan, 20)) as again:
         pass
     assert again.written == len(path.read_bytes().splitlines())
