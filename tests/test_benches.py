@@ -61,6 +61,8 @@ NONE_OF = (
     "processes_left",
 )
 QUICK = ("compile", "controller", "dry", "functions", "planner", "simulate", "staleness")
+# Of these another bench's smoke goes nearly the same way: make test-long.
+LONG = ("asynchrony", "chaos", "engines", "invariance")
 NAMESPACES = ("dock", "hosts", "lost_hosts")
 PARTS = {  # files that are no benches, by who takes them
     "disturbed": "chaos",
@@ -90,7 +92,11 @@ def test_a_last_line_without_figures_is_refused(output: str) -> None:
         smoke.figures(output)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FIGURES])
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in QUICK else [pytest.mark.slow, *([pytest.mark.long] if name in LONG else [])]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FIGURES])
 def test_a_bench_runs(name: str) -> None:
     if name == "trl" and not (BENCH.parent / ".venv-trl").exists():
         pytest.skip("trl has an environment of its own: make .venv-trl/ready")
