@@ -349,3 +349,16 @@ def test_all_mistakes_are_told_at_once_in_the_order_of_the_text() -> None:
         lowered(text)
     assert [d.code for d in caught.value.diagnostics] == ["unknown-attribute", "unknown-column", "unknown-attribute"]
     assert [d.span.line for d in caught.value.diagnostics] == sorted(d.span.line for d in caught.value.diagnostics)
+
+
+def test_versions_of_tokens_are_kept_for_a_replay_and_so_are_used() -> None:
+    """A column of a generation that nothing reads is reported, but not the versions, which a replay reads."""
+    text = """import grpo
+algorithm mine extends grpo {
+  columns { made : i32[response], drawn : f32[response] }
+  node actor.generate(prompt) -> response, made, drawn
+}
+"""
+    assert [d.message for d in diagnose(text) if d.code == "unused-column"] == [
+        "`drawn` is written by `actor.generate`, and nobody reads it"
+    ]

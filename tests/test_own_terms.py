@@ -145,6 +145,17 @@ def test_a_term_is_held_against_its_signature(tmp_path):
     ]
 
 
+def test_a_parameter_that_is_nearly_a_column_has_a_help(tmp_path):
+    """The help, applied, is accepted."""
+    (tmp_path / "mine.py").write_text(CISPO.replace("old_logp", "old_logps"))
+    with pytest.raises(Fault) as fault:
+        one_rank((LOSS, f'"{tmp_path / "mine.py"}:cispo"'))
+    (told,) = (d for d in fault.value.diagnostics if d.code == "term-column")
+    assert told.help.startswith("did you mean `old_logp`? ")
+    (tmp_path / "fixed.py").write_text(CISPO)
+    one_rank((LOSS, f'"{tmp_path / "fixed.py"}:cispo"'))
+
+
 SLOPED = """
 from msrl_graph import loss_term
 
