@@ -154,7 +154,7 @@ class Arguments:
         return tuple(found)
 
     def assignment(self, name: str, value: Value) -> tuple[ast.Name, ast.Expr, Span]:
-        """The name, the value and the span of a keyword argument."""
+        """Return the name, the value and the span of a keyword argument."""
         part = self.argument(name)
         return self.key(name), self.expr(value, part), self.site.key(name).to(part.span)
 

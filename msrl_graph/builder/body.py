@@ -31,7 +31,7 @@ class Entry:
 
     @property
     def present(self) -> frozenset[Key]:
-        """The keys of the statements that are there."""
+        """Return the keys of all statements."""
         return frozenset(key for s in self.statements for key in keys_of(s))
 
     @property
@@ -269,5 +269,5 @@ def _ends(edge: ast.Edge) -> tuple[str, str]:
 
 
 def _is_of(end: str, name: str) -> bool:
-    """Whether an end of an edge is this node, or a node of this worker."""
+    """Return whether an end of an edge is this node or a node of this worker."""
     return end == name or end.startswith(f"{name}.")

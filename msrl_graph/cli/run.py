@@ -167,7 +167,7 @@ def _go_together(p: argparse.ArgumentParser, options: argparse.Namespace) -> Non
 
 
 class _Program:
-    """What FILE names, compiled; `source` is its text, for messages."""
+    """Compile the program of FILE; `source` is its text, for messages."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options

@@ -59,7 +59,7 @@ def another_name(statement: ast.Evaluate) -> str:
 
 
 def other_data(evaluation: Evaluation, known: Collection[str]) -> str:
-    """The help for an evaluation on data that are not there."""
+    """Return the help for an evaluation of data that the deploy does not name."""
     others = [name for name in known if name != "source"]
     help = nearest(evaluation.data, others) or f'add `data {evaluation.data} = "file.jsonl"`'
     if others and not evaluation.name and not help.startswith("did you mean"):
@@ -139,7 +139,7 @@ def _check_reported(value: Expr, graph: Graph, problems: Problems) -> None:
 
 
 def _unreported(graph: Graph, column: str) -> str:
-    """What a column is that no evaluation can report; nothing if one can, or if its type was told to be wrong."""
+    """Say why no evaluation can report a column; "" if one can, or if its type is reported as wrong already."""
     kind = graph.column(column)
     if kind.element not in ELEMENTS or reported(graph, column):
         return ""

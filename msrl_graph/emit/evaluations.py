@@ -29,7 +29,7 @@ def write_evaluations(page: Sheet, plan: Plan) -> None:
 
 
 def _generations(plan: Plan, evaluation: Evaluation) -> list[tuple[str, str, str]]:
-    """Each generation that it runs, with its responses to each row that it reads, and its temperature."""
+    """List the generations that an evaluation runs: name, responses for each row that it reads, temperature."""
     needed = upstream(plan.graph, evaluation.columns)
     found = []
     for node in plan.graph.verb("generate"):

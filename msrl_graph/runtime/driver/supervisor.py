@@ -279,7 +279,7 @@ class Supervisor:
             folder = kept.folder
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
-            lines = 0 if self.options.evaluate else lines  # they are of another run
+            lines = 0 if self.options.evaluate else lines  # the lines so far belong to the evaluated run
             shipped.lay_in(folder, self.files)
             attempt = Attempt(
                 plan,

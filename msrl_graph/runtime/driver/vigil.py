@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from ..process.heartbeat import DRIVER, Limits, Watch, ended
 from ..process.processes import Temporary
 
-LOOK = 0.2  # seconds between two looks at what a run has written
+LOOK = 0.2  # seconds between two reads of the lines that a run has written
 
 
 @contextmanager

@@ -248,7 +248,7 @@ def _said(value: Any, method: str) -> Utterance:
 
 
 def _observed(value: Any, method: str) -> Utterance:
-    """What an environment of gymnasium's kind says: text, messages, or nothing."""
+    """Return what an environment of gymnasium's kind says: text, messages, or nothing."""
     if (found := _messages(value, method)) is not None:
         return found
     if value is not None and not isinstance(value, str):

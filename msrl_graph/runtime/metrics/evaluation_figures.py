@@ -50,7 +50,7 @@ def evaluation_figures(plan: Plan, evaluation: Evaluation, task: Task, pieces: M
 
 
 def _parts(evaluation: Evaluation, pieces: Mapping[str, Piece]) -> dict[str, list[int]]:
-    """By the ending of its keys, as `data_source=gsm8k`, the prompts of each value of the column."""
+    """Group the prompts by the value of the column; the keys end metric names, as `data_source=gsm8k`."""
     parts: dict[str, list[int]] = {}
     if evaluation.by in pieces:
         piece = pieces[evaluation.by]

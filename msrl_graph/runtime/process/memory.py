@@ -199,7 +199,7 @@ class _Account:
             self.see(storage, "", ())
 
     def now(self) -> dict[str, int]:
-        """Bytes by place, as they were when it was settled last."""
+        """Return the bytes by place, as of the last `settle`."""
         return _by_place(self._sums, self._away > 0)
 
     def storages(self) -> list[torch.UntypedStorage]:
