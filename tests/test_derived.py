@@ -72,3 +72,5 @@ def test_the_progress_shows_losses_and_gradients_of_each_update():
     shown = dict(figures(line, ()))
     assert (shown["loss actor"], shown["loss critic"], shown["grad_norm critic"]) == ("1", "5", "8")
     assert "loss" not in shown and "grad_norm" not in shown
+    own = figures(line | {"kl": 0.2, "clip/kl": 0.002}, ("kl",))
+    assert [figure for figure in own if "kl" in figure[0]] == [("kl", "0.200"), ("clip/kl", "0.002")]

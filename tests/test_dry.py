@@ -17,7 +17,7 @@ from random_programs import FILE, FUNCTIONS, programs
 
 from msrl_graph.checks.liveness import least_capacity
 from msrl_graph.compiler.unready import unready
-from msrl_graph.ir.ahead import lanes, pipelined
+from msrl_graph.ir.ahead import Sends, awaits, lanes, pipelined
 from msrl_graph.ir.attributes import Call, Generate, Update
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import rowsets
@@ -90,6 +90,18 @@ def in_order(plan: Plan, found: dry.Dry) -> None:
                 left[key] += 1
 
 
+def as_old_as_may_be(plan: Plan, found: dry.Dry) -> None:
+    """With `deterministic` the weights that an iteration generates with follow from the program."""
+    sends = Sends(plan)
+    waits = awaits(plan, sends.leads)
+    for edge, versions in found.versions.items():
+        pool = plan.placement(edge[1]).pool
+        for i in range(plan.deploy.run.iterations):
+            if (version := versions.taken.get(f"train/{i}")) is not None:
+                begins = max(sends.after(p, i) for p in (pool, *waits[pool]))
+                assert version == sends.newest(edge, begins), (edge, i)
+
+
 def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
     """Runs a plan; fails where it does not end, or a row is not handed out once to each reader."""
     found, prompts, growing = dry.Dry(plan, seed, kindness), plan.graph.rows[0], ""
@@ -118,7 +130,7 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
     tasks = [Task("train", i, size, wanted=prompts) for i, size in enumerate(sizes)]
     for e in plan.deploy.evaluations:
         tasks += [
-            Task(e.task, i, DATA, e.samples)
+            Task(e.task, i, DATA, e.samples_of(plan.graph))
             for i in range(iterations + 1)
             if (e.task, i) in {_numbered(k) for k, _ in found.handed}
         ]
@@ -138,6 +150,8 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
             for group in range(len(reader.at)):
                 assert [s.last for g, s in shares if g == group][-1], (name, task.key, group)
     in_order(plan, found)
+    if plan.deploy.run.deterministic:
+        as_old_as_may_be(plan, found)
     if growing:
         carried_on(plan, found, growing)
     several = ", rounds of several sizes" if len({*sizes}) > 1 else ""
@@ -209,7 +223,7 @@ def run(
     folder: Path,
     algorithm: str,
     deploy: str = "",
-    iterations: int = 2,
+    iterations: int | str = 2,
     kindness: float = 1.0,
     prompts: int = 4,
     devices: int = 2,
@@ -401,6 +415,24 @@ def test_what_is_overdue_is_waited_for_or_leaves(folder: Path, overdue: str, dep
     partial = f"samples = 3, partial = 0.6, cuts = 1, overdue = {overdue}"
     program = GENERATE.replace("samples = 3", partial)
     assert run(folder, program, deploy, iterations=5) == "to its end, what was not whole in the next iteration"
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("staleness", [1, 2, 3])
+def test_what_goes_on_in_another_iteration_is_drawn_with_weights_as_old_as_may_be(
+    folder: Path, staleness: int, seed: int
+) -> None:
+    """An iteration cannot begin before it is known what the one before has cut: the updates wait for that."""
+    program = GENERATE.replace("samples = 3", "samples = 3, partial = 0.6, cuts = 1")
+    program = program.replace("update => actor.generate", f"update => actor.generate {{ staleness = {staleness} }}")
+    deploy = "apart actor.generate, actor.update\n  evaluate test { every = 3, samples = 2, report = [score] }"
+    program = program.replace(
+        "source -> actor.generate",
+        'node host.score(response) -> score { call = "f.py:numbers" }\n  source -> actor.generate',
+    )
+    program += "actor.generate -> host.score"
+    run_options = "8, deterministic = true, save = 5"
+    assert run(folder, program, deploy, iterations=run_options, seed=seed).startswith("to its end, ")
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -16,7 +16,7 @@ from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Cut, Fetch, Task
 
 RESPONSES = ((np.arange(3, dtype=np.int32), np.ones(3, np.float32), np.zeros(3, np.int32), True),)
-TASK = Task("train", 3, 4, 0, 9, {"a": 0.5}, {"e": Fetch(1, 2)}, ("e",), (Cut(3, RESPONSES, 2, 1, 5),), "rest")
+TASK = Task("train", 3, 4, {"g": 2}, 9, {"a": 0.5}, {"e": Fetch(1, 2)}, ("e",), (Cut(3, RESPONSES, 2, 1, 5),), "rest")
 ROUND = Round(1, (Part(np.arange(2), np.ones(2, int), np.arange(2)),), True)
 
 

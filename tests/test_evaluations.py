@@ -211,7 +211,7 @@ def test_the_figures_are_those_of_each_prompts_attempts(folder: Path) -> None:
         "reward": Piece(order, Column(rewards[order])),
         "given": Piece(order, texts([answers[i] for i in order])),
     }
-    found = evaluation_figures(plan, evaluation, Task("sampled", 0, 2, 4), pieces)
+    found = evaluation_figures(plan, evaluation, Task("sampled", 0, 2, {"actor.generate": 4}), pieces)
     assert found == pytest.approx(
         {
             "reward/pass@1": (2 / 4 + 1 / 3) / 2,
@@ -241,7 +241,7 @@ def test_rows_are_parted_by_a_column_of_the_source(folder: Path) -> None:
         "given": Piece(rows, texts(["1"] * 12)),
         "kind": Piece(np.arange(3), texts(kinds)),
     }
-    found = evaluation_figures(plan, evaluation, Task("sampled", 0, 3, 4), pieces)
+    found = evaluation_figures(plan, evaluation, Task("sampled", 0, 3, {"actor.generate": 4}), pieces)
     assert (found["rows/kind=long"], found["rows/kind=short"]) == (2, 1)
     assert (found["reward/kind=long"], found["reward/kind=short"]) == (2 / 8, 1.0)
     assert (found["reward/pass@4/kind=long"], found["reward/maj@4/kind=long"]) == (1.0, pytest.approx(1 / 4))
@@ -252,7 +252,7 @@ def test_rows_are_parted_by_a_column_of_the_source(folder: Path) -> None:
     with pytest.raises(
         RunError, match=r"`kind` \(.*\) has 101 values in the data `held_out`: `by` takes a column with"
     ):
-        evaluation_figures(plan, evaluation, Task("sampled", 0, 101, 4), {"kind": many})
+        evaluation_figures(plan, evaluation, Task("sampled", 0, 101, {"actor.generate": 4}), {"kind": many})
 
 
 def test_a_function_returns_none_where_its_figure_does_not_apply_and_nobody_reads_it(folder: Path) -> None:
@@ -270,21 +270,91 @@ def test_a_function_returns_none_where_its_figure_does_not_apply_and_nobody_read
     assert report.sums == {"without/even": (1, 0)} and not report.remarks
 
 
-def test_the_plan_says_how_each_generation_of_an_evaluation_draws(tmp_path: Path) -> None:
-    """One that reads the text of another keeps its own settings."""
-    for item in ("train.jsonl", "model"):
-        (tmp_path / item).symlink_to(PROGRAM.parent / item)
-    path = generations.program(tmp_path)
-    stated = """data test = "train.jsonl" { prompt = "prompt", answer = "answer" }
-  evaluate test { report = right, samples = 8, temperature = 0.5, every = 5 }
-  run {"""
-    path.write_text(path.read_text().replace("run {", stated))
-    text = compile(path).explain()
+def several(folder: Path, stated: str, data: str = "train.jsonl") -> Path:
+    """The program of three generations, with an evaluation of `right`."""
+    for item in ("train.jsonl", "test.jsonl", "model"):
+        if not (folder / item).exists():
+            (folder / item).symlink_to(PROGRAM.parent / item)
+    path = generations.program(folder)
+    evaluation = f"""data test = "{data}" {{ prompt = "prompt", answer = "answer" }}
+  evaluate test {{ {stated} }}
+  run {{"""
+    path.write_text(path.read_text().replace("run {", evaluation))
+    return path
+
+
+DRAWN = {
+    "": (("8", "0.5"), ("4", "1")),  # one that reads the text of another draws as in training
+    ", draws = [draw(solve, samples = 2, temperature = 0)]": (("8", "0.5"), ("2", "0")),
+    ", draws = [draw(solve, temperature = 0.1), draw(propose, samples = 1)]": (("1", "0.5"), ("4", "0.1")),
+}
+
+
+@pytest.mark.parametrize("draws", DRAWN)
+def test_the_plan_says_how_each_generation_of_an_evaluation_draws(draws: str, tmp_path: Path) -> None:
+    plan = compile(several(tmp_path, f"report = right, samples = 8, temperature = 0.5, every = 5{draws}"))
+    text = plan.explain()
     part = text[text.index("Evaluations  ") :].split("\n\n")[0].splitlines()
+    propose, solve = DRAWN[draws]
     assert [line.split() for line in part[3:]] == [
-        ["test", "test", "each", "5", "iterations,", "before", "and", "after", "propose", "8", "0.5"],
-        ["solve", "4", "1"],
+        ["test", "test", "each", "5", "iterations,", "before", "and", "after", "propose", *propose],
+        ["solve", *solve],
     ]
+    assert load(plan.to_json().encode(), "it", run=True).deploy.evaluations == plan.deploy.evaluations
+
+
+WRONG_DRAWS = {
+    "draw(solv, samples = 1)": ("no generation is called `solv`", "did you mean `solve`?"),
+    "draw(try_once, samples = 2)": ("`try_once` does not run in `evaluate test`: `right` needs no text", "leave it"),
+    "draw(solve, samples = 1), draw(solve, temperature = 0)": ("`draws` has `solve` twice", "in one `draw`"),
+    "draw(solve)": ("this `draw` says nothing", "add `samples = 1`"),
+    "draw(samples = 1)": ("`draw` takes first the generation", "as in `draw("),
+    "draw(solve, top_p = 1)": ("`draw` has no argument `top_p`", ""),
+    "draw(solve, 1)": ("`draw` takes its settings by name", ""),
+    "draw(solve, samples = 0)": ("`samples` takes a whole number of 1 or more, not `0`", ""),
+    "solve": ("`draws` takes a list of `draw(GENERATION", ""),
+}
+
+
+@pytest.mark.parametrize("draws", WRONG_DRAWS)
+def test_settings_of_what_does_not_run_are_refused(draws: str, tmp_path: Path) -> None:
+    text = several(tmp_path, f"report = right, draws = [{draws}]").read_text()
+    (found,) = (d for d in diagnose(text, context(tmp_path)) if d.severity == "error")
+    message, help = WRONG_DRAWS[draws]
+    assert message in found.message and help in found.help
+    assert text.splitlines()[found.span.line - 1].lstrip().startswith("evaluate test")
+
+
+def test_what_a_prompt_has_follows_from_all_of_its_generations(tmp_path: Path) -> None:
+    stated = "report = right, samples = 3, draws = [draw(solve, samples = 2)], at = [{}]"
+    assert compile(several(tmp_path, stated.format(6)))
+    (found,) = diagnose(several(tmp_path, stated.format(7)).read_text(), context(tmp_path))
+    assert found.message == "`at` has 7, and a prompt has 6 of `right`"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_generation_draws_by_its_own_settings(place: Place, ranks: int) -> None:
+    """Three problems of each prompt, of each two solutions, which are the likeliest tokens and so the same."""
+    rows = (PROGRAM.parent / "test.jsonl").read_text().splitlines()[:7]
+    (place.folder / "few.jsonl").write_text("\n".join(rows) + "\n")
+    stated = "report = right, samples = 3, draws = [draw(solve, samples = 2, temperature = 0)], at = [6]"
+    path = several(place.folder, stated, "few.jsonl")
+    path.write_text(path.read_text().replace("devices_per_node = 1", f"devices_per_node = {ranks}"))
+    code, _, err = place.run("p.rlg", "--evaluate", "--out", "out", "--record")
+    assert code == 0, err
+    place.assert_clean()
+    (line,) = metrics(place.folder / "out")
+    folder = place.folder / "out" / "evaluation_rows" / "test"
+    problems = parquet.read_table(folder / "problem" / "000000.parquet").to_pydict()
+    solutions = parquet.read_table(folder / "solution" / "000000.parquet").to_pydict()
+    assert [*map(len, (problems["problem"], solutions["solution"]))] == [7 * 3, 7 * 3 * 2]
+    drawn = [tuple(tokens) for tokens in problems["problem"]]
+    assert any(len({*drawn[first : first + 3]}) > 1 for first in range(0, 21, 3))
+    assert solutions["solution"][::2] == solutions["solution"][1::2]
+    assert line["right"] == pytest.approx(np.mean(solutions["right"]))
+    best = np.array(solutions["right"]).reshape(7, 6).max(axis=1)
+    assert line["right/pass@6"] == pytest.approx(best.mean())
 
 
 @pytest.mark.slow

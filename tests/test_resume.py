@@ -184,6 +184,9 @@ def test_what_decides_a_result_is_compared(plan, tmp_path):
     scheduled = [compile(EXAMPLE / "p.rlg", text=written) for written in (text, longer)]
     what = "iterations, which the learning rate of actor.update is scheduled over, was 320, is 500"
     assert changed(*scheduled) == [what]
+    # A schedule that states its steps does not ask how many the run has.
+    stated = [written.replace("cosine(2e-4)", "cosine(2e-4, steps = 90)") for written in (text, longer)]
+    assert changed(*(compile(EXAMPLE / "p.rlg", text=written) for written in stated)) == []
 
 
 def test_the_fields_of_preferences_being_exchanged_is_listed(tmp_path):

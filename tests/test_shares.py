@@ -16,7 +16,7 @@ from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
 
 ROWS = 8
-TASK = Task("train", 3, 4, 2)
+TASK = Task("train", 3, 4)
 STILL = ("lr = 2e-4", "lr = 0")  # so that every case meets the same weights
 
 

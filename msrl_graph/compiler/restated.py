@@ -14,7 +14,7 @@ from ..dsl import ast
 from ..hardware.device_kinds import HOST
 from ..ir.declared import Declared
 from ..ir.graph import Edge, Expr, Graph, Node
-from ..ir.kinds import Counts, Flag, Name, Quantity, String, ValueKind, Words
+from ..ir.kinds import Counts, Draws, Flag, Name, Quantity, String, ValueKind, Words
 from ..ir.options import DockOptions, EngineOptions, EvaluateOptions, LayoutOptions, ReshardOptions, Run
 from ..ir.plan import Deploy, EngineChoice, Plan
 from ..sharding.layout import Layout
@@ -134,6 +134,8 @@ def _said(declared: type[Declared], values: Any) -> Iterator[tuple[str, Expr]]:
 
 
 def _value(kind: ValueKind, value: Any) -> Expr:
+    if isinstance(kind, Draws):
+        return kind.expr(value)
     if isinstance(value, tuple):
         one = Name() if isinstance(kind, Name) else String() if isinstance(kind, String) else Counts()
         return Expr("list", args=tuple(_value(one, part) for part in value))

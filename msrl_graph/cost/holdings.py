@@ -140,10 +140,9 @@ def samples(plan: Plan, node: str) -> int:
 
 
 def most_samples(plan: Plan, node: str) -> int:
-    """The most sequences of a row at once, in training or an evaluation, which says how many responses a prompt of its
-    data gets."""
-    direct = plan.graph.level(plan.graph.node(node)) == 0
-    return max(samples(plan, node), *(e.samples for e in plan.deploy.evaluations if direct), 1)
+    """The most sequences of a row at once, in training or an evaluation, which may draw more of them."""
+    graph_node = plan.graph.node(node)
+    return max(samples(plan, node), *(e.draw(plan.graph, graph_node).samples for e in plan.deploy.evaluations), 1)
 
 
 def fan(plan: Plan, node: str) -> int:

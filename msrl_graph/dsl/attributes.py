@@ -13,7 +13,21 @@ from typing import Protocol
 
 from ..diagnostics import Span, nearest
 from ..ir.graph import Expr
-from ..ir.kinds import COUNT, MOST, UNIT_NAMES, Counts, Flag, Form, Name, Number, Quantity, String, ValueKind, Words
+from ..ir.kinds import (
+    COUNT,
+    MOST,
+    UNIT_NAMES,
+    Counts,
+    Draws,
+    Flag,
+    Form,
+    Name,
+    Number,
+    Quantity,
+    String,
+    ValueKind,
+    Words,
+)
 from . import ast, guesses
 from .expressions import Names, Problems, evaluate, mistake
 
@@ -44,6 +58,8 @@ def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
             if not isinstance(expr, ast.List) or not expr.items:
                 raise mistake("bad-value", f"`{key}` takes a list of whole numbers", expr.span)
             return Expr("list", args=tuple(read_as(COUNT, key, item, names) for item in expr.items), span=expr.span)
+        case Draws():
+            return _draws(kind, key, expr, names)
         case Name():
             return _name(kind, key, expr)
     raise AssertionError(f"no way to read {kind!r}")
@@ -110,6 +126,34 @@ def _name(kind: Name, key: str, expr: ast.Expr) -> Expr:
     if not isinstance(expr, ast.NameExpr) or "." in expr.text:
         raise mistake("bad-value", f"`{key}` takes a name", expr.span)
     return Expr("word", expr.text, span=expr.span)
+
+
+def _draws(kind: Draws, key: str, expr: ast.Expr, names: Names) -> Expr:
+    calls = expr.items if isinstance(expr, ast.List) else (expr,)
+    return Expr("list", args=tuple(_draw(kind, key, call, names) for call in calls), span=expr.span)
+
+
+def _draw(kind: Draws, key: str, expr: ast.Expr, names: Names) -> Expr:
+    """A call of `draw`: a generation, and its settings by name."""
+    if not isinstance(expr, ast.Call) or expr.quoted or expr.name.text != "draw":
+        raise mistake("bad-value", f"`{key}` takes {kind}", expr.span)
+    first, rest = (expr.args[0], expr.args[1:]) if expr.args else (None, ())
+    if first is None or first.key is not None or not isinstance(first.value, ast.NameExpr):
+        span = first.span if first else expr.span
+        raise mistake("bad-value", "`draw` takes first the generation", span, "as in `draw(actor.generate, …)`")
+    known: dict[str, ValueKind] = {"samples": COUNT, "temperature": Number(0)}
+    values = {"": Expr("word", first.value.text, span=first.value.span)}
+    for argument in rest:
+        name = argument.key.text if argument.key else ""
+        if name not in known:
+            what = f"`draw` has no argument `{name}`" if name else "`draw` takes its settings by name"
+            raise mistake("bad-value", what, argument.span, nearest(name, known))
+        if name in values:
+            raise mistake("duplicate-name", f"`{name}` is given twice", argument.span)
+        values[name] = read_as(known[name], name, argument.value, names)
+    if len(values) == 1:
+        raise mistake("bad-value", "this `draw` says nothing", expr.span, "add `samples = 1` or `temperature = 0`")
+    return Expr("call", "draw", tuple(values.values()), tuple(values), span=expr.span)
 
 
 def read(

@@ -14,6 +14,7 @@ from ..ir.graph import ELEMENTS, Expr, Graph
 from ..ir.kinds import ValueKind
 from ..ir.options import EvaluateOptions
 from ..ir.plan import reported
+from ..ir.rowsets import upstream
 from . import ast
 from .expressions import Problems, mistake
 
@@ -42,11 +43,15 @@ def lower_evaluation(statement: ast.Evaluate, graph: Graph, read: ReadAttributes
         _check_vote(attributes["vote"], attributes.get("report"), "at" in attributes, graph, problems)
     if "by" in attributes:
         _check_by(attributes["by"], graph, problems)
-    if "at" in attributes and "report" in attributes:
-        _check_attempts(attributes["at"], attributes["report"], options.samples, graph, problems)
     data = options.data or name
     stated = vars(replace(options, data=data))
-    return Evaluation(**stated, span=statement.name.span, name="" if data == name else name)
+    evaluation = Evaluation(**stated, span=statement.name.span, name="" if data == name else name)
+    _check_draws(evaluation, graph, problems)
+    if "at" in attributes and "report" in attributes:
+        _check_attempts(attributes["at"], attributes["report"], evaluation, graph, problems)
+    if "best" in attributes or all(a.key.text != "best" for a in statement.attrs):
+        _check_best(evaluation, attributes, problems)
+    return evaluation
 
 
 def another_name(statement: ast.Evaluate) -> str:
@@ -72,12 +77,32 @@ def _words(value: Expr) -> dict[str, Expr]:
     return {str(word.value): word for word in (value.args if value.kind == "list" else (value,))}
 
 
-def _check_attempts(counts: Expr, reported: Expr, samples: int, graph: Graph, problems: Problems) -> None:
+def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
+    """Settings are of generations that run in the evaluation, of each once."""
+    generations = [node.name for node in graph.verb("generate")]
+    reported = [column for column in evaluation.columns if any(column in node.writes for node in graph.nodes)]
+    needed, seen = upstream(graph, reported), set[str]()
+    for draw in evaluation.draws:
+        name = draw.generation
+        if name not in generations:
+            problems.tell("unknown-name", f"no generation is called `{name}`", draw.span, nearest(name, generations))
+        elif name not in needed:
+            columns = " and ".join(f"`{column}`" for column in evaluation.columns)
+            message = f"`{name}` does not run in `evaluate {evaluation.task}`: {columns} needs no text of it"
+            problems.tell("bad-value", message, draw.span, "leave it out, or report a column that needs it")
+        elif name in seen:
+            problems.tell(
+                "duplicate-name", f"`draws` has `{name}` twice", draw.span, "state its settings in one `draw`"
+            )
+        seen.add(name)
+
+
+def _check_attempts(counts: Expr, reported: Expr, evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
     """A prompt must have as many values of each reported column as `at` says."""
     written = {column for node in graph.nodes for column in node.writes}
     most = max(int(count.value) for count in counts.args if isinstance(count.value, int | float))
     for column in (c for c in _words(reported) if c in written and not _unreported(graph, c)):
-        if (values := _values_of_prompt(graph, column, samples)) < most:
+        if (values := _values_of_prompt(graph, column, evaluation)) < most:
             message = f"`at` has {most}, and a prompt has {values} of `{column}`"
             help = f"`samples = {most}`, or smaller numbers in `at`"
             if not graph.column(column).level:
@@ -85,12 +110,13 @@ def _check_attempts(counts: Expr, reported: Expr, samples: int, graph: Graph, pr
             problems.tell("bad-value", message, counts.span, help)
 
 
-def _values_of_prompt(graph: Graph, column: str, samples: int) -> int:
-    """How many values of a column an evaluation has of each prompt, where it draws `samples` (0: as in training)."""
+def _values_of_prompt(graph: Graph, column: str, evaluation: Evaluation) -> int:
+    """How many values of a column an evaluation has of each prompt."""
+    by_level = {graph.row_level(node): evaluation.draw(graph, node).samples for node in graph.verb("generate")}
     values, level = 1, graph.column(column).level
     while level:
         above = graph.under[level]
-        values *= samples if samples and not above else graph.fan(level, above)
+        values *= by_level.get(level, 0) or graph.fan(level, above)
         level = above
     return values
 
@@ -123,6 +149,27 @@ def _check_by(value: Expr, graph: Graph, problems: Problems) -> None:
     elif graph.column(column).element == "json" or graph.column(column).dims:
         message = f"`{column}` is neither text nor a number, so that rows cannot be parted by it"
         problems.tell("bad-value", message, value.span, "name a column of `text` that the source writes")
+
+
+def _check_best(evaluation: Evaluation, attributes: Mapping[str, Expr], problems: Problems) -> None:
+    """The best checkpoint is chosen by a figure that the evaluation gives while the training goes on."""
+    for name in ("goal", "patience"):
+        if name in attributes and not evaluation.best:
+            message = f"`{name}` says nothing without `best`"
+            problems.tell(
+                "bad-value", message, attributes[name].span, f'add `best = "{(*evaluation.report, "reward")[0]}"`'
+            )
+    if not evaluation.best:
+        return
+    span, known = attributes["best"].span, evaluation.figures
+    parted = evaluation.by and evaluation.best.rpartition(f"/{evaluation.by}=")[0]
+    if evaluation.best not in known and parted not in known:
+        message = f"`evaluate {evaluation.task}` has no figure `{evaluation.best}`"
+        help = nearest(evaluation.best, known) or f"it has {', '.join(f'`{k}`' for k in known)}"
+        problems.tell("bad-value", message, span, help)
+    elif not evaluation.every:
+        message = f"`best` chooses among checkpoints, and `evaluate {evaluation.task}` is only before and after"
+        problems.tell("bad-value", message, span, "add `every = 20`, or as often as it should be looked at")
 
 
 def _check_reported(value: Expr, graph: Graph, problems: Problems) -> None:

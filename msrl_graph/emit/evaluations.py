@@ -1,6 +1,6 @@
-"""The evaluations of a plan as text: on what, when, and how each of their generations draws.
+"""The evaluations of a plan as text: on what, when, how each of their generations draws, and what is kept by them.
 
-Invariant: a generation that an evaluation's `samples` and `temperature` do not concern is shown with its own.
+Invariant: a generation is shown with the settings that it draws with, wherever they are stated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .words import many
 def write_evaluations(page: Sheet, plan: Plan) -> None:
     if not plan.deploy.evaluations:
         return
-    page.heading("Evaluations", "without an update; a generation that reads the text of another draws as in training")
+    told = "without an update; a generation that reads another's text draws as in training, unless `draws` names it"
+    page.heading("Evaluations", told)
     rows = []
     for evaluation in plan.deploy.evaluations:
         when = f"each {many(evaluation.every, 'iteration')}, " if evaluation.every > 1 else ""
@@ -26,6 +27,12 @@ def write_evaluations(page: Sheet, plan: Plan) -> None:
             head = (evaluation.task, evaluation.data, f"{when}before and after") if not place else ("", "", "")
             rows.append((*head, *generation))
     page.table(("evaluation", "data", "when", "generation", "responses", "temperature"), rows, right=(4,), keep=(0, 1))
+    for evaluation in plan.deploy.evaluations:
+        if evaluation.best:
+            which = "smallest" if evaluation.goal == "minimize" else "greatest"
+            kept = f"{evaluation.task}: the checkpoint with the {which} `{evaluation.best}` is kept"
+            ends = many(evaluation.patience, "evaluation")
+            page.line(kept + (f"; the training ends after {ends} without a better one" if evaluation.patience else ""))
 
 
 def _generations(plan: Plan, evaluation: Evaluation) -> list[tuple[str, str, str]]:
@@ -35,8 +42,7 @@ def _generations(plan: Plan, evaluation: Evaluation) -> list[tuple[str, str, str
     for node in plan.graph.verb("generate"):
         if node.name not in needed:
             continue
-        own, prompts = Generate.of(node), plan.graph.level(node) == 0
-        samples = (evaluation.samples if prompts else 0) or own.samples
-        stated = evaluation.temperature if prompts else None
-        found.append((node.name, f"{samples:,}", f"{stated:g}" if stated is not None else str(own.temperature)))
+        own, draw = Generate.of(node), evaluation.draw(plan.graph, node)
+        temperature = str(own.temperature) if draw.temperature is None else f"{draw.temperature:g}"
+        found.append((node.name, f"{draw.samples or own.samples:,}", temperature))
     return found

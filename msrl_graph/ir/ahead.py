@@ -154,11 +154,11 @@ class Sends:
 
     def __init__(self, plan: Plan, first: int = 0) -> None:
         self.run, self.first, self.leads = plan.deploy.run, first, leads(plan)
-        self.behind, self.sparse = aged(plan), sparse(plan)
+        self.behind, self.sparse, self.saves = aged(plan), sparse(plan), plan.deploy.saves
         # By edge, of which numbers the versions that are sent are multiples.
         self.multiples: dict[Edge, tuple[int, ...]] = dict.fromkeys(self.behind, (1,))
         for edge, many in self.sparse.items():
-            between = (self.run.save, *(e.every for e in evaluations(plan, edge)))
+            between = (*self.saves, *(e.every for e in evaluations(plan, edge)))
             self.multiples[edge] = (many, *filter(None, between))
         pool_of = _pools(plan)
         self.into = {pool: [edge for edge in self.behind if pool_of[edge[1]] == pool] for pool in self.leads}
@@ -176,7 +176,7 @@ class Sends:
         """The iteration that the updates have begun when a pool may begin one: the first with a version that is sent,
         and not too old for any of its generations. With `deterministic` none from before the last checkpoint that a run
         which is in this iteration would be gone on from."""
-        saved = number - number % self.run.save if self.run.deterministic and self.run.save else 0
+        saved = max((number - number % every for every in self.saves), default=0) if self.run.deterministic else 0
         least = max(number - self.leads[pool], saved, self.first)
         of_edges = ((edge, max(number - self.behind[edge], saved, self.first)) for edge in self.into[pool])
         return max((next(v for v in count(old) if self.sends(edge, v)) for edge, old in of_edges), default=least)
@@ -218,6 +218,18 @@ class Leading(Sends, ABC):
                 if number < iterations and foreseen(number) and self._may(pool, number, now):
                     more = True
                     yield pool, number
+
+    def late(self, now: int) -> bool:
+        """Whether a pool has yet to begin an iteration that is to have the weights with which the updates began the
+        iteration `now`.
+
+        With `deterministic` the updates go on when no pool is late, since what it begins then has newer weights: it may
+        not foresee an iteration before it has ended the one before (`partial`).
+        """
+        following = {pool: number + 1 for pool, number in self.begun.items()}
+        return self.run.deterministic and any(
+            number < self.run.iterations and self._may(pool, number, now) for pool, number in following.items()
+        )
 
     def _may(self, pool: str, number: int, now: int) -> bool:
         """Whether a pool may begin an iteration, and so may those that it waits for, if they have not."""

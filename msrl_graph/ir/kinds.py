@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .evaluation import Draw
 from .graph import Expr
 
 # Beyond this no count means anything, and products of two still fit the integers of every format.
@@ -130,6 +131,34 @@ class Counts:
 
     def __str__(self) -> str:
         return "a list of whole numbers of 1 or more"
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A list of calls of `draw`, each with a generation and how it draws."""
+
+    def value(self, expr: Expr) -> tuple[Draw, ...]:
+        return tuple(self._draw(call) for call in expr.args if call.args)
+
+    def expr(self, draws: tuple[Draw, ...]) -> Expr:
+        """The expression that `value` gives these draws of."""
+        calls = []
+        for draw in draws:
+            stated = {"samples": draw.samples or None, "temperature": draw.temperature}
+            numbers = {key: Expr("number", number) for key, number in stated.items() if number is not None}
+            args = (Expr("word", draw.generation), *numbers.values())
+            calls.append(Expr("call", "draw", args, ("", *numbers)))
+        return Expr("list", args=tuple(calls))
+
+    def _draw(self, call: Expr) -> Draw:
+        generation, *numbers = call.args
+        given = dict(zip(call.keys[1:], numbers, strict=True))
+        samples = _number(given["samples"], whole=True) if "samples" in given else 0
+        temperature = _number(given["temperature"], whole=False) if "temperature" in given else None
+        return Draw(str(generation.value), int(samples or 0), temperature, call.span)
+
+    def __str__(self) -> str:
+        return "a list of `draw(GENERATION, samples = …, temperature = …)`"
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from ..hardware.cluster import DEVICES, NETWORK, Figure
 from ..sharding.layout import Layout
 from .attributes import Call, Generate, Infer, ReshardingEdge, SampleEdge, Source, Update, Worker
 from .declared import Declared, attr
+from .evaluation import Draw
 from .kinds import (
     BYTES,
     COUNT,
@@ -24,6 +25,7 @@ from .kinds import (
     SIZE,
     TIME,
     Counts,
+    Draws,
     Flag,
     Name,
     Number,
@@ -234,8 +236,8 @@ class EvaluateOptions(Declared):
     samples: int = attr(
         COUNT,
         0,
-        "Responses to each prompt, of all generations that read prompts; one that reads another's text draws as in "
-        "training.",
+        "Responses to each prompt, of all generations that read the source's columns alone; one that reads another's "
+        "text draws as in training, unless `draws` names it.",
         "as in training",
     )
     temperature: float | None = attr(
@@ -243,6 +245,13 @@ class EvaluateOptions(Declared):
         None,
         "Of the same generations; 0 takes the likeliest token.",
         "as in training",
+    )
+    draws: tuple[Draw, ...] = attr(
+        Draws(),
+        (),
+        "Settings of single generations, as `[draw(critic.generate, samples = 2, temperature = 0)]`; what one leaves "
+        "out is as without it.",
+        "none",
     )
     at: tuple[int, ...] = attr(
         Counts(),
@@ -269,6 +278,20 @@ class EvaluateOptions(Declared):
         "",
         "What the curve and the last lines call it; of several columns, the first.",
         "`COLUMN on NAME`",
+    )
+    best: str = attr(
+        String(),
+        "",
+        'A figure of this evaluation, as `"reward"` or `"reward/pass@8"`: the checkpoint with the best one is '
+        "[written and kept](running.md#the-best-checkpoint).",
+        "none",
+    )
+    goal: str = attr(Words(("maximize", "minimize")), "maximize", "Which value of the figure `best` is better.")
+    patience: int = attr(
+        COUNT,
+        0,
+        "The training ends when so many evaluations in a row gave no better figure `best`.",
+        "never",
     )
 
 

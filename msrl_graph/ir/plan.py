@@ -141,6 +141,11 @@ class Deploy:
     pools: tuple[Pool, ...] = ()  # as `place` and `apart` state them
     together: tuple[tuple[str, ...], ...] = ()  # nodes that stay together, wherever that is
 
+    @property
+    def saves(self) -> tuple[int, ...]:
+        """The numbers of which an iteration's is a multiple where a checkpoint is written after it, or may be."""
+        return (*filter(None, (self.run.save,)), *(e.every for e in self.evaluations if e.best))
+
     def evaluation(self, task: str) -> Evaluation | None:
         """The evaluation whose tasks are called so; None for training."""
         return next((e for e in self.evaluations if e.task == task), None)

@@ -8,8 +8,9 @@ be). Rows that a filter drops leave gaps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from .attributes import Call, Generate
@@ -28,13 +29,14 @@ NUMBERS = 1 << 62  # below this is every row's number: fewer repeats where many 
 
 @dataclass(frozen=True)
 class Rowset:
-    """Rows of a level. `above` is the set that they came from (-1: they are the source's), `fan` how many a generation
-    makes of each of those; `repeats`: a `select` chose them, so that some may be repeats of others."""
+    """Rows of a level. `above` is the set that they came from (-1: they are the source's), `fan` how many a
+    `generation` makes of each of those; `repeats`: a `select` chose them, so that some may be repeats of others."""
 
     level: int
     above: int = -1
     fan: int = 1
     repeats: bool = False
+    generation: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Rowsets:
         made = rows
         if node.verb == "generate":
             made = len(self.sets)
-            self.sets.append(Rowset(graph.row_level(node), rows, Generate.of(node).samples))
+            self.sets.append(Rowset(graph.row_level(node), rows, Generate.of(node).samples, generation=node.name))
         for column in node.writes:
             self.columns[column] = made if node.verb == "generate" else self.up(rows, graph.column(column).level)
         said, generates = Call.of(node), node.verb == "generate"
@@ -164,11 +166,14 @@ def common(sets: Sequence[Rowset], one: int, other: int) -> int:
 
 
 class Numbers:
-    """How the rows of one pass over a graph are numbered: of so many prompts, all rounds of them. `fan` is of the
-    generations that read prompts (0: their own `samples`); `size` are the rows that each set can have, repeats aside,
-    and its numbers are below `space`; a `select` may let a row of a set go on `repeats` times."""
+    """How the rows of one pass over a graph are numbered: of so many prompts, all rounds of them.
 
-    def __init__(self, sets: Sequence[Rowset], prompts: int, fan: int = 0) -> None:
+    `samples` is how many rows a generation makes of each, where these are not as many as the program says. `size` are
+    the rows that each set can have, repeats aside, and its numbers are below `space`; a `select` may let a row of a set
+    go on `repeats` times.
+    """
+
+    def __init__(self, sets: Sequence[Rowset], prompts: int, samples: Mapping[str, int] = MappingProxyType({})) -> None:
         self.sets = sets
         self.fans: list[int] = []
         self.size: list[int] = []
@@ -178,7 +183,7 @@ class Numbers:
             if rows.above < 0:
                 sizes = (1, prompts, prompts)
             else:
-                own = fan if fan and not rows.repeats and sets[rows.above].level == 0 else rows.fan
+                own = samples.get(rows.generation, rows.fan)
                 size = self.size[rows.above]
                 sizes = (own, size * own, self.space[rows.above] * (self.repeats[rows.above] if rows.repeats else own))
             for known, number in zip((self.fans, self.size, self.space), sizes, strict=True):

@@ -95,6 +95,7 @@ def _in_plan(plan: Plan) -> Iterator[str]:
     named = [*(p.node for p in plan.placements), *(c.node for c in plan.docks.controllers)]
     named += [n for p in plan.pools for n in p.nodes]
     named += [n for r in plan.reshards for n in (r.src, r.dst)] + [n for t in plan.traffic for n in (t.src, t.dst)]
+    named += [d.generation for e in plan.deploy.evaluations for d in e.draws]
     named += [n for s in plan.schedule for x in s.instructions for n in (x.node, x.other) if n]
     yield from _missing("node", [*named, *plan.deploy.layouts, *plan.deploy.engines], nodes)
     yield from _twice("evaluation", [e.task for e in plan.deploy.evaluations])

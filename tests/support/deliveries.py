@@ -75,7 +75,7 @@ class Delivering(Rank):
         fetches = {self.mover.name: Fetch(version, told)}
         self.report = Report("rank")
         try:
-            Doing(self, Task("train", version, 4, 2, fetches=fetches, sends=(self.mover.name,)), self.report).reshard(
+            Doing(self, Task("train", version, 4, fetches=fetches, sends=(self.mover.name,)), self.report).reshard(
                 (), *EDGE
             )
             if self.proof.unprobed:

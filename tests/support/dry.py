@@ -379,7 +379,7 @@ class DryRank(Rank):
 class Mute:
     """Stands in for who only tells: the display, the metrics."""
 
-    live, written, lines = True, 0, ()
+    live, written, lines, bests = True, 0, (), ()
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, float]]:
         return lambda *_: {}

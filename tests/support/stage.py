@@ -64,7 +64,7 @@ class Stage(Rank):
         elements = {c: len(column.values) for c, column in columns.items()}
         batch = Batch(share(rows, size, size, elements), rows, columns)
         written: dict[str, list[Piece]] = {}
-        for part in self.compute(node, Task(task, 3, 4, 2), batch, self.told):
+        for part in self.compute(node, Task(task, 3, 4, {"actor.generate": 2}), batch, self.told):
             for c, made in part.items():
                 written.setdefault(c, []).append(made)
         pieces = {c: joined(made) for c, made in written.items()}

@@ -193,7 +193,7 @@ class Walk(Rank):
         self.columns = {"prompt": ragged([draw.integers(0, size, bound) for _ in range(prompts)], np.int32)}
         offsets = offsets_of(np.full(responses, longest))
         self.columns["advantage"] = Column(draw.normal(size=responses * longest).astype(np.float32), offsets)
-        return self.run(Task("train", number, prompts, responses // prompts), measure)
+        return self.run(Task("train", number, prompts), measure)
 
 
 # What the instructions of each phase are called in a report.

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...ir.ahead import late_states
 from ...ir.attributes import Call, Generate
+from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ..data.columns import Array
 from ..process.report import Report, RunError
@@ -62,7 +63,7 @@ class Carried:
         position = self._position(number)
         prompts, wanted = (self.refill.of(number), self.refill.target) if self.refill.adapts else (self.prompts, 0)
         own = (_of_run(states), _of_run(draws))
-        return Task("train", number, prompts, 0, position, own[0], cut=cut, draws=own[1], wanted=wanted)
+        return Task("train", number, prompts, {}, position, own[0], cut=cut, draws=own[1], wanted=wanted)
 
     @property
     def position(self) -> int:
@@ -98,10 +99,10 @@ class Carried:
         """An iteration has taken so many prompts of the data."""
         self.positions[task.number + 1] = task.position + prompts
 
-    def evaluation(self, name: str, number: int, prompts: int, fan: int) -> Task:
+    def evaluation(self, evaluation: Evaluation, number: int, prompts: int) -> Task:
         """An evaluation after so many iterations."""
         states = _of_run(self.states[number])
-        return Task(name, number, prompts, fan, 0, states, draws=states)
+        return Task(evaluation.task, number, prompts, evaluation.samples_of(self.graph), 0, states, draws=states)
 
     def tables(self, number: int) -> Tables:
         """The states that each row of the data has a value of, of an iteration that was begun."""

@@ -18,6 +18,7 @@ from ...ir.evaluation import Evaluation
 from ...ir.located import here
 from ...ir.plan import Plan
 from ..dock.wire import Status
+from ..metrics.best import ending
 from ..metrics.display import Display, comparison
 from ..metrics.failures import failures
 from ..metrics.record import METRICS, Recorder, restore
@@ -142,11 +143,11 @@ class Driver:
         for line in self.recorder.lines:  # of what was told already
             symptoms.look(line)
         self.signals.training = True
-        running = None
-        for i in range(begin, run.iterations):
+        running, end, enough = None, begin, ending(self.recorder.bests)
+        for i in range(begin, begin if enough else run.iterations):
             running = running or self._begin(self.carried.task(i), self._measured(i))
             done, last = running, i + 1 == run.iterations
-            saves = bool(run.save) and (last or (i + 1) % run.save == 0)
+            saves = bool(plan.deploy.saves) and (last or bool(run.save and (i + 1) % run.save == 0))
             evaluations = [e for e in plan.deploy.evaluations if e.every and (i + 1) % e.every == 0]
             # The ranks go on while this iteration's figures are written down, unless something else has its turn first.
             goes_on = not (last or saves or evaluations or self.attempt.options.record)
@@ -171,19 +172,25 @@ class Driver:
                 raise RunError(ends)
             for evaluation in evaluations:
                 self._evaluate(evaluation, i + 1, sizes)
+            end = i + 1
             if running is not None:
                 continue
-            if self.signals.asked or saves:
-                self._checkpoint(i + 1, out)
+            enough = ending(bests := self.recorder.bests)
+            if self.signals.asked or saves or enough or any(best.iteration == end for best in bests):
+                self._checkpoint(end, out)
             if self.signals.asked:
                 go_on = "" if self.unsaved else f"; go on with --resume {self.attempt.url or out}"
                 self.display.say(f"ended after {many(i + 1, 'iteration')}{go_on}")
                 return Result("interrupted", status=128 + self.signals.asked)
+            if enough:
+                break
+        if enough:
+            self.display.say(f"ended after {end} of {many(run.iterations, 'iteration')}: {enough}")
         self.signals.training = False
         # After the checkpoint: a longer run that is resumed from it would not have had these.
-        for evaluation in plan.deploy.evaluations if run.iterations else ():
-            if not evaluation.every or run.iterations % evaluation.every:
-                self._evaluate(evaluation, run.iterations, sizes)
+        for evaluation in plan.deploy.evaluations if end else ():
+            if not evaluation.every or end % evaluation.every:
+                self._evaluate(evaluation, end, sizes)
         for worker in plan.graph.weighty:
             folder = (out / "weights" / worker).absolute()
             self._written([r.save.remote(worker, str(folder)) for r in self.pool.ranks])
@@ -266,6 +273,11 @@ class Driver:
         """Waits for the streams: seconds, reports."""
         self.display.begin(running.task)
         reports = self._wait(running.streams, training=running.task.number if running.task.trains else -1)
+        number = running.task.number
+        while running.task.trains and not self.signals.asked and self.ahead.late(number):
+            if not (under_way := self.ahead.under_way()):
+                break
+            self._wait(under_way, training=number)
         self.tasks.end(running.task)
         points.reach("driver", f"ended {running.task.key}")
         return time.perf_counter() - running.start, reports
@@ -393,7 +405,7 @@ class Driver:
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:
         self.display.phase(f"evaluating {evaluation.task}")
-        task = self.carried.evaluation(evaluation.task, iteration, sizes[evaluation.data], evaluation.samples)
+        task = self.carried.evaluation(evaluation, iteration, sizes[evaluation.data])
         seconds, reports = self._end(self._begin(task))
         figures: dict[str, float] = {}
         if evaluation.needs_rows:

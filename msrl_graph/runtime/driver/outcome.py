@@ -17,7 +17,9 @@ from ...diagnostics import Diagnostic, Fault, kind_of, public, render
 from ...files import urls
 from ...ir.plan import Plan
 from ..data.recording import FOLDER as ROWS
+from ..metrics.best import Best, best_figures
 from ..metrics.record import METRICS, read, whole_lines
+from ..weights import checkpoint
 
 
 class RunFailed(Exception):
@@ -42,13 +44,35 @@ class Outcome:
     folder: Path | str
     reported: dict[str, tuple[float, float]]
     evaluated: bool = False  # once, and nothing was trained
+    bests: tuple[Best, ...] = ()
 
     def lines(self) -> list[str]:
-        """Each evaluation before and after, in a line."""
-        return [
+        """Each evaluation before and after, in a line, and where the best checkpoint is."""
+        means = [
             f"{name} {first:.3f}" + ("" if self.evaluated else f" -> {last:.3f}")
             for name, (first, last) in self.reported.items()
         ]
+        return [*means, *(f"best: {best.words}{self._where(best)}" for best in self.bests)]
+
+    def _where(self, best: Best) -> str:
+        place = self.best.get(best.evaluation.title(best.evaluation.best))
+        return f": {place}" if place else ", of which this folder has no checkpoint" if best.iteration else ""
+
+    @property
+    @public
+    def best(self) -> dict[str, Path | str]:
+        """The checkpoint with the best figure of each evaluation that states `best`, by what a person calls the figure.
+
+        It lacks those whose best figure came before the training, and those whose checkpoint another folder has.
+        """
+        there = self._names(checkpoint.FOLDER) if any(best.iteration for best in self.bests) else []
+        found: dict[str, Path | str] = {}
+        for best in self.bests:
+            if (name := checkpoint.named(best.iteration)) in there:
+                place, folder = (checkpoint.FOLDER, name), self.folder
+                path = urls.under(folder, *place) if isinstance(folder, str) else folder.joinpath(*place)
+                found[best.evaluation.title(best.evaluation.best)] = path
+        return found
 
     @property
     @public
@@ -122,12 +146,14 @@ def outcome_of(plan: Plan, folder: Path, evaluated: bool) -> tuple[Outcome, str]
     """Return the outcome of the run in a folder, and what is wrong with its metrics, "" where nothing is."""
     evaluations = {e.task: e for e in plan.deploy.evaluations}
     means: dict[str, tuple[float, float]] = {}
-    lines, wrong = whole_lines(folder / METRICS)
-    for line in map(read, lines):
+    texts, wrong = whole_lines(folder / METRICS)
+    lines = [read(text) for text in texts]
+    for line in lines:
         if evaluation := evaluations.get(line.get("evaluation", "")):
             for name, value in ((evaluation.title(c), line[c]) for c in evaluation.report if c in line):
                 means[name] = (means.get(name, (value,))[0], value)
-    return Outcome(folder, means, evaluated or not plan.deploy.run.iterations), wrong
+    bests = () if evaluated else best_figures(plan.deploy.evaluations, lines)
+    return Outcome(folder, means, evaluated or not plan.deploy.run.iterations, tuple(bests)), wrong
 
 
 def _table(lines: Iterable[Mapping[str, Any]]) -> Any:

@@ -72,7 +72,8 @@ class Parted:
             for host in self.apart:  # one after the other, since some may have one disk
                 _check([self._got(self._ask(host, "name", str(written)))])
             points.reach("driver", f"placed checkpoint {iteration}")
-            target = checkpoint.commit(written, manifest, self.plan.deploy.run.keep)
+            best = {best.iteration for best in recorder.bests}
+            target = checkpoint.commit(written, manifest, self.plan.deploy.run.keep, best)
             points.reach("driver", f"kept checkpoint {iteration}")
         except OSError:
             if written is not None:

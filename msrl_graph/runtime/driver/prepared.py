@@ -83,14 +83,14 @@ class Prepared:
             if self.manifest
             else "from the beginning"
         )
-        saved = (
-            f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else "no checkpoints"
-        )
+        bests = " and ".join(f"`{e.title(e.best)}`" for e in plan.deploy.evaluations if e.best)
+        saved = f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else ""
+        saved = " and ".join(filter(None, (saved, f"the one with the best {bests}" if bests else "")))
         rows = ", ".join(f"{name} {found.rows} rows" for name, found in self.rows.items())
         trains = f"{run.iterations} iterations"
         if self.evaluates:
             trains = f"evaluates {' and '.join(e.data for e in plan.deploy.evaluations)}, trains nothing,"
-            saved = "no checkpoints"
+            saved = ""
         left_out = [f"{name}: {found}" for name, found in self.rows.items() if found.out]
         return [
             f"{plan.deploy.name}: {trains} {begin}, seed {run.seed}",
@@ -100,7 +100,8 @@ class Prepared:
             f"data: {rows}",
             *left_out,
             *(f"changed since the checkpoint: {what}" for what in self.changed),
-            f"{saved}; processes that die are started anew {run.restarts} times; a wrong number: {run.on_nan}",
+            f"{saved or 'no checkpoints'}; processes that die are started anew {run.restarts} times; a wrong number: "
+            f"{run.on_nan}",
             f"results would be in {self.url or self.folder}; nothing was started",
         ]
 

@@ -129,7 +129,7 @@ def _is_scheduled(update: Update) -> bool:
     if update.rate.kind != "call":
         return False
     known = library().get(("schedule", str(update.rate.value)))
-    return known is None or "last" in known[0].fills
+    return known is None or ("last" in known[0].fills and "steps" not in update.rate.keys)
 
 
 def _size(path: str) -> int:

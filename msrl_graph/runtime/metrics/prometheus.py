@@ -68,7 +68,7 @@ class Collector:
             for key, value in e.items()
             if isinstance(value, int | float) and key != "after_iterations"
         }
-        yield _gauge("msrl_evaluation", "the figures of the last evaluation of each data", ("data", "key"), held)
+        yield _gauge("msrl_evaluation", "the last figures of each evaluation", ("evaluation", "key"), held)
         yield _gauge(
             "msrl_state_rows",
             "rows of the iteration under way, by worker state",

@@ -19,6 +19,7 @@ from ...ir.ahead import Sends, row_age_bound
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ..process.report import Report
+from .best import Best, best_figures
 from .derived import means
 from .predicted import estimate
 from .spread import spreads
@@ -144,6 +145,11 @@ class Recorder:
         self.written += 1
         self._copied += self._gzip.compress(text)
         self._tensorboard.add(line)
+
+    @property
+    def bests(self) -> list[Best]:
+        """The best figures so far, of evaluations that state `best`."""
+        return best_figures(self.plan.deploy.evaluations, self.evaluations)
 
     def copy(self) -> bytes:
         """All lines so far, as a gzip file's bytes."""

@@ -100,6 +100,7 @@ def figures(line: Mapping[str, Any], scalars: Sequence[str]) -> list[tuple[str, 
     for name, key in (("loss", "loss"), ("kl", kl), ("grad_norm", "grad_norm"), ("length", "response_length")):
         # With several updates the line has a figure of each, `NODE/loss`, and one of all, which says little.
         each = [k for k in line if k.endswith(f".update/{key}")]
+        name = key if name in scalars else name  # a column that the program calls so
         for label, of in [(f"{name} {k.partition('.')[0]}", k) for k in each] or [(name, key)]:
             shown += [(label, f"{line[of]:.3g}")] if of in line else []
     return [*shown, ("tokens/s", f"{line['tokens_per_second']:,.0f}"), ("s", f"{line['seconds']:.2f}")]

@@ -44,7 +44,8 @@ class Task:
     - `prompts`: how many come at once, and again with each refill; `position`: where they begin in the data's endless
       sequence of rows, those aside that were `cut` in the iteration before (`partial`): these come first.
     - `wanted`: how many prompts are to go on where a filter refills; 0: as many as come at once.
-    - `fan`: how many responses are drawn to each prompt; 0: as many as the program says.
+    - `samples`: by generation how many responses it draws to each row that it reads, where these are not as many as
+      the program says.
     - `states`: the values of the run's states that the iteration before left; none where that is not known yet.
       `draws`: those that its rows are drawn by, which may be older.
     - `fetches`: by resharding edge with `staleness`, the version that its rows are drawn with, and how many its
@@ -57,7 +58,7 @@ class Task:
     name: str
     number: int
     prompts: int
-    fan: int = 0
+    samples: Mapping[str, int] = field(default_factory=dict)
     position: int = 0
     states: Mapping[str, float] = field(default_factory=dict)
     fetches: Mapping[str, Fetch] = field(default_factory=dict)
@@ -102,4 +103,4 @@ def numbers(sets: Sequence[Rowset], refilling: Sieve | None, task: Task) -> Numb
     """How the rows of a task are numbered, in a graph of these sets; `refilling` is the filter that asks for more
     prompts."""
     rounds = task.rounds(refilling.refill) if refilling and task.trains else 1
-    return Numbers(sets, task.prompts * rounds, task.fan)
+    return Numbers(sets, task.prompts * rounds, task.samples)

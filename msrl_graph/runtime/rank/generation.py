@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from ...backends.spec import Response, Sampling, collected
 from ...ir.attributes import Generate, SampleEdge
-from ...ir.evaluation import Evaluation
+from ...ir.evaluation import Draw
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
@@ -82,14 +82,14 @@ class Generation(Conversing):
         if not len(batch.rows) and not partial:  # a last chunk smaller than the groups are many
             return
         graph, first = self.plan.graph, self.plan.graph.verb("generate")[0].name == node.name
-        evaluation = self._evaluation(node, task)
-        said = Generate.of(node)
-        samples = (evaluation.samples if evaluation else 0) or said.samples
+        evaluation, said = self.plan.deploy.evaluation(task.name), Generate.of(node)
+        draw = evaluation.draw(graph, node) if evaluation else Draw(node.name)
+        samples = draw.samples or said.samples
         response, as_drawn = wrong.drawn(graph, node)
         sampling = Sampling(
             samples=samples,
             max_tokens=graph.bound(response) if said.max_tokens is None else said.max_tokens,
-            temperature=self._temperature(node, task, batch, evaluation, samples),
+            temperature=self._temperature(node, task, batch, draw, samples),
             top_p=said.top_p,
             top_k=said.top_k,
             ends=self.ends[node.name],
@@ -368,13 +368,11 @@ class Generation(Conversing):
                 self.means.count(report, node, task, name, rows, column.values)
         return values
 
-    def _temperature(
-        self, node: Node, task: Task, batch: Batch, evaluation: Evaluation | None, samples: int
-    ) -> float | Array:
+    def _temperature(self, node: Node, task: Task, batch: Batch, draw: Draw, samples: int) -> float | Array:
         """What a generation draws at: as an evaluation says, else as the node does, a number or one for each of the
         responses."""
-        if evaluation and evaluation.temperature is not None:
-            return evaluation.temperature
+        if draw.temperature is not None:
+            return draw.temperature
         if not (of := tempered(self.plan.graph, node)):
             return float(Generate.of(node).temperature.literal())
         found: Array = batch.columns[heat(of[0])].values.astype(np.float32)
@@ -388,7 +386,3 @@ class Generation(Conversing):
         parts = [columns[c] for c in sequences(self.plan.graph, node).context]
         # An agent or an environment may be all who reads.
         return [np.concatenate([c[i] for c in parts] or [np.zeros(0, np.int32)]) for i in range(len(batch.rows))]
-
-    def _evaluation(self, node: Node, task: Task) -> Evaluation | None:
-        """The evaluation under way, where it says how this node draws: one that reads prompts."""
-        return self.plan.deploy.evaluation(task.name) if self.plan.graph.level(node) == 0 else None

@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,14 +136,15 @@ def begin(run: Path, iteration: int) -> Path:
     return partial
 
 
-def commit(partial: Path, manifest: Manifest, keep: int) -> Path:
-    """Gives a whole checkpoint its name, and removes those older than the newest `keep` up to this one."""
+def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] = ()) -> Path:
+    """Gives a whole checkpoint its name, and removes those older than the newest `keep` up to this one, but for the
+    `best`."""
     content = msgspec.json.format(msgspec.json.encode(manifest))
     for name, text in ((MANIFEST, content), (DIGEST, _sum(content))):
         (partial / name).write_bytes(text)
         to_disk(partial / name)
     target = settle(partial)
-    for old in up_to(target)[:-keep]:
+    for old in (path for path in up_to(target)[:-keep] if int(path.name) not in best):
         shutil.rmtree(old, ignore_errors=True)
     return target
 

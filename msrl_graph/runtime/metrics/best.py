@@ -1,0 +1,58 @@
+"""The best figures that evaluations gave, and whether they rise no more.
+
+Invariant: all of it follows from the lines of the metrics, so that a run which is resumed knows what the run before it
+knew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...emit.words import many
+from ...ir.evaluation import Evaluation
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best figure `best` of an evaluation, and the `iteration` that it came after; `since` counts the evaluations
+    after it."""
+
+    evaluation: Evaluation
+    iteration: int
+    value: float
+    since: int
+
+    @property
+    def words(self) -> str:
+        """The figure, its value and when it was reached."""
+        when = f"after {many(self.iteration, 'iteration')}" if self.iteration else "before the training"
+        return f"{self.evaluation.title(self.evaluation.best)} {self.value:.3f} {when}"
+
+
+def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str, Any]]) -> list[Best]:
+    """Of each evaluation that states `best` its best figure in some lines of the metrics; the first of equal ones.
+
+    A figure that is missing or not finite is never the best. An evaluation that gave no finite one has none.
+    """
+    found = []
+    for evaluation in evaluations:
+        own = [line for line in lines if evaluation.best and line.get("evaluation") == evaluation.task]
+        sign = -1.0 if evaluation.goal == "minimize" else 1.0
+        values = [sign * _finite(line.get(evaluation.best), -sign * math.inf) for line in own]
+        if values and math.isfinite(most := max(values)):
+            place = values.index(most)
+            found.append(Best(evaluation, own[place]["after_iterations"], sign * most, len(own) - 1 - place))
+    return found
+
+
+def ending(bests: Iterable[Best]) -> str:
+    """Why the training is to end before its last iteration, in words; "" where it is to go on."""
+    spent = next((best for best in bests if 0 < best.evaluation.patience <= best.since), None)
+    return f"{many(spent.since, 'evaluation')} gave nothing better than {spent.words}" if spent else ""
+
+
+def _finite(value: Any, otherwise: float) -> float:
+    return value if isinstance(value, int | float) and math.isfinite(value) else otherwise
