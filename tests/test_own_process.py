@@ -118,3 +118,31 @@ def test_an_agent_that_ends_or_forks_its_process_fails_alone(name, body, told, m
     failure, _ = next(iter(over.failed.values()))
     assert failure.told.reason.startswith(told), failure
     assert failure.reason == ("exited" if "Exit" in told else "rubbish")
+
+
+FORKED = """
+import os, signal, sys, time
+from msrl_graph.runtime.process.forks import release_children
+signal.signal(signal.SIGTERM, lambda *_: os._exit(1))  # in Python, as in a process of Ray
+release_children()
+if sys.argv[1:]:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(7))  # the user's own
+for _ in range(50):
+    if not (child := os.fork()):
+        if sys.argv[1:]:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2)
+        os._exit(3)
+    if not sys.argv[1:]:
+        os.kill(child, signal.SIGTERM)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), end=" ")
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+"""
+
+
+@pytest.mark.parametrize(("own", "status"), [([], "-15"), (["own"], "7")])
+def test_a_child_that_is_asked_to_end_before_its_first_line_ends(own, status, tmp_path):
+    """CPython forgets the signal where it is handled in Python. A handler of the user's is theirs."""
+    program = [sys.executable, "-c", FORKED, *own]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == [status] * 50, done

@@ -236,6 +236,36 @@ def test_a_drop_is_taken_back_by_the_statement() -> None:
     assert "epochs" not in attributes and attributes["mini_batch"].value == 8
 
 
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_attributes_are_those_that_were_stated_and_not_dropped_since(data: st.DataObject) -> None:
+    a = Algorithm("mine", extends="grpo")
+    taken = check(a).node("actor.update").attributes
+    expected = {name: taken[name].value for name in ("epochs", "mini_batch") if name in taken}
+    for _ in range(data.draw(st.integers(1, 7))):
+        if expected and data.draw(st.booleans()):
+            name = data.draw(st.sampled_from(sorted(expected)))
+            a.drop(f"actor.update.{name}")
+            del expected[name]
+        else:
+            stated = data.draw(
+                st.dictionaries(st.sampled_from(["epochs", "mini_batch"]), st.sampled_from([8, 16, 32]), min_size=1)
+            )
+            a.node("actor.update", **stated)
+            expected |= stated
+    found = check(a).node("actor.update").attributes
+    assert {n: found[n].value for n in ("epochs", "mini_batch") if n in found} == expected
+    assert {"loss", "optimizer"} <= found.keys()
+
+
+def test_an_attribute_that_was_dropped_stays_so_when_others_are_stated() -> None:
+    a = Algorithm("mine", extends="grpo")
+    a.node("actor.update", epoch=2)  # a slip
+    a.drop("actor.update.epoch")
+    a.node("actor.update", epochs=2)
+    assert check(a).node("actor.update").attributes["epochs"].value == 2
+
+
 def test_changes_of_a_node_add_up_and_a_whole_node_replaces_them() -> None:
     a = Algorithm("mine", extends="grpo")
     a.node("actor.update", epochs=2)

@@ -130,9 +130,10 @@ def _add(entries: list[Entry], statement: Statement) -> None:
         for old in entries[i].statements:
             if not any(_left(drop, old) == () for _, drop in _drops(entries, i)):
                 _check_kind(old, statement)
-    if there:
+    made = [i for i, entry in enumerate(entries) if entry.keys & keys]
+    if made:
         # What is stated again after it was dropped is there again.
-        _cancel_drops(entries, there[0], statement)
+        _cancel_drops(entries, made[0], statement)
     if isinstance(statement, ast.Node) and there:
         changed = frozenset({("change", node_name(statement))})
         entries[there[0] :] = [entry.less(changed) for entry in entries[there[0] :]]
@@ -145,14 +146,21 @@ def _add_change(entries: list[Entry], change: ast.Node) -> None:
     keys = keys_of(change)
     whole = frozenset({("node", node_name(change))})
     begin = max((i + 1 for i, entry in enumerate(entries) if entry.present & whole), default=0)
-    there = next((i for i in range(begin, len(entries)) if entries[i].keys == keys), None)
-    if there is not None:
-        _cancel_drops(entries, there, change)
-        for old in entries[there].statements:
-            assert isinstance(old, ast.Node)
+    places = [i for i in range(begin, len(entries)) if entries[i].keys == keys]
+    if places:
+        _cancel_drops(entries, places[0], change)
+    for place in reversed(places):
+        old = entries[place].statements
+        dropped = [i + 1 for i, drop in _drops(entries, place) if any(_left(drop, one) != (one,) for one in old)]
+        if dropped:  # it stays before the drop of what it states, and this change comes after it
+            begin = max(begin, *dropped)
+            break
+        for one in old:
+            assert isinstance(one, ast.Node)
             stated = {attr.key.text: attr for attr in change.attrs}
-            kept = [stated.pop(attr.key.text, attr) for attr in old.attrs]
+            kept = [stated.pop(attr.key.text, attr) for attr in one.attrs]
             change = replace(change, attrs=(*kept, *stated.values()))
+        entries[place] = replace(entries[place], statements=())
     drops = [i + 1 for i, drop in _drops(entries) if _left(drop, change) != (change,)]
     _put(entries, Entry(keys, (change,)), max([begin, *drops]))
 

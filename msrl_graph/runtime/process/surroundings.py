@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from . import log, shipped
+from . import forks, log, shipped
 from .heartbeat import Heart, Limits
 
 # How often a thread of OpenMP looks for more work before it leaves its core: for as long as it is from one operator to
@@ -31,6 +31,7 @@ def settle(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     if deadline:
         Heart(folder, process, Limits.of(deadline))
+    forks.release_children()
     shipped.use(folder)
     log.divert(str(Path(logs) / f"{process.replace(' ', '-')}.log"), process)
     faulthandler.enable(all_threads=False)  # where the code of a user or of an engine dies of a signal, the log says it

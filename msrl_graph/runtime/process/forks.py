@@ -1,0 +1,36 @@
+"""What a process that a user's code forks takes over from the process of a run.
+
+Invariant: SIGTERM ends a forked child at once, as it ends one of a plain Python program. Ray handles the signal in
+Python, and CPython forgets a signal that comes to a child before it has run its first line: a pool of
+`multiprocessing` that ends soon after it began would wait for such a child for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+_HELD = (signal.SIGTERM,)
+
+
+def release_children() -> None:
+    """From now on forked children have SIGTERM's default in the place of the handler that this process has now. A
+    handler that the user's code sets stays theirs."""
+    ours = signal.getsignal(signal.SIGTERM)
+    if not callable(ours):  # none in Python, which children would lose signals by
+        return
+    before = threading.local()  # by thread, what was held back before the fork
+
+    def hold() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+
+    def let_go() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    def begin() -> None:
+        if signal.getsignal(signal.SIGTERM) is ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        let_go()
+
+    os.register_at_fork(before=hold, after_in_parent=let_go, after_in_child=begin)
