@@ -3,8 +3,9 @@
 A program is an .rlg file, or is built in Python by `Algorithm`, `Cluster`, `Deploy` and `Imported` (docs/python.md).
 `compile` gives its Plan, `check` its Graph (the algorithm apart from where it runs), `parse` the syntax tree of a text,
 `to_rlg` the text of a tree or of what was built. `simulate` says what iterations of a plan take when rows differ, `run`
-trains by one (it needs the extra `run`). What is wrong is told by a `Fault`, what is suspicious by a `ProgramWarning`.
-`function` and `loss_term` mark functions and terms of a loss in files of one's own (docs/functions.md).
+trains by one (it needs the extra `run`), and `export` writes what it learnt as Hugging Face folders. What is wrong is
+told by a `Fault`, what is suspicious by a `ProgramWarning`. `function` and `loss_term` mark functions and terms of a
+loss in files of one's own (docs/functions.md).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from .ir import views as _views
 
 if TYPE_CHECKING:
     from .algorithms.registry import function, loss_term
-    from .api import run
+    from .api import export, run
     from .builder import Algorithm, Cluster, Deploy, Imported, to_rlg
     from .compiler.pipeline import check, compile
     from .diagnostics import Fault, ProgramWarning
@@ -34,6 +35,7 @@ __all__ = [
     "ProgramWarning",
     "check",
     "compile",
+    "export",
     "function",
     "loss_term",
     "parse",
@@ -51,7 +53,7 @@ _HOMES = {
     **dict.fromkeys(("function", "loss_term"), ".algorithms.registry"),
     "parse": ".dsl.parse",
     **dict.fromkeys(("Algorithm", "Cluster", "Deploy", "Imported", "to_rlg"), ".builder"),
-    "run": ".api",
+    **dict.fromkeys(("export", "run"), ".api"),
     "simulate": ".simulation",
 }
 

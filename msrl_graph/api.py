@@ -1,4 +1,4 @@
-"""`run`, as Python calls it: what msrl-run takes as flags, by keyword.
+"""`run` and `export`, as Python calls them: what msrl-run takes as flags, by keyword.
 
 Invariant: what is asked for in the wrong kind is a Fault, as all else that can be known before a process is started; so
 is a script that its own processes would start again.
@@ -11,13 +11,14 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
-from .diagnostics import NOWHERE, Diagnostic, Fault, Span, kind_of, public
+from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, kind_of, public
 from .diagnostics.shown import shown
 from .files.paths import is_file
 from .ir.plan import Plan
@@ -107,12 +108,7 @@ def run(
         print(shown("\n".join(made.lines())))
         return Outcome(made.url or made.folder, {})
     except Fault as fault:
-        from .compiler.pipeline import rendered
-
-        fault.diagnostics = tuple(
-            replace(d, message=_by_keyword(d.message), help=_by_keyword(d.help)) for d in fault.diagnostics
-        )
-        fault.text = "\n".join(rendered(None, fault.diagnostics))
+        _tell_by_keyword(fault)
         raise
     except (RunFailed, Interrupted) as ended:
         # Where in the package it was raised says nothing: a traceback ends at the call.
@@ -125,12 +121,54 @@ def run(
         raise failed.error from None
 
 
+@public
+def export(
+    checkpoint: Path | str, to: Path | str | None = None, *, worker: str | None = None, plan: Plan | None = None
+) -> dict[str, Path]:
+    """Write the weights of a checkpoint as Hugging Face folders and return these, by worker.
+
+    `checkpoint` is the folder of a run, whose newest checkpoint it is, or of a checkpoint, or its URL. The folders are
+    `to/WORKER`, with `worker` only that one's, which is `to` itself; by default they are in `exported/` of the run's
+    folder. `plan` says where the models are, by default the plan in the run's folder. Starts no process.
+
+    Raises Fault where the checkpoint is unsound, of another model, or a folder is not empty.
+    """
+    __tracebackhide__ = True
+    from .runtime.driver.export import export as written
+
+    try:
+        for name, given in (("checkpoint", checkpoint), ("to", to)):
+            if not isinstance(given, str | os.PathLike | None) or (name == "checkpoint" and not given):
+                _refuse(f"`{name}` is a folder, a str or a Path, not {kind_of(given)}")
+        if plan is not None and not isinstance(plan, Plan):
+            _refuse(f"`plan` is a plan, not {kind_of(plan)}", "make one: export(checkpoint, plan=compile(program))")
+        found = written(str(checkpoint), plan, worker or "", str(to or ""))
+    except Fault as fault:
+        _tell_by_keyword(fault)
+        raise
+    for note in found.warnings:
+        warnings.warn(f"{_by_keyword(note.message)}; {_by_keyword(note.help)}", ProgramWarning, stacklevel=2)
+    return found.folders
+
+
+def _tell_by_keyword(fault: Fault) -> None:
+    """Have a fault name arguments where it names flags."""
+    from .compiler.pipeline import rendered
+
+    fault.diagnostics = tuple(
+        replace(d, message=_by_keyword(d.message), help=_by_keyword(d.help)) for d in fault.diagnostics
+    )
+    fault.text = "\n".join(rendered(None, fault.diagnostics))
+
+
 def _by_keyword(text: str) -> str:
     """What names flags of msrl-run, with the arguments of `run` in their place."""
     text = re.sub(r"(?<!\S)--(overwrite|record)\b", r"`\1=True`", text)
     text = re.sub(r"(?<!\S)--(resume|iterations) (?=\S)", r"\1=", text)
     text = text.replace("--metrics-port", "`metrics_port`")
-    return re.sub(r"(?<!\S)--(out|replay)\b", r"`\1`", text)
+    text = re.sub(r"msrl-run PROGRAM --export (\S+)", r"export(\1, plan=compile(PROGRAM))", text)
+    text = re.sub(r"(?<!\S)--(to|worker|export) (?=\w)", r"\1=", text)
+    return re.sub(r"(?<!\S)--(out|replay|to)\b", r"`\1`", text)
 
 
 def _checked(plan: object, numbers: Mapping[str, object], folders: Mapping[str, object]) -> dict[str, int]:
@@ -187,4 +225,4 @@ def _refuse(message: str, help: str = "", code: str = "bad-value", span: Span = 
     raise Fault(Diagnostic(code, message, span, help))
 
 
-__all__ = ["run"]
+__all__ = ["export", "run"]

@@ -12,8 +12,10 @@ from place import EXAMPLE, SMALL
 from safetensors.torch import load_file
 from tiny import ROLLOUT, planned
 
+from msrl_graph import export
 from msrl_graph.backends.spec import Shard
 from msrl_graph.cli import run_main
+from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.driver import inputs
 from msrl_graph.runtime.driver.resuming import program
 from msrl_graph.runtime.weights import checkpoint, exported
@@ -160,6 +162,29 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(tmp_path, cap
     assert help == f"{old} is sound: --export {old}"
     assert run_main(help.partition(": ")[2].split()) == 0  # the help is followed
     assert content(run / "exported" / "000002" / "actor").keys() >= {"model.safetensors", "tokenizer.json"}
+
+
+def test_python_exports_the_same(tmp_path):
+    plan = plan_of(EXAMPLE / "model")
+    path, _ = save(tmp_path / "run", plan, "tp")
+    folders = export(tmp_path / "run")
+    assert folders == {name: tmp_path / "run" / "exported" / "000003" / name for name in ("actor", "critic")}
+    one = export(path, tmp_path / "to", worker="actor", plan=plan)
+    assert one == {"actor": tmp_path / "to"} and content(tmp_path / "to") == content(folders["actor"])
+    for arguments, message, help in (
+        ((tmp_path / "run",), "is there already and is not empty", "remove it, or name another one: `to`"),
+        ((tmp_path / "none",), "there is no folder", ""),
+        ((3,), "`checkpoint` is a folder, a str or a Path, not an int", ""),
+    ):
+        with pytest.raises(Fault) as fault:
+            export(*arguments)
+        (told,) = fault.value.diagnostics
+        assert message in told.message and told.help == help
+    (tmp_path / "run" / "plan.json").unlink()
+    with pytest.raises(Fault) as fault:
+        export(path, tmp_path / "again")
+    assert fault.value.diagnostics[0].help == f"name the program of the run: export({path}, plan=compile(PROGRAM))"
+    assert export(path, tmp_path / "again", plan=plan)
 
 
 def test_a_checkpoint_that_was_copied_out_of_its_run_needs_its_program_and_a_target(tmp_path, capsys):

@@ -169,6 +169,20 @@ def test_imbalance_is_that_of_each_round() -> None:
     assert imbalances(reports) == {"actor.update": 1.5, "actor.infer": 1.0}
 
 
+def test_rows_of_evaluations_that_the_lines_do_not_tell_of_go(plan, tmp_path):
+    """Those after the end of a run, where a resumed one goes on for longer."""
+    lines = [{"evaluation": "held_out", "after_iterations": 20}, {"iteration": 20}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = ("held_out/000020.parquet", "held_out/mine.parquet")
+    gone = ("held_out/000030.parquet", "last/again/000020.parquet")
+    for name in (*kept, *gone):
+        (tmp_path / "evaluation_rows" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "evaluation_rows" / name).touch()
+    Recorder(tmp_path, plan, 2).close()
+    there = {str(p.relative_to(tmp_path / "evaluation_rows")) for p in tmp_path.rglob("*.parquet")}
+    assert there == {*kept}
+
+
 def test_the_trace_takes_no_more_of_a_long_run_than_of_a_short_one(tmp_path):
     """Tasks from the beginning and from the end, as docs/running.md says."""
 

@@ -9,7 +9,7 @@ cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,17 @@ def write(run: Path, plan: Plan, pieces: dict[str, Piece], task: Task) -> None:
         here = _here(level, found, counted, pieces, task.trains)
         parquet.write_table(_table(level, plan, found, counted, here, pieces), partial)
         partial.replace(path)
+
+
+def prune(run: Path, evaluations: Collection[tuple[str, int]]) -> None:
+    """Remove the rows of all evaluations but these, each a name and the iterations before it.
+
+    A run that is resumed for longer does not do those again that came after the end of the shorter one.
+    """
+    for path in (run / EVALUATED).rglob("*.parquet"):
+        name = path.relative_to(run / EVALUATED).parts[0]
+        if path.stem.isdecimal() and (name, int(path.stem)) not in evaluations:
+            path.unlink()
 
 
 def _table(

@@ -18,6 +18,7 @@ from typing import Any
 from ...ir.ahead import Sends, row_age_bound
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
+from ..data import recording
 from ..process.report import Report
 from .best import Best, best_figures
 from .derived import means
@@ -63,6 +64,7 @@ class Recorder:
         lines = [read(text) for text in kept]
         for line in lines:
             (self.evaluations if "evaluation" in line else self.lines).append(line)
+        recording.prune(folder, {(line["evaluation"], line["after_iterations"]) for line in self.evaluations})
         self.written = len(kept)
         # In place and cut, not written anew: what is kept is never in danger.
         self._metrics = path.open("r+b" if kept else "wb")
@@ -188,7 +190,8 @@ class Recorder:
         for evaluation in self.plan.deploy.evaluations:
             some = [e for e in self.evaluations if e["evaluation"] == evaluation.task]
             for column in evaluation.report:
-                at = [(e["after_iterations"], e[column]) for e in some]
+                # A run that is resumed may report others than it did.
+                at = [(e["after_iterations"], e[column]) for e in some if column in e]
                 if not at:
                     continue
                 axes.plot(*zip(*at, strict=True), marker="o", linewidth=2, label=evaluation.title(column))
@@ -198,7 +201,8 @@ class Recorder:
         axes.set_title(self.plan.deploy.name)
         axes.margins(y=0.15)
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right")
+        if axes.lines:
+            axes.legend(loc="lower right")
         figure.savefig(self.folder / "curve.png", dpi=120)
         pyplot.close(figure)
 
