@@ -86,10 +86,18 @@ def test_examples_compile(example: tuple[str, str]) -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    text = reference.document()
-    anchors = {reference.anchor(title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        assert target[1:] in anchors if target.startswith("#") else (DOCS / target).is_file(), target
+    """Of all pages, with the heading that they name."""
+    pages = {path.name: path.read_text() for path in DOCS.glob("*.md")} | {"language.md": reference.document()}
+    headings = {
+        name: {reference.anchor(title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+        for name, text in pages.items()
+    }
+    for name, text in pages.items():
+        for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
+            page, _, heading = target.partition("#")
+            if "://" not in target:
+                assert not page or (DOCS / page).exists(), (name, target)
+                assert not heading or heading in headings.get(page or name, heading), (name, target)
 
 
 def test_an_entry_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
