@@ -49,10 +49,11 @@ def test_an_evaluation_is_not_written_into_its_run(tmp_path, capsys, overwrite):
     path = save(tmp_path / "ran", compile(EXAMPLE / "grpo.rlg"), 4)
     before = sorted(tmp_path.rglob("*"))
     for target in (tmp_path / "ran", path):
-        arguments = ["--evaluate", "--resume", str(target), "--out", str(tmp_path / "ran"), *overwrite]
-        assert run_main([str(EXAMPLE / "grpo.rlg"), *arguments]) == 1
-        told = "an evaluation is not written into the folder of the run that it evaluates"
-        assert told in capsys.readouterr().err
+        for out in (str(tmp_path / "ran"), f"file://{tmp_path}/ran"):
+            arguments = ["--evaluate", "--resume", str(target), "--out", out, *overwrite]
+            assert run_main([str(EXAMPLE / "grpo.rlg"), *arguments]) == 1
+            told = "an evaluation is not written into the folder of the run that it evaluates"
+            assert told in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -53,6 +53,17 @@ def is_url(text: str) -> bool:
     return _URL.fullmatch(text) is not None
 
 
+def same(one: str, other: str) -> bool:
+    """Whether two paths or URLs name one place; a path is one with its `file://` URL."""
+    return _canonical(one) == _canonical(other)
+
+
+def _canonical(text: str) -> str:
+    if is_url(text) and not text.startswith("file://"):
+        return text.rstrip("/")
+    return str(Path(text.removeprefix("file://")).resolve())
+
+
 def bare(url: str) -> str:
     """A URL without the version that `pinned` gave it."""
     found = _PIN.fullmatch(url)

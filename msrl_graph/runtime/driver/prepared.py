@@ -145,10 +145,7 @@ def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options,
         begin.parent.parent,
         brought.newest if brought else begin == checkpoint.found(begin.parent.parent)[-1],
     )
-    if brought or is_url(str(out)):
-        stays = brought is not None and (out is None or str(out).rstrip("/") == brought.run)
-    else:
-        stays = out is None or Path(out).resolve() == home.resolve()
+    stays = out is None or urls.same(str(out), brought.run if brought else str(home))
     if options.evaluate:
         if stays and out is not None:
             what = f"an evaluation is not written into the folder of the run that it evaluates, {out}"
