@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from ..diagnostics import Diagnostic
+from ..diagnostics import Diagnostic, Span
 from ..ir.graph import ELEMENTS, Graph, Node
+from ..ir.meant import choose_writer, without_arrow
 from ..ir.plan import reported as is_metric
 from ..ir.sequences import of_response
 from ..ir.signatures import CallKind, Signature
@@ -36,7 +37,11 @@ def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
                     else "add a node that writes it"
                 )
                 message = f"`{node.name}` reads `{column}`, which nobody writes"
-                found[column] = Diagnostic("never-written", message, node.span, help)
+                related: tuple[tuple[Span, str], ...] = ()
+                if (idle := without_arrow(graph, column)) is not None:
+                    help = f"add `-> {column}` to `{idle.name}`, which has a `call` and writes nothing"
+                    related = ((idle.span, f"`{idle.name}` writes nothing"),)
+                found[column] = Diagnostic("never-written", message, node.span, help, related=related)
     return list(found.values())
 
 
@@ -47,7 +52,9 @@ def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
             message = f"`{other.name}` writes `{column}`, which `{writers[0].name}` writes too"
             help = f"let one of them write another column, as in `raw_{column}`"
             if column in swapped:
-                help = "let `{}` write `{}`, which is read and nobody writes".format(*swapped[column])
+                names, empty = swapped[column]
+                who = " or ".join(f"`{name}`" for name in names)
+                help = f"let {who} write `{empty}`, which is read and nobody writes"
             found.append(
                 Diagnostic(
                     "two-writers",
@@ -60,20 +67,18 @@ def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
     return found
 
 
-def _swapped(graph: Graph) -> dict[str, tuple[str, str]]:
-    """Of a column with two writers, the one that is likely meant to write another of the same type, which is read and
-    nobody writes."""
-    found: dict[str, tuple[str, str]] = {}
+def _swapped(graph: Graph) -> dict[str, tuple[list[str], str]]:
+    """Of a column with two writers, the one (both, where either may be) that is likely meant to write another of the
+    same type, which is read and nobody writes."""
+    found: dict[str, tuple[list[str], str]] = {}
     doubled = {c: w for c, w in graph.writers.items() if len(w) == 2}
     read = {c for n in graph.nodes for c in n.reads} if doubled else ()
     empty = [c for c in graph.columns if c.name in read and c.name not in graph.writers]
     for name, writers in doubled.items():
         column = graph.column(name)
         same = [c.name for c in empty if (c.element, c.dims) == (column.element, column.dims)]
-        # The one that reads the other column comes after it.
-        first = [w.name for w in writers if len(same) == 1 and same[0] not in w.reads]
-        if first:
-            found[name] = first[-1], same[0]
+        if len(same) == 1 and (meant := choose_writer(graph, writers, name, same[0])):
+            found[name] = [w.name for w in meant], same[0]
     return found
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from ..diagnostics import nearest
+from ..diagnostics import Span, nearest
 from ..ir.evaluation import Evaluation
 from ..ir.graph import ELEMENTS, Expr, Graph
 from ..ir.kinds import ValueKind
+from ..ir.meant import without_arrow
 from ..ir.options import EvaluateOptions
 from ..ir.plan import reported
 from ..ir.rowsets import upstream
@@ -176,13 +177,25 @@ def _check_reported(value: Expr, graph: Graph, problems: Problems) -> None:
     written = {column for node in graph.nodes for column in node.writes}
     for column, word in _words(value).items():
         if column not in written:
-            message = f"no node writes a column `{column}`"
-            problems.tell("unknown-column", message, word.span, nearest(column, written))
+            _tell_unwritten(column, word.span, graph, problems, written)
         elif what := _unreported(graph, column):
-            help = (
-                f"report a column such as {_reportable(graph)}, an f32 scalar that a function or a reward model writes"
-            )
+            kind = "an f32 scalar that a function or a reward model writes"
+            others = _reportable(graph)
+            help = f"report a column such as {others}, {kind}" if others else f"report {kind}: `NAME : f32`"
             problems.tell("bad-value", f"`{column}` cannot be reported: it is {what}", word.span, help)
+
+
+def _tell_unwritten(column: str, span: Span, graph: Graph, problems: Problems, written: Collection[str]) -> None:
+    """Report that no node writes a reported column, with the node that is likely meant to."""
+    help = nearest(column, written)
+    related: tuple[tuple[Span, str], ...] = ()
+    idle = without_arrow(graph, column)
+    # Of a node with a mistake it is not known what it writes.
+    wrong = {(d.span.file, d.span.line) for d in problems.found}
+    if idle is not None and (idle.span.file, idle.span.line) not in wrong:
+        help = f"add `-> {column}` to `{idle.name}`, which has a `call` and writes nothing"
+        related = ((idle.span, f"`{idle.name}` writes nothing"),)
+    problems.found += mistake("unknown-column", f"no node writes a column `{column}`", span, help, related).diagnostics
 
 
 def _unreported(graph: Graph, column: str) -> str:
@@ -197,4 +210,4 @@ def _unreported(graph: Graph, column: str) -> str:
 def _reportable(graph: Graph) -> str:
     written = [column for node in graph.nodes for column in node.writes]
     known = sorted(c for c in written if graph.column(c).element == "f32" and not _unreported(graph, c))
-    return " or ".join(f"`{c}`" for c in known[:3]) or "`reward`"
+    return " or ".join(f"`{c}`" for c in known[:3])

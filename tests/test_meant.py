@@ -1,0 +1,146 @@
+"""Helps that name what was likely meant: each is applied, and then the program is accepted and means what it should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from language import context, diagnose, lowered
+
+from msrl_graph.diagnostics import Diagnostic
+
+PROGRAM = """algorithm mine {
+  columns {
+    prompt    : i32[<= 6]
+    answer    : text
+    response  : i32[<= 5]
+    old_logp  : f32[response]
+    ref_logp  : f32[response]
+    reward    : f32
+    advantage : f32[response]
+  }
+  worker actor     : policy
+  worker reference : policy frozen
+  worker host      : function
+  source(8) -> prompt, answer
+  node actor.generate(prompt) -> response { samples = 4 }
+  node actor.infer(prompt, response) -> old_logp
+  node reference.infer(prompt, response) -> ref_logp
+  node host.reward(response, answer) -> reward { call = exact_match() }
+  node host.advantage(response, reward) -> advantage { call = group_norm(), per = prompt }
+  node actor.update(prompt, response, old_logp, ref_logp, advantage) {
+    loss       = clip(0.2) + 0.01 * kl(low_var)
+    optimizer  = adamw(lr = 2e-4)
+    mini_batch = 16
+  }
+  source -> actor.generate
+  actor.generate -> actor.infer, reference.infer, host.reward
+  host.reward -> host.advantage
+  actor.infer, reference.infer, host.advantage -> actor.update
+  actor.update => actor.generate
+}
+"""
+EVALUATION = """cluster laptop { device = "cpu", devices_per_node = 2 }
+deploy mine on laptop {
+  model policy = "qwen2.5-0.5b"
+  data source = "train.jsonl"
+  data test = "test.jsonl"
+  evaluate test { report = reward }
+}
+"""
+
+
+def change(text: str, *changes: tuple[str, str]) -> str:
+    for before, after in changes:
+        assert before in text, before
+        text = text.replace(before, after)
+    return text
+
+
+def only(program: str, folder: Path = Path()) -> Diagnostic:
+    """The one error of a program."""
+    (found,) = (d for d in diagnose(program, context(folder)) if d.severity == "error")
+    return found
+
+
+def writer(program: str, column: str) -> str:
+    return lowered(program).graph.writer(column).name
+
+
+WRITERS = {
+    "the trained worker's": ("actor.infer(prompt, response) -> old_logp", "ref_logp", "actor.infer"),
+    "the reference's": ("reference.infer(prompt, response) -> ref_logp", "old_logp", "reference.infer"),
+}
+
+
+@pytest.mark.parametrize("case", WRITERS)
+@pytest.mark.parametrize("name", ["reference", "teacher"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_of_two_writers_the_one_that_the_names_tell_is_meant_to_write_the_other_column(
+    case: str, name: str, turned: bool
+) -> None:
+    """Whichever is first, and also where the frozen worker is called something else."""
+    right, other, node = WRITERS[case]
+    lines = [f"  node {right}\n" for right, *_ in WRITERS.values()]
+    head, column = right.rsplit(" ", 1)
+    program = change(PROGRAM, ("".join(lines), "".join(reversed(lines)))) if turned else PROGRAM
+    program = change(program, ("reference", name))
+    head, node = head.replace("reference", name), node.replace("reference", name)
+    told = only(change(program, (f"{head} {column}", f"{head} {other}")))
+    assert told.help == f"let `{node}` write `{column}`, which is read and nobody writes"
+    assert (writer(program, "old_logp"), writer(program, "ref_logp")) == ("actor.infer", f"{name}.infer")
+
+
+def test_two_writers_that_nothing_tells_apart_are_both_named() -> None:
+    names = (("old_logp", "first"), ("ref_logp", "second"), ("clip(0.2)", "clip(0.2, old_logp = first)"))
+    program = change(PROGRAM, *names, ("kl(low_var)", "kl(low_var, ref_logp = second)"), (" frozen", ""))
+    assert not [d for d in diagnose(program) if d.severity == "error"]
+    told = only(change(program, ("-> second", "-> first")))
+    assert told.help == "let `actor.infer` or `reference.infer` write `second`, which is read and nobody writes"
+
+
+@pytest.mark.parametrize("deploy", ["", EVALUATION])
+@pytest.mark.parametrize("call", ["exact_match()", '"rewards.py:own"'])
+def test_a_node_without_its_arrow_is_named_where_its_column_is_missed(deploy: str, call: str, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text("def own(response, answer):\n    return 1.0\n")
+    program = change(PROGRAM, ("exact_match()", call)) + deploy
+    told = only(change(program, (" -> reward {", " {")), tmp_path)
+    assert told.help == "add `-> reward` to `host.reward`, which has a `call` and writes nothing"
+    assert [(note, span.line) for span, note in told.related] == [("`host.reward` writes nothing", 18)]
+    assert not [d for d in diagnose(program, context(tmp_path)) if d.severity == "error"]
+
+
+def test_a_node_that_only_looks_on_is_not_meant_to_write_what_is_missed(tmp_path: Path) -> None:
+    (tmp_path / "log.py").write_text("def lengths(response):\n    print(len(response))\n")
+    log = '  node host.log(response) { call = "log.py:lengths" }\n  actor.generate -> host.log\n'
+    program = change(PROGRAM, ("  source -> actor", f"{log}  source -> actor"))
+    assert not [d for d in diagnose(program, context(tmp_path)) if d.severity == "error"]
+    lines = "".join(line for line in program.splitlines(True) if "reference.infer(" not in line)
+    told = only(change(lines, ("reference.infer, ", "")), tmp_path)
+    assert told.help == "add a node that writes it"
+
+
+def test_a_node_whose_column_is_misspelt_is_not_said_to_write_nothing() -> None:
+    found = diagnose(change(PROGRAM, ("-> reward {", "-> rewrd {")) + EVALUATION)
+    assert [d.help for d in found] == ["did you mean `reward`?", "known here: " + KNOWN]
+
+
+KNOWN = ", ".join(f"`{c}`" for c in ("advantage", "answer", "old_logp", "prompt", "ref_logp", "response"))
+
+
+@pytest.mark.parametrize(("kind", "other"), [("f32[response]", ""), ("i32", ""), ("i32", "score")])
+def test_a_column_that_cannot_be_reported_is_not_the_one_that_the_help_reports(kind: str, other: str) -> None:
+    program = change(PROGRAM, ("reward    : f32", f"reward    : {kind}")) + EVALUATION
+    what = "an f32 scalar that a function or a reward model writes"
+    help = f"report {what}: `NAME : f32`"
+    if other:
+        help = f"report a column such as `score`, {what}"
+        second = "  node second: host.reward(response, answer) -> score { call = exact_match() }\n"
+        program = change(program, ("  source -> actor", f"{second}  source -> actor"))
+        program = change(program, ("  columns {", "  columns {\n    score : f32"))
+        program = change(program, ("reference.infer, host.reward\n", "reference.infer, host.reward, second\n"))
+    (told,) = (d for d in diagnose(program) if "reported" in d.message)
+    assert told.help == help
+    if other:
+        applied = change(program, ("report = reward", "report = score"))
+        assert not [d for d in diagnose(applied) if "report" in d.message]
