@@ -144,3 +144,31 @@ def test_a_column_that_cannot_be_reported_is_not_the_one_that_the_help_reports(k
     if other:
         applied = change(program, ("report = reward", "report = score"))
         assert not [d for d in diagnose(applied) if "report" in d.message]
+
+
+DROPPED = {
+    "host.advantage.per": "add `per = prompt`",
+    "actor.update.loss": "add `loss = clip(0.2)`",
+    "actor.update.optimizer": "add `optimizer = adamw(lr = 1e-6)`",
+    "host.reward.call": 'add `{ call = NAME() }` or `{ call = "file.py:function" }`',
+}
+STATED = {"per": "prompt", "loss": "clip(0.2)", "optimizer": "adamw(lr = 1e-6)", "call": "exact_match()"}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_an_attribute_that_is_missed_was_dropped(name: str) -> None:
+    head = "import grpo\nalgorithm mine extends grpo {\n"
+    told = only(f"{head}  drop {name}\n}}\n")
+    assert told.help == f"leave `drop {name}` out, or {DROPPED[name]}"
+    assert [(note, span.line) for span, note in told.related] == [(f"`{name}` is dropped here", 3)]
+    node, _, key = name.rpartition(".")
+    applied = diagnose(f"{head}  drop {name}\n  node {node} {{ {key} = {STATED[key]} }}\n}}\n")
+    assert not [d for d in applied if d.severity == "error"]
+
+
+def test_an_attribute_that_is_stated_again_is_not_missed_by_its_drop() -> None:
+    again = "algorithm mine extends grpo { drop host.advantage.per node host.advantage { per = row } }"
+    assert "dropped" not in str(only(f"import grpo\n{again}"))
+    second = "algorithm mine extends grpo { drop host.advantage.per }\nalgorithm next extends mine "
+    whole = "{ node host.advantage(response, reward) -> advantage { per = row, call = group_norm() } }"
+    assert "dropped" not in str(only(f"import grpo\n{second}{whole}"))

@@ -230,9 +230,7 @@ class _Algorithm(Declarations):
         given = {a.key.text for a in node.attrs}
         if statement == "function" and not given & {"call", "keep", "select", "refill"}:
             help = 'add `{ call = NAME() }` or `{ call = "file.py:function" }`'
-            self.problems.tell(
-                "bad-value", f"`{node.worker.text}.{node.verb.text}` says nowhere what it calls", node.title, help
-            )
+            self.problems.tell("bad-value", f"`{node_name(node)}` says nowhere what it calls", node.title, help)
         elif statement == "function" and node.writes and "call" not in given:
             help = f"add `call`, or leave out `-> {', '.join(n.text for n in node.writes)}`: a filter writes nothing"
             self.problems.tell(
@@ -261,7 +259,7 @@ class _Algorithm(Declarations):
                     self.problems.tell("bad-value", what, node.title, "add `partial = 0.5`, or leave it out")
         for key, attribute in STATEMENTS[statement].declared().items():
             if attribute.must and key not in given:
-                message = f"`{node.worker.text}.{statement}` has no `{key}`"
+                message = f"`{node_name(node)}` has no `{key}`"
                 self.problems.tell("bad-value", message, node.title, f"add `{key} = {attribute.must}`")
 
     def _need_partner(self, node: ast.Node, given: Collection[str]) -> None:

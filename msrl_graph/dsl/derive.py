@@ -138,6 +138,13 @@ class _Written:
             self.declared[key] = statement
             self.own.add(key)
             self.dropped.pop(key[1], None)
+            if isinstance(statement, ast.Node | ast.Source):
+                self._restate_attributes(key[1], statement.attrs)
+
+    def _restate_attributes(self, node: str, attrs: Iterable[ast.Attr]) -> None:
+        """Forget that these were dropped."""
+        for attr in attrs:
+            self.dropped.pop(f"{node}.{attr.key.text}", None)
 
     def _node(self, node: ast.Node) -> None:
         key = ("node", node_name(node))
@@ -157,6 +164,7 @@ class _Written:
         kept = [new.pop(a.key.text, a) for a in old.attrs]
         # What is stated twice in one patch is told as in any statement.
         again = [a for a in node.attrs if a not in kept and a.key.text not in new]
+        self._restate_attributes(key[1], node.attrs)
         patched = (*old.patched, *(a.key.text for a in node.attrs))
         self.declared[key] = replace(old, attrs=(*kept, *new.values(), *again), patched=patched)
 
@@ -199,6 +207,7 @@ class _Written:
             help = nearest(key, [a.key.text for a in old.attrs])
             raise mistake("unknown-name", f"`{node}` states no `{key}`, so there is nothing to drop", ref.span, help)
         self.declared["node", node] = replace(old, attrs=left)
+        self.dropped[ref.text] = Dropped(ref.span, attribute=(node, key))
 
     def _drop_nodes(self, names: set[str], ref: ast.Ref) -> None:
         for name in names:
