@@ -397,3 +397,12 @@ CALLED = {
     for name, attribute in said.declared().items()
     if attribute.kind in (CALL, KEEP, ENVIRONMENT, AGENT, LOSS, OPTIMIZER)
 }
+
+
+def place_of_call(node: Node) -> str:
+    """Where what a node calls is stated, for running text; where it calls nothing, the node itself.
+
+    Of a node that extends another one's these are different lines, often of different files.
+    """
+    calls = (call.span for key in CALLED if (call := node.stated(key)) is not None)
+    return next((span.place for span in calls if span.line), node.span.place)

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ...ir.attributes import place_of_call
 from ...ir.graph import Node
 from ...ir.plan import Plan, from_json
 from ..process import log, shipped
@@ -62,7 +63,7 @@ class Beside:
         except (EOFError, OSError):
             status = self.process.wait()
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            what = f"`{self.node.name}` ({self.node.span.place}): the process of its agents has ended, with {how}"
+            what = f"`{self.node.name}` ({place_of_call(self.node)}): the process of its agents has ended, with {how}"
             raise (Lost if status == -signal.SIGKILL else RunError)(what) from None
         if isinstance(found, Broken):
             raise RunError(found.message)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...cost.holdings import dtype
-from ...ir.attributes import Generate
+from ...ir.attributes import Generate, place_of_call
 from ...ir.graph import Graph, Node
 from ...ir.instruction import nodes_run
 from ...ir.plan import Plan
@@ -284,7 +284,8 @@ def _message(node: Node, task: Task, rows: Array, what: str) -> str:
         if task.name == "train"
         else f"the evaluation of {task.name} after {task.number} iterations"
     )
-    return f"`{node.name}` ({node.span.place}) on {listed(rows)} of {when}: {what}"
+    place = place_of_call(node) if node.stated("call") else node.span.place
+    return f"`{node.name}` ({place}) on {listed(rows)} of {when}: {what}"
 
 
 def not_finite(column: Column) -> Array:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...data.characters import escaped
-from ...ir.attributes import CALLED
+from ...ir.attributes import place_of_call
 from ...ir.graph import Node
 from ..process import log
 from .note import ProcessDied
@@ -55,10 +55,7 @@ def blame(node: Node, error: BaseException | Told, where: str, given: Iterable[t
     """What is told where a node's Python fails on what it was `given`, each with its parameter; the log of this process
     gets it in full."""
     told = error if isinstance(error, Told) else Told.of(error)
-    # Of a node that extends another one's the call may stand elsewhere.
-    calls = [call.span for key in CALLED if (call := node.stated(key)) is not None]
-    place = next((span.place for span in calls if span.line), node.span.place)
-    head = f"`{node.name}` ({place}) failed on {where}: {told.reason}"
+    head = f"`{node.name}` ({place_of_call(node)}) failed on {where}: {told.reason}"
     values = list(given)
     log.whole(head, told.whole, *(f"{name}: {cut(repr(v), LOGGED)}\n" for name, v in values))
     lines = [*told.steps, *(f"{name}: {shown(value)}" for name, value in values)]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...emit.words import many
+from ...ir.attributes import place_of_call
 from ...ir.plan import Plan
 from ..process.report import Report, RunError
 from ..process.task import Task
@@ -34,7 +35,9 @@ def failures(plan: Plan, task: Task, reports: Sequence[Report]) -> list[str]:
         else:
             where = f"the evaluation of {task.name} after {many(task.number, 'iteration')}"
             rest = f"its means are those of the other {stay}"
-        words = f"`{node.name}` ({node.span.place}): {failed} of {rows} rows failed in {where} ({', '.join(reasons)}); "
+        words = (
+            f"`{node.name}` ({place_of_call(node)}): {failed} of {rows} rows failed in {where} ({', '.join(reasons)}); "
+        )
         first: dict[str, str] = {}
         for report in reports:
             first = report.failed.get(node.name, {}) | first
