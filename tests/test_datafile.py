@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from msrl_graph import Fault, compile
+from msrl_graph import Fault, algorithms, compile
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.data import datafile
 from msrl_graph.diagnostics import Diagnostic
@@ -257,3 +257,113 @@ def test_looking_into_a_file_imports_nothing_heavy(tmp_path: Path) -> None:
         [sys.executable, "-c", LIGHT, str(program(tmp_path))], capture_output=True, text=True, timeout=60, check=True
     )
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+VERL = {
+    "prompt": "1+1=",
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2", "weights": [1, 2]},
+    "extra_info": {"index": 7, "source": {"name": "gsm8k", "tags": ["a"]}},
+}  # the fields that verl's files have
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dotted_field_reads_a_part_of_an_object(tmp_path: Path, kind: str) -> None:
+    path = written(tmp_path / kind, [VERL, {**VERL, "prompt": "2+2=", "reward_model": {"ground_truth": "4"}}])
+    fields = {"prompt": "prompt", "answer": "reward_model.ground_truth", "of": "extra_info.source.name"}
+    fields |= {"both": "extra_info.source", "whole": "extra_info"}
+    info = VERL["extra_info"]
+    rows = [(v["prompt"], a, "gsm8k", info["source"], info) for v, a in ((VERL, "2"), ({"prompt": "2+2="}, "4"))]
+    found = list(datafile.rows(Data("source", str(path), fields)))
+    assert found == [(i, dict(zip(fields.values(), row, strict=True))) for i, row in enumerate(rows, 1)]
+    compile(program(tmp_path, kind, 'answer = "reward_model.ground_truth"'))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_very_name_comes_before_a_part(tmp_path: Path, kind: str) -> None:
+    row = {"a": {"b": "part", "c.d": "dotted"}, "a.b": "whole", "e.f": {"g": "inside"}}
+    path = written(tmp_path / kind, [row])
+    fields = {"x": "a.b", "y": "a.c.d", "z": "e.f.g", "w": "a"}
+    ((_, found),) = datafile.rows(Data("source", str(path), fields))
+    assert found == {"a.b": "whole", "a.c.d": "dotted", "e.f.g": "inside", "a": row["a"]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_in_an_object_have_the_fields_that_they_were_written_with(tmp_path: Path, kind: str) -> None:
+    said = [[{"role": "user", "content": "1+1="}], [{"role": "user", "content": "2+2=", "name": "x"}]]
+    path = written(tmp_path / kind, [{"chat": {"messages": m}} for m in said])
+    found = datafile.rows(Data("source", str(path), {"prompt": "chat.messages"}))
+    assert [row["chat.messages"] for _, row in found] == said
+
+
+PARTS = [
+    ("reward_model.ground_truht", "has no field `ground_truht` in `reward_model`, which the column `answer` reads"),
+    ("reward_modle.ground_truth", "has no field `reward_modle.ground_truth`, which the column `answer` reads"),
+    ("ground_truth", "has no field `ground_truth`, which the column `answer` reads"),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("field", "message"), PARTS)
+def test_a_part_that_is_not_there_is_reported_with_the_one_that_is_meant(
+    tmp_path: Path, kind: str, field: str, message: str
+) -> None:
+    written(tmp_path / kind, [VERL] * 4)
+    (found,) = told(program(tmp_path, kind, f'answer = "{field}"'))
+    assert found.message.endswith(message)
+    meant = re.match(r"did you mean `(.*?)`\? ", found.help)
+    assert meant and meant[1] == "reward_model.ground_truth"
+    compile(program(tmp_path, kind, f'answer = "{meant[1]}"'))
+
+
+def test_a_row_without_the_part_is_reported_with_its_number(tmp_path: Path) -> None:
+    for kind, place in (("rows.jsonl", "line 2 of "), ("rows.parquet", "row 2 of ")):
+        written(tmp_path / kind, [VERL, {**VERL, "reward_model": None}, VERL, VERL])
+        (found,) = told(program(tmp_path, kind, 'answer = "reward_model.ground_truth"'))
+        what = "has null in `reward_model`, where an object with the field `ground_truth` belongs"
+        assert found.message == f"{place}{tmp_path / kind} {what}"
+        assert found.help == "give each row an object in `reward_model`, or leave such rows out"
+    (found,) = told(program(tmp_path, kind, 'answer = "ability.kind"'))
+    assert found.message.endswith(" has string in `ability`, where an object with the field `kind` belongs")
+    assert found.help == "only an object, in Parquet a struct, has fields: `ability` is not one"
+    written(tmp_path / "rows.jsonl", [VERL, {**VERL, "reward_model": {"style": "rule"}}, VERL, VERL])
+    (found,) = told(program(tmp_path, "rows.jsonl", 'answer = "reward_model.ground_truth"'))
+    assert found.message.startswith("line 2 of ") and "has no field `ground_truth` in `reward_model`" in found.message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [STRUCT, {"rule": STRUCT}, {"style": [1], "answers": "2"}])
+def test_an_object_where_text_belongs_is_reported_with_its_fields(tmp_path: Path, kind: str, value: Any) -> None:
+    written(tmp_path / kind, [{"prompt": "1+1=", "answer": value}] * 4)
+    (found,) = told(program(tmp_path, kind))
+    write, fields, whole = found.help.split("; ")
+    assert re.fullmatch(r"write (.*) to read a field of `answer`", write)
+    assert fields == "the fields of `answer` are " + ", ".join(f"`{k}`" for k in value)
+    assert whole == "a column of type `json` takes any object or list as it is, for functions"
+    forms = re.findall(r"`(answer = .*?)`", write)
+    assert len(forms) == (1 if "answers" in value else 2)  # which of several is meant is not guessed
+    for form in forms:
+        compile(program(tmp_path, kind, form))
+
+
+def test_a_json_column_takes_what_text_does_not(tmp_path: Path) -> None:
+    written(tmp_path / "rows.jsonl", [{"prompt": "1+1=", "answer": [1]}] * 4)
+    (found,) = told(program(tmp_path))
+    assert found.help == "a column of type `json` takes any object or list as it is, for functions"
+    grpo = (Path(algorithms.__file__).parent / "grpo.rlg").read_text(encoding="utf-8")
+    own = grpo.replace("answer    : text", "answer    : json").replace("math_verify()", '"f.py:right"')
+    (tmp_path / "grpo.rlg").write_text(own, encoding="utf-8")
+    (tmp_path / "f.py").write_text("def right(prompt, response, answer): return 1.0", encoding="utf-8")
+    path = program(tmp_path)
+    path.write_text(path.read_text(encoding="utf-8").replace("import grpo", 'import "grpo.rlg"'), encoding="utf-8")
+    compile(path)
+
+
+def test_a_struct_with_two_fields_of_a_name_is_reported(tmp_path: Path) -> None:
+    twice = pa.StructArray.from_arrays([pa.array(["1"]), pa.array(["2"])], ["gold", "gold"])
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["1="], "answer": twice}), path)
+    for field in ("answer", "answer.gold"):
+        with pytest.raises(Fault, match=r"has several fields `answer\.gold`"):
+            list(datafile.rows(Data("source", str(path), {"answer": field})))
+    assert len(list(datafile.rows(data(path)))) == 1

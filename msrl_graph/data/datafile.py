@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import Diagnostic, Fault
 from ..files import hints
-from ..ir.graph import Graph
+from ..ir.graph import Column, Graph
 from ..ir.plan import Data
-from . import fields
+from . import fields, nested
 from .chat import are_messages
 
 if TYPE_CHECKING:
@@ -28,11 +28,13 @@ if TYPE_CHECKING:
 LOOKED = 100  # rows that `head` looks at
 CHARACTERS = 1 << 24  # that `head` reads
 NAMED = 12  # fields of a file that a message names
+FORMS = 4  # fields of an object that a message says how to read
 
 
 def rows(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row of a JSON lines file, or of a Parquet one, with its line (or its number, from 1); it has all fields that
-    are read. Raises Fault: a file that is missing or empty, a row that is no object or lacks a field."""
+    """Each row of a JSON lines file, or of a Parquet one, with its line (or its number, from 1): the fields that are
+    read, by the name that the program gives. Raises Fault: a file that is missing or empty, a row that is no object or
+    lacks a field."""
     empty = True
     with _told(data):
         for row in _parquet(data) if is_parquet(data) else _objects(data):
@@ -76,8 +78,31 @@ def take_row(row: Mapping[str, Any], number: int, data: Data, graph: Graph) -> d
         try:
             values[column] = fields.take(row[name], graph.column(column))
         except fields.Misfit as misfit:
-            raise bad(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}") from None
+            help = _instead(row[name], graph.column(column), name)
+            raise bad(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}", help) from None
     return values
+
+
+def _instead(value: Any, column: Column, name: str) -> str:
+    """Say what to read instead of an object or a list that does not fit its column."""
+    whole = "a column of type `json` takes any object or list as it is, for functions"
+    if column.element == "json":
+        return ""
+    if not isinstance(value, Mapping) or not value:
+        return whole if column.element == "text" and isinstance(value, Mapping | list) else ""
+    fit = [n for n in nested.names(value) if _fits(nested.find(value, n), column)]
+    near = _close("", column.name, dict.fromkeys(fit, False))
+    forms = " or ".join(f'`{column.name} = "{name}.{n}"`' for n in ([near] if near else fit[:FORMS]))
+    write = f"write {forms} to read a field of `{name}`; " if forms else ""
+    return f"{write}{_listed(value, name)}" + (f"; {whole}" if column.element == "text" else "")
+
+
+def _fits(value: Any, column: Column) -> bool:
+    try:
+        fields.take(value, column)
+    except fields.Misfit:
+        return False
+    return True
 
 
 def few(data: Data, has: str, prompts: int) -> Diagnostic:
@@ -147,8 +172,7 @@ def _object(data: Data, number: int, line: str) -> dict[str, Any]:
         raise bad(data, number, f"cannot be read: {error}") from None
     if not isinstance(row, dict):
         raise bad(data, number, "is not an object", 'write one object a line: {"prompt": "...", ...}')
-    _complete(data, where(data, number), list(row))
-    return row
+    return _fields(data, where(data, number), row)
 
 
 @contextmanager
@@ -159,12 +183,12 @@ def _opened(data: Data) -> Iterator[ParquetFile]:
 
     try:
         with parquet.ParquetFile(data.path) as file:
-            there = file.schema_arrow.names
-            _complete(data, f"the data file {data.path}", there)
+            there = _types(file.schema_arrow)
+            _fields(data, f"the data file {data.path}", there)
             for column, name in data.fields.items():
-                if there.count(name) > 1:
+                if twice := next((t for t in there.several if _overlap(name, t)), ""):
                     span = data.stated.get(column, data.span)
-                    raise Fault(Diagnostic("bad-data", f"the data file {data.path} has several fields `{name}`", span))
+                    raise Fault(Diagnostic("bad-data", f"the data file {data.path} has several fields `{twice}`", span))
             yield file
     except pa.ArrowInvalid as error:
         what = f"the data file {data.path} is not a Parquet file: {error}"
@@ -179,7 +203,36 @@ def _parquet(data: Data, batch_size: int = 65536) -> Iterator[tuple[int, dict[st
         for batch in file.iter_batches(batch_size, columns=list(dict.fromkeys(data.fields.values()))):
             for row in batch.to_pylist():
                 number += 1
-                yield number, {name: _stated(value) if are_messages(value) else value for name, value in row.items()}
+                found = _fields(data, where(data, number), row)
+                yield number, {name: _stated(value) if are_messages(value) else value for name, value in found.items()}
+
+
+def _overlap(field: str, other: str) -> bool:
+    """Whether one of two fields is the other, or a part of it."""
+    return f"{field}.".startswith(f"{other}.") or other.startswith(f"{field}.")
+
+
+class _Types(dict[str, Any]):
+    """The fields of a Parquet file by name, each with its type in words, or as such a dict where it is a struct;
+    `several` are those of which there is more than one."""
+
+    several: tuple[str, ...] = ()
+
+
+def _types(fields: Any) -> _Types:
+    """Return the fields of a schema or of a type that is a struct."""
+    import pyarrow as pa
+
+    found = _Types()
+    for field in fields:
+        if field.name in found:
+            found.several += (field.name,)
+        elif pa.types.is_struct(field.type):
+            found[field.name] = inner = _types(field.type)
+            found.several += tuple(f"{field.name}.{name}" for name in inner.several)
+        else:
+            found[field.name] = "list" if pa.types.is_nested(field.type) else str(field.type)
+    return found
 
 
 def _stated(value: Any) -> Any:
@@ -189,26 +242,55 @@ def _stated(value: Any) -> Any:
     return [_stated(item) for item in value] if isinstance(value, list) else value
 
 
-def _complete(data: Data, what: str, there: Sequence[str]) -> None:
-    """Raises Fault where there are not all fields that are read, each told where the program states it."""
-    lacking = [column for column, name in data.fields.items() if name not in there]
-    if not lacking:
-        return
-    names = ", ".join(f"`{k}`" for k in islice(there, NAMED)) or "none"
-    fields = f"its fields are {names}" + (f" and {len(there) - NAMED:,} more" if len(there) > NAMED else "")
-    found = []
-    for column in lacking:
-        name, stated = data.fields[column], data.stated.get(column)
-        close = _close(name, column, [n for n in there if n not in data.fields.values()])
-        guess = f"did you mean `{close}`?" if stated else f'write `{{ {column} = "{close}" }}`;'
-        message = f"{what} has no field `{name}`, which the column `{column}` reads"
-        found.append(Diagnostic("bad-data", message, stated or data.span, f"{guess} {fields}" if close else fields))
-    raise Fault(*found)
+def _fields(data: Data, what: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row that are read, or of a schema their types. Raises Fault for those that are not there,
+    each told where the program states it."""
+    found: dict[str, Any] = {}
+    lacking = []
+    for column, name in data.fields.items():
+        try:
+            found[name] = nested.find(row, name)
+        except nested.Absent as absent:
+            lacking.append(_lacks(data, what, row, column, absent))
+    if lacking:
+        raise Fault(*lacking)
+    return found
 
 
-def _close(name: str, column: str, there: Sequence[str]) -> str:
-    """The field that is likely meant: one that is written nearly as the one that is not there, or as the column."""
-    for word, least in ((name, 0.8), (column, 0.6), (name, 0.6)):
-        if found := difflib.get_close_matches(word, there, n=1, cutoff=least):
-            return found[0]
+def _lacks(data: Data, what: str, row: Mapping[str, Any], column: str, absent: nested.Absent) -> Diagnostic:
+    """A field that a column reads and a row does not have."""
+    stated = data.stated.get(column)
+    if not isinstance(absent.found, Mapping):
+        found = absent.found if isinstance(row, _Types) else fields.called(type(absent.found))
+        message = f"{what} has {found} in `{absent.inside}`, where an object with the field `{absent.part}` belongs"
+        help = f"give each row an object in `{absent.inside}`, or leave such rows out"
+        if found != "null":
+            help = f"only an object, in Parquet a struct, has fields: `{absent.inside}` is not one"
+        return Diagnostic("bad-data", message, stated or data.span, help)
+    listed = _listed(absent.found, absent.inside)
+    used = data.fields.values()
+    near = _close(data.fields[column], column, {n: o for n, o in nested.names(row).items() if n not in used})
+    guess = f"did you mean `{near}`? " if stated else f'write `{{ {column} = "{near}" }}`; '
+    inside = f" in `{absent.inside}`" if absent.inside else ""
+    message = f"{what} has no field `{absent.part}`{inside}, which the column `{column}` reads"
+    return Diagnostic("bad-data", message, stated or data.span, f"{guess}{listed}" if near else listed)
+
+
+def _listed(there: Mapping[str, Any], name: str) -> str:
+    """The fields of an object `name`, or of a row (""), in words."""
+    first = ", ".join(f"`{k}`" for k in islice(there, NAMED)) or "none"
+    whose = f"the fields of `{name}`" if name else "its fields"
+    return f"{whose} are {first}" + (f" and {len(there) - NAMED:,} more" if len(there) > NAMED else "")
+
+
+def _close(name: str, column: str, there: Mapping[str, bool]) -> str:
+    """The field that is likely meant, by dotted name and whether it is an object: one that is written nearly as the one
+    that is not there, or as the column. Of fields of objects the last part counts too; an object itself is meant only
+    where it is written nearly so."""
+    written = {n: n for n, is_object in there.items() if not is_object}
+    for field in list(written):
+        written.setdefault(field.rpartition(".")[2], field)
+    for word, least, of in ((name, 0.8, written | {n: n for n in there}), (column, 0.6, written), (name, 0.6, written)):
+        if found := difflib.get_close_matches(word, of, n=1, cutoff=least):
+            return of[found[0]]
     return ""

@@ -81,13 +81,14 @@ def holds_tokens(column: Column) -> bool:
 def _text(value: Any, wanted: str) -> str:
     if not isinstance(value, str):
         odd = isinstance(value, float) and not math.isfinite(value)
-        raise Misfit(str(value) if odd else _called(type(value)), wanted)
+        raise Misfit(str(value) if odd else called(type(value)), wanted)
     if half := half_character(value):
         raise Misfit(half, wanted)
     return value
 
 
-def _called(kind: type) -> str:
+def called(kind: type) -> str:
+    """The type of a JSON value in a word."""
     return "null" if kind is type(None) else kind.__name__
 
 
@@ -118,13 +119,13 @@ def _numbers(value: Any, column: Column, wanted: str = "") -> Array:
     )
     flat = [value]
     for dim in column.dims:
-        if odd := {_called(type(v)) for v in flat if not isinstance(v, list)}:
+        if odd := {called(type(v)) for v in flat if not isinstance(v, list)}:
             raise Misfit(min(odd), wanted)
         if dim.size and not dim.ragged and (lengths := {len(v) for v in flat} - {dim.size}):
             raise Misfit(f"a list of {min(lengths)}", wanted)
         flat = list(chain.from_iterable(flat))
     within = "a list with " if column.dims else ""
-    if odd := {_called(t) for t in set(map(type, flat)) - kind.types}:
+    if odd := {called(t) for t in set(map(type, flat)) - kind.types}:
         raise Misfit(within + min(odd), wanted)
     try:
         with np.errstate(over="ignore"):
