@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from language import context, diagnose, lowered
 from place import ONE_RANK, SMALL, Place, metrics
-from pyarrow import parquet
+from pyarrow import compute, parquet
 from test_attempts import voted
 
 from msrl_graph import Cluster, Deploy, Imported, compile, to_rlg
 from msrl_graph.compiler.loading import load
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.plan import Plan
-from msrl_graph.runtime.data.columns import Column, Piece, texts
+from msrl_graph.runtime.data import recording
+from msrl_graph.runtime.data.columns import Column, Piece, ragged, texts
 from msrl_graph.runtime.data.wrong import Watch
 from msrl_graph.runtime.functions.blame import BadResult
 from msrl_graph.runtime.functions.values import Returned
@@ -268,6 +269,29 @@ def test_a_function_returns_none_where_its_figure_does_not_apply_and_nobody_read
     report, watch, node = Report("host"), Watch(plan), plan.graph.node("host.even")
     watch.results(node, Task("train", 0, 2), report, "even", np.arange(2), Column(np.float32([np.nan, 1])))
     assert report.sums == {"without/even": (1, 0)} and not report.remarks
+
+
+def test_where_a_function_returned_none_the_recorded_rows_hold_null(folder: Path) -> None:
+    (folder / "p.rlg").write_text(parted(program(GREEDY, given=True)))
+    plan = compile(folder / "p.rlg")
+    numbers = np.arange(4)
+    pieces = {
+        "prompt": Piece(np.arange(1), ragged([np.arange(3, 6)], np.int32)),
+        "response": Piece(numbers, ragged([np.arange(3, 5)] * 4, np.int32)),
+        "response.logp": Piece(numbers, ragged([np.zeros(2)] * 4, np.float32)),
+        "reward": Piece(numbers, Column(np.float32([0, 1, np.nan, 0]))),  # wrong, as `on_nan = skip` lets it be
+        "even": Piece(numbers, Column(np.float32([np.nan, 1, 0.5, np.nan]))),
+    }
+    for task, place in ((Task("train", 0, 1), "rows"), (Task("held_out", 0, 1), "evaluation_rows/held_out")):
+        recording.write(folder, plan, pieces, task)
+        table = parquet.read_table(folder / place / "000000.parquet")
+        assert table["even"].to_pylist() == [None, 1, 0.5, None]
+        assert table["even"].null_count == 2 and compute.mean(table["even"]).as_py() == 0.75
+        assert table["reward"].null_count == 0
+    recorded = recording.Recording(plan, folder)
+    columns = ("response", "response.logp")
+    (tokens, _) = recorded.responses(plan.graph.node("actor.generate"), columns, 0, [np.arange(3, 6)], numbers, 4)
+    assert [t.tolist() for t in tokens] == [[3, 4]] * 4  # rows without a value are replayed too
 
 
 def several(folder: Path, stated: str, data: str = "train.jsonl") -> Path:

@@ -27,7 +27,7 @@ from ..process.report import RunError
 from ..process.task import Task, numbers
 from .columns import Array, Column, Piece, Verdicts, offsets_of, texts
 from .tokens import of_column, tokenised
-from .wrong import drawn, vocabulary
+from .wrong import drawn, not_finite, vocabulary
 
 FOLDER = "rows"  # in a run's folder
 EVALUATED = "evaluation_rows"  # in a run's folder, with a folder for each evaluation
@@ -167,8 +167,8 @@ def prune(run: Path, evaluations: Collection[tuple[str, int]]) -> None:
 def _table(
     level: Table, plan: Plan, found: Rowsets, numbers: Numbers, here: dict[int, Array], pieces: dict[str, Piece]
 ) -> Any:
-    """The rows of a level with all columns of it and of those above. What a row lacks, since a filter dropped it, is
-    null."""
+    """The rows of a level with all columns of it and of those above. What a row lacks is null: since a filter dropped
+    it, or since a function returned None."""
     import pyarrow as pa
 
     graph = plan.graph
@@ -202,7 +202,8 @@ def _table(
         wanted = of(rowset, only=rowset in here and isinstance(piece, Verdicts))
         place = np.minimum(np.searchsorted(piece.rows, wanted), max(len(piece.rows) - 1, 0))
         text = name in declared and declared[name].element in ("text", "json")
-        made[_shown(graph, name)] = _arrow(piece.column, place, np.isin(wanted, piece.rows), text)
+        has = piece.rows[~not_finite(piece.column)] if name in graph.optional else piece.rows
+        made[_shown(graph, name)] = _arrow(piece.column, place, np.isin(wanted, has), text)
     for name in (n for n in _tokens(plan) if n in made):
         ids = [row or [] for row in made[name].to_pylist()]
         made[f"{name}_text"] = pa.array(of_column(plan, name).decode(map(np.asarray, ids), special=True), pa.string())
