@@ -1,6 +1,7 @@
 """`msrl-run` before anything runs: usage, plans that are none, machines that lack what is asked for."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -243,3 +244,21 @@ def test_an_engine_that_is_not_installed(tmp_path, capsys):
         "error[not-installed]: the engine `vllm` of `actor.generate` needs vllm, not installed here\n"
     )
     assert f"grpo.rlg:{line}:" in err and err.endswith("  = help: pip install 'msrl-graph[vllm]'\n")
+
+
+def test_an_engine_that_a_layout_asks_for_is_reported_at_the_layout(tmp_path, capsys):
+    """What the help says works: without the axis another engine runs the program."""
+    shutil.copytree(EXAMPLE, tmp_path / "here")
+    program = tmp_path / "here" / "grpo.rlg"
+    text = re.sub(r"  layout actor.update .*", "  layout actor.update { pp = 2 }", program.read_text())
+    program.write_text(text)
+    assert run_main([str(program), "--dry-run"]) == 1
+    line = text.splitlines().index("  layout actor.update { pp = 2 }") + 1
+    err = capsys.readouterr().err
+    what = "the engine `megatron` of `actor.update` needs megatron-core, not installed here"
+    assert err.startswith(f"error[not-installed]: {what}; the plan chose it, since `fsdp` has no pp\n")
+    assert f"grpo.rlg:{line}:" in err
+    fix = "or leave `pp` out of the layout: `fsdp` runs it then"
+    assert err.endswith(f"  = help: pip install 'msrl-graph[megatron]'; {fix}\n")
+    program.write_text(text.replace("{ pp = 2 }", "{}"))
+    assert run_main([str(program), "--dry-run"]) == 0

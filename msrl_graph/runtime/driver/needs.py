@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...backends import ENGINES, packages
+from ...backends.dividing import misfits
+from ...backends.spec import EngineSpec
 from ...checks import folders
 from ...compiler.unready import unready
 from ...diagnostics import Diagnostic, Fault
 from ...files import hints
 from ...files.paths import hub_name
-from ...ir.plan import Plan
+from ...ir.plan import Placement, Plan
 from ...model import presets
 from ...model.architecture import Model
+from ...sharding.layout import AXES, Layout
 from ..data import dataset as data
 from ..data.tokens import Tokens
 from ..process import interpreters
@@ -78,19 +83,51 @@ def _links(model: Model) -> Iterator[Diagnostic]:
 
 
 def _packages(plan: Plan) -> Iterator[Diagnostic]:
-    """Engines that are not installed, each once, where it is named."""
-    told, kind = set(), plan.cluster.device.kind
+    """Engines that are not installed, each once: where it is named, else at the layout that only it can run."""
+    by_engine: dict[str, list[Placement]] = {}
     for placement in interpreters.placed(plan):
-        spec = ENGINES.get(placement.engine.name)
-        needs = kind.packages(spec.needs) if spec and spec.build else ()
-        missing = [p for p in needs if not packages.version(p)]
-        if spec and missing and spec.name not in told:
-            told.add(spec.name)
-            what = f"the engine `{spec.name}` of `{placement.node}` needs {', '.join(missing)}, not installed here"
-            span = placement.engine.span if placement.engine.span.line else plan.graph.node(placement.node).span
-            yield Diagnostic(
-                "not-installed", what, span, packages.installing(spec.name, missing, plan.cluster.device.backend)
-            )
+        by_engine.setdefault(placement.engine.name, []).append(placement)
+    for name, placements in by_engine.items():
+        spec = ENGINES.get(name)
+        if spec is None or not (missing := _missing(plan, spec)):
+            continue
+        first = next((p for p in placements if p.engine.span.line or _reason(p)), placements[0])
+        what = f"the engine `{name}` of `{first.node}` needs {', '.join(missing)}, not installed here"
+        help = packages.installing(name, missing, plan.cluster.device.backend)
+        layout, reason = plan.deploy.layouts.get(first.node), _reason(first)
+        span = first.engine.span if first.engine.span.line else plan.graph.node(first.node).span
+        if reason:
+            what += f"; the plan chose it, since {reason}"
+        if reason and layout is not None and layout.span.line:
+            span, help = layout.span, help + _otherwise(plan, first, layout)
+        yield Diagnostic("not-installed", what, span, help)
+
+
+def _missing(plan: Plan, spec: EngineSpec) -> list[str]:
+    """The packages of an engine that are not installed here."""
+    needs = plan.cluster.device.kind.packages(spec.needs) if spec.build else ()
+    return [package for package in needs if not packages.version(package)]
+
+
+def _reason(placement: Placement) -> str:
+    """What other engines lack, where the plan chose an engine for that; else ""."""
+    by, _, lacking = placement.engine.chosen.partition(": ")
+    return lacking if by.startswith("the plan") else ""
+
+
+def _otherwise(plan: Plan, placement: Placement, layout: Layout) -> str:
+    """The axes to leave out of a layout so that an engine runs it which is installed; "" where that is not all."""
+    node, model = plan.graph.node(placement.node), plan.model(placement.node)
+    for spec in ENGINES.values():
+        beyond = [axis for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.axes]
+        ones: dict[str, Any] = dict.fromkeys(beyond, 1)
+        rest = replace(layout, stages=(), **ones)
+        able = spec.build and spec.chosen and node.verb in spec.verbs and model.family in spec.families
+        zero = node.verb != "update" or layout.zero in spec.zero
+        if beyond and able and zero and not _missing(plan, spec) and not any(misfits(model, spec, rest)):
+            axes = " and ".join(f"`{axis}`" for axis in beyond)
+            return f"; or leave {axes} out of the layout: `{spec.name}` runs it then"
+    return ""
 
 
 def _interpreters(plan: Plan) -> Iterator[Diagnostic]:
