@@ -150,9 +150,10 @@ class _Algorithm(Declarations):
                     "duplicate-name", f"`{name}` is declared twice", node.title, help, note
                 ).diagnostics
             return
+        function = worker in self.workers and self.workers[worker].kind == "function"
         (reads, states), (writes, sets) = (
-            self._known(node.reads or (), name, "reads"),
-            self._known(node.writes, name, "writes"),
+            self._known(node.reads or (), name, "reads", function or verb == "update"),
+            self._known(node.writes, name, "writes", function),
         )
         if worker not in self.workers and self.declared.get(worker, ("",))[0] != "worker":
             self.problems.tell(
@@ -200,8 +201,11 @@ class _Algorithm(Declarations):
             elif node.verb not in KINDS.get(kind, (node.verb,)):
                 self.meant |= {f"{node.worker}.{v}" for v in KINDS[kind]} - self.nodes.keys()
 
-    def _known(self, names: Sequence[ast.Name], node: str, verb: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names that are columns, and those that are states; others are told."""
+    def _known(
+        self, names: Sequence[ast.Name], node: str, verb: str, stateful: bool = False
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names that are columns, and those that are states; others are told. `stateful`: a node may read, or
+        write, states here."""
         columns, states = dict[str, None](), dict[str, None]()
         for name in names:
             what = self.declared.get(name.text, ("", name.span))[0]
@@ -217,6 +221,10 @@ class _Algorithm(Declarations):
                     f"is a {what}, not a column" if what else "no column is called"
                 )
                 help = nearest(name.text, known)
+                if stateful and not what and not help.startswith("did"):
+                    state = f"`state {name.text} : f32 = 0`"
+                    declare = f"declare it as a column, or, if it outlives an iteration, as a state: {state}"
+                    help = "; ".join(filter(None, (help, declare)))
                 if what == "param":
                     help = (
                         f"a call or a loss names it as it is; one that a node sets is a state, `state {name.text} "

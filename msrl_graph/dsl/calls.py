@@ -189,7 +189,7 @@ class Caller:
         if not over:
             return
         free = [c for c in signature.columns if c not in call.keys]
-        help = f"its parameters are {', '.join(f'`{c}`' for c in free)}" if free else "all its parameters have a column"
+        help = self._taking(node, key, signature, free)
         if key not in node.patched:
             for name in over:
                 self.problems.tell(
@@ -203,7 +203,7 @@ class Caller:
         read = [n.text for n in node.reads or () if n.text not in names]
         must = [c for c in free if c not in signature.optional]
         read += [c for c in must if c not in read and c in self.columns]
-        if read and {*must} <= {*read}:
+        if read and {*must} <= {*read} and not help.startswith("name the columns"):
             help = (
                 f"let the node read what it takes: `{_head(node, read)} {{ "
                 f"{', '.join(f'{a.key.text} = …' for a in node.attrs)} }}`"
@@ -211,6 +211,20 @@ class Caller:
         message = f"`{signature.name}` does not take {', '.join(f'`{n}`' for n in names)}, which `{self.node}` reads"
         note = ((over[0].span.to(over[-1].span), "it is read here"),)
         self.problems.found += mistake("unknown-option", message, call.span, help, related=note).diagnostics
+
+    def _taking(self, node: ast.Node, key: str, signature: Signature, free: Sequence[str]) -> str:
+        """Help for a function that has no parameter for a column that the node reads."""
+        call = next((a.value for a in node.attrs if a.key.text == key), None)
+        per = any(a.key.text == "per" for a in node.attrs)
+        if isinstance(call, ast.Literal_) and (
+            help := guesses.binding(f'"{call.value}"', signature, free, self.reads, per)
+        ):
+            return help
+        if free:
+            return f"its parameters are {', '.join(f'`{c}`' for c in free)}"
+        if not signature.columns:
+            return f"it names no parameter: write `def {signature.name}({', '.join(self.reads)})`"
+        return "all its parameters have a column"
 
     def _argument(
         self, arg: ast.Arg, signature: Signature, given: Mapping[str, Span], names: Names

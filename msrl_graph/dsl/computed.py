@@ -350,7 +350,9 @@ def _find(library: Library, kind: CallKind, name: ast.Name) -> Signature:
         help = PLACES[other]
     else:
         help = nearest(name.text, (n for k, n in library if k == kind))
-        if not help.startswith("did") and kind != "optimizer":
+        if kind == "loss" and (meant := guesses.term(name.text)):
+            help = meant
+        elif not help.startswith("did") and kind != "optimizer":
             help = "; ".join(filter(None, (help, f'one of your own is `"file.py:{name.text}"`')))
     raise mistake("unknown-function", f"no {KINDS[kind]} is called `{name.text}`", name.span, help)
 

@@ -5,8 +5,13 @@ Invariant: each entry is a whole help line, and right wherever its word stands i
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection, Mapping
+
+from ..diagnostics import nearest
+from ..ir.options import STATEMENTS
+from ..ir.signatures import Signature
 
 _ZERO = "sharding of weights is `zero = 3`"
 _SEQUENCE = "sequences are cut by `cp`, with `cp_kind = ulysses` or `ring`"
@@ -30,7 +35,17 @@ _CALLED: dict[str, dict[str, tuple[str, ...]]] = {
         "turns": ("max_turns", "num_turns"),
     },
     "update": {"epochs": ("ppo_epochs", "num_epochs"), "clip_grad": ("max_grad_norm", "grad_clip")},
+    "run": {
+        "iterations": ("steps", "max_steps", "total_steps", "num_steps", "total_training_steps"),
+        "save": ("save_freq", "save_steps", "checkpoint_every"),
+        "keep": ("save_total_limit", "max_ckpt_to_keep", "max_actor_ckpt_to_keep"),
+    },
+    "evaluate": {"every": ("test_freq", "eval_steps"), "samples": ("n", "k")},
 }
+_LENGTH = (
+    "a run is as long as its `iterations`, each of which takes the next prompts of the data; "
+    "how often an update uses its rows is `epochs` of `update`"
+)
 _LOSS = "a loss has it: `loss = clip(0.2) + 0.001 * kl(low_var)`"
 _OTHER: dict[str, dict[str, str]] = {
     "layout": {
@@ -45,6 +60,7 @@ _OTHER: dict[str, dict[str, str]] = {
         **dict.fromkeys(("kl_coef", "kl_loss_coef", "beta", "clip_ratio", "eps", "clip_range", "entropy_coef"), _LOSS),
     },
 }
+_OTHER["run"] = dict.fromkeys(("epochs", "total_epochs", "num_epochs", "num_train_epochs"), _LENGTH)
 _MEANT = {
     statement: {w: f"it is called `{name}` here" for name, words in _CALLED.get(statement, {}).items() for w in words}
     | _OTHER.get(statement, {})
@@ -56,9 +72,53 @@ _GROUPS = ("group", "groups", "sample", "samples", "prompts")
 _IN_FILE = re.compile(r"([A-Za-z_][\w/]*)(?:\.py)?[.:]([A-Za-z_]\w*)(?:\(\))?")
 
 
-def attribute(statement: str, key: str) -> str:
-    """Help for an attribute that the statement does not have; nothing where the word is none of other systems'."""
-    return _MEANT.get(statement, {}).get(key, "")
+def attribute(statement: str, key: str, known: Collection[str]) -> str:
+    """Help for an attribute that the statement does not have: what a word of other systems is called, the statement
+    that has it, or the nearest of those that are `known`."""
+    meant, owners = _MEANT.get(statement, {}).get(key, ""), _owners(statement, key)
+    if meant or not owners:
+        return meant or nearest(key, known) or ("" if known else "it has none")
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    return (
+        ("" if known else "it has none; ") + f"{owners} has it" + (f"; or did you mean `{close[0]}`?" if close else "")
+    )
+
+
+def _owners(statement: str, key: str) -> str:
+    """The other statements that have an attribute, in words; "" where none has it, or where they are many."""
+    owners = [
+        f"a {name}" if name.endswith(" edge") else f"`{name}`"
+        for name, said in STATEMENTS.items()
+        if name != statement.partition(" …")[0] and key in said.kinds()
+    ]
+    return " or ".join(owners) if len(owners) <= 3 else ""
+
+
+# What terms of a loss and the forms of `kl` are called elsewhere.
+_TERMS = {
+    **dict.fromkeys(("ppo", "ppo_clip", "ppo_loss", "policy_loss", "grpo"), "write `clip(0.2)`"),
+    **dict.fromkeys(("dapo", "clip_higher"), "write `clip(0.2, 0.28)`, with a bound for each side"),
+    **dict.fromkeys(
+        ("reinforce", "policy_gradient", "pg", "pg_loss"),
+        "write `clip(0.2)`, which is the plain policy gradient in the first step of a batch",
+    ),
+    "gspo": "write `clip(3e-4, 4e-4, ratio = sequence)`",
+    **dict.fromkeys(("kl_loss", "kl_penalty", "low_var_kl"), "write `kl(low_var)`"),
+    **dict.fromkeys(("value", "value_loss", "critic", "vf_loss"), "write `value_clip(0.5)`"),
+    **dict.fromkeys(("nll", "cross_entropy", "lm"), "write `sft()`"),
+    "entropy_loss": "write `entropy()`, which is added with a minus: `- 0.01 * entropy()`",
+}
+_WORDS = {"k3": "low_var", "low_var_kl": "low_var", "k2": "mse", "kl": "k1"}
+
+
+def term(name: str) -> str:
+    """Help for a term of a loss that there is not."""
+    return _TERMS.get(name, "")
+
+
+def word(text: str, words: Collection[str]) -> str:
+    """Help for a word that an option does not take."""
+    return f"it is called `{_WORDS[text]}` here" if _WORDS.get(text) in words else nearest(text, words)
 
 
 def option(key: str, known: Collection[str]) -> str:
@@ -98,3 +158,42 @@ def called(text: str, functions: Mapping[str, object] | Collection[str]) -> str:
         return f'write `"{text}:NAME"`, with a name that stands there'
     found = _IN_FILE.fullmatch(text)
     return f'write `"{found[1]}.py:{found[2]}"`' if found else ""
+
+
+# What the parameters of reward functions are called elsewhere, by the column that they bind here; trl's get lists.
+_PARAMETERS = {
+    "response": ("solution_str", "completions", "completion", "response_str", "output", "generation"),
+    "answer": ("ground_truth", "solution", "target", "label", "gold"),
+    "prompt": ("prompts", "question", "query", "prompt_str"),
+}
+_LISTS = ("completions", "prompts")
+
+
+def binding(call: str, signature: Signature, free: Collection[str], reads: Collection[str], per: bool) -> str:
+    """Help for a function whose parameters have the names of other systems: the call that names their columns.
+
+    `free` are the parameters that no argument of the call binds; `per`: the function gets several rows."""
+    binds: dict[str, str] = {}
+    for column, words in _PARAMETERS.items():
+        if column in reads and column not in signature.columns:
+            binds |= dict.fromkeys([p for p in free if p in words and p not in reads][:1], column)
+    if not binds:
+        return ""
+    arguments = ", ".join(f"{p} = {column}" for p, column in binds.items())
+    helps = [f"name the columns: `{call}({arguments})`"]
+    lacking = [p for p in free if p not in signature.optional and p not in binds and p not in reads]
+    helps += [f"let the node read a column `{p}` too, or give the parameter a default" for p in lacking]
+    helps += [
+        f"let the node not read `{column}`, or add a parameter for it"
+        for column in reads
+        if column not in binds.values() and column not in signature.columns
+    ]
+    lists = [p for p in binds if p in _LISTS]
+    if lists and not per:
+        helps.append("with `per = prompt` it gets lists, and gives a list")
+    helps += [
+        f"`{p}: {'list[str]' if p in lists or per else 'str'}` gets text, without it token ids"
+        for p, column in binds.items()
+        if column != "answer" and p not in signature.text
+    ]
+    return "\n".join(helps)
