@@ -330,3 +330,30 @@ def test_a_whole_program_stated_twice_is_planned_alike() -> None:
         d.layout("actor.update", tp=4).run(iterations=3)
         seen.append((text(d), compile(d).explain()))
     assert seen[0] == seen[1]
+
+
+def test_a_misspelt_attribute_of_a_change_is_taken_back_as_the_help_says() -> None:
+    a = Algorithm("mine", extends="grpo")
+    a.node("actor.update", epoch=2)
+    with pytest.raises(Fault) as raised:
+        check(a)
+    (told,) = raised.value.diagnostics
+    lines = [
+        "did you mean `epochs`?",
+        'in a notebook take it back, too, since changes add up: `drop("actor.update.epoch")`',
+    ]
+    assert told.help.splitlines() == lines and lines[1] in str(raised.value)
+    a.drop("actor.update.epoch").node("actor.update", epochs=2)
+    check(a)
+    a.drop("actor.update.epoch").node("actor.update", epochs=2)  # the corrected cell again
+    check(a)
+
+
+def test_an_attribute_of_a_whole_node_is_corrected_by_stating_it_again() -> None:
+    a = Algorithm("mine", extends="grpo")
+    a.node("host.reward", "response, answer", "reward", call="exact_match()", pre="prompt")
+    with pytest.raises(Fault) as raised:
+        check(a)
+    assert "drop" not in str(raised.value)
+    a.node("host.reward", "response, answer", "reward", call="exact_match()")
+    check(a)

@@ -46,7 +46,7 @@ from ..planner.advice import Advice
 from ..planner.owners import has_open_layout, owners
 from ..planner.pools import Division
 from ..planner.search import Search
-from . import unready
+from . import built, unready
 from .asked import asked
 from .sources import Source, importer, read, texts
 
@@ -158,6 +158,8 @@ def _told(program: str | Path | Program | ast.File, text: str | None, **options:
         source = read(program, options.pop("text", None))
         result = translate(source, **options)
     except Fault as fault:
+        if source is not None and source.tree is not None and source.tree is not program:
+            fault.diagnostics = tuple(built.correctable(d, source.tree) for d in fault.diagnostics)
         fault.text = "\n".join(rendered(source, fault.diagnostics))
         raise
     for note in rendered(source, result.warnings):
