@@ -219,14 +219,14 @@ class Leading(Sends, ABC):
                     more = True
                     yield pool, number
 
-    def late(self, now: int) -> bool:
-        """Whether a pool has yet to begin an iteration that is to have the weights with which the updates began the
-        iteration `now`.
+    def late(self, now: int, pools: Collection[str]) -> bool:
+        """Whether one of some pools has yet to begin an iteration that is to have the weights with which the updates
+        began the iteration `now`.
 
         With `deterministic` the updates go on when no pool is late, since what it begins then has newer weights: it may
         not foresee an iteration before it has ended the one before (`partial`).
         """
-        following = {pool: number + 1 for pool, number in self.begun.items()}
+        following = {pool: self.begun[pool] + 1 for pool in pools}
         return self.run.deterministic and any(
             number < self.run.iterations and self._may(pool, number, now) for pool, number in following.items()
         )

@@ -274,7 +274,7 @@ class Driver:
         self.display.begin(running.task)
         reports = self._wait(running.streams, training=running.task.number if running.task.trains else -1)
         number = running.task.number
-        while running.task.trains and not self.signals.asked and self.ahead.late(number):
+        while running.task.trains and not self.signals.asked and self.ahead.late(number, self.ahead.others):
             if not (under_way := self.ahead.under_way()):
                 break
             self._wait(under_way, training=number)
