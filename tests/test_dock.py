@@ -246,6 +246,18 @@ def test_another_iteration_or_epoch_cuts_other_mini_batches():
     assert a[0] != b[0] and a[0] != a[4]
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_last_mini_batch_of_an_epoch_has_the_rest(epochs):
+    """Which `mini_batch` says in its own documentation."""
+    import random
+
+    _, found = play(reader(4, groups=1, update=True, mini_batch=12, epochs=epochs), 8, 4, random.Random(0))
+    assert [len(s.units) for _, s in found] == [12, 12, 8] * epochs
+    for epoch in range(epochs):
+        rows = np.concatenate([s.units for _, s in found[3 * epoch : 3 * epoch + 3]])
+        assert sorted(rows.tolist()) == list(range(32))
+
+
 def test_a_whole_batch_is_one_unit_for_one_group():
     import random
 

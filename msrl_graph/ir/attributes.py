@@ -245,8 +245,10 @@ class Update(OfNode):
         COUNT,
         None,
         (
-            "Rows of an optimizer step. Who belongs to which is drawn from the seed, never by arrival. The dp of the "
-            "layout has to divide it."
+            "Rows of an optimizer step. Which rows belong to which step is drawn from the seed, anew in each epoch, "
+            "never by arrival. All rows are learnt from: where it does not divide them, the last step of an epoch has "
+            "the rest, so 32 rows with `mini_batch = 12` make steps of 12, 12 and 8 rows. The dp of the layout has to "
+            "divide it."
         ),
         "all rows",
     )
