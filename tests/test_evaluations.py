@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from itertools import combinations
 from pathlib import Path
@@ -24,6 +25,7 @@ from msrl_graph.runtime.data.columns import Column, Piece, ragged, texts
 from msrl_graph.runtime.data.wrong import Watch
 from msrl_graph.runtime.functions.blame import BadResult
 from msrl_graph.runtime.functions.values import Returned
+from msrl_graph.runtime.metrics.display import evaluated
 from msrl_graph.runtime.metrics.evaluation_figures import evaluation_figures
 from msrl_graph.runtime.process.report import Report, RunError
 from msrl_graph.runtime.process.task import Task
@@ -254,6 +256,18 @@ def test_rows_are_parted_by_a_column_of_the_source(folder: Path) -> None:
         RunError, match=r"`kind` \(.*\) has 101 values in the data `held_out`: `by` takes a column with"
     ):
         evaluation_figures(plan, evaluation, Task("sampled", 0, 101, {"actor.generate": 4}), {"kind": many})
+
+
+def test_the_line_of_an_evaluation_holds_what_is_of_all_rows() -> None:
+    (evaluation,) = planned(VOTED.replace(", vote = given", "")).deploy.evaluations
+    found = {"reward": 0.25, "reward/pass@1": 0.25, "reward/pass@2": 0.5, "reward/best@1": math.nan}
+    parts = {"rows/kind=long": 4, "reward/kind=long": 0.5, "reward/pass@1/kind=long": math.nan, "reward/fewer@2": 1}
+    shown = "sampled: reward 0.250  reward/pass@1 0.250  reward/pass@2 0.500"
+    assert evaluated(evaluation, found | parts) == f"{shown}  and 5 more in metrics.jsonl"
+    del found["reward/best@1"]
+    assert evaluated(evaluation, found) == shown
+    nothing = {"reward": math.nan, "reward/kind=long": math.nan}
+    assert evaluated(evaluation, nothing) == "sampled: no figure of all rows; 2 figures in metrics.jsonl"
 
 
 def test_a_function_returns_none_where_its_figure_does_not_apply_and_nobody_reads_it(folder: Path) -> None:

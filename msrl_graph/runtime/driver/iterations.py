@@ -19,7 +19,7 @@ from ...ir.located import here
 from ...ir.plan import Plan
 from ..dock.wire import Status
 from ..metrics.best import ending
-from ..metrics.display import Display, comparison
+from ..metrics.display import Display, comparison, evaluated
 from ..metrics.failures import failures
 from ..metrics.record import METRICS, Recorder, restore
 from ..metrics.symptoms import Symptoms
@@ -413,5 +413,4 @@ class Driver:
         self._clear(task, reports)
         found = self.recorder.evaluation(evaluation, iteration, seconds, reports, figures)
         if not self.display.live:
-            shown = "  ".join(f"{k} {v:.3f}" for k, v in found.items())
-            self.display.say(f"after {many(iteration, 'iteration')}, {evaluation.task}: {shown}")
+            self.display.say(f"after {many(iteration, 'iteration')}, {evaluated(evaluation, found)}")

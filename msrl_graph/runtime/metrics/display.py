@@ -6,11 +6,12 @@ that are done.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -22,11 +23,13 @@ from rich.table import Table
 
 from ...diagnostics.shown import shown
 from ...emit.words import duration, many, size
+from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ..dock.wire import Status
 from ..process.report import Report
 from ..process.task import Task
 from .panel import panel
+from .record import METRICS
 from .watched import Facts
 
 
@@ -183,6 +186,17 @@ class Tail:
 
 
 SHOWN: dict[str, Callable[[float], str]] = {"s": duration, "B": size, "versions": "{:.2f}".format}
+
+
+def evaluated(evaluation: Evaluation, found: Mapping[str, float]) -> str:
+    """What an evaluation gave, for a line: figures of all rows. Those of parts, and those without a value, are in the
+    metrics only."""
+    line = [f"{key} {found[key]:.3f}" for key in evaluation.figures if not math.isnan(found.get(key, math.nan))]
+    if more := len(found) - len(line):
+        line.append(
+            f"and {more} more in {METRICS}" if line else f"no figure of all rows; {many(more, 'figure')} in {METRICS}"
+        )
+    return f"{evaluation.task}: {'  '.join(line)}"
 
 
 def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:
