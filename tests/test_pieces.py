@@ -237,6 +237,24 @@ def test_what_cannot_be_joined_is_refused_with_its_row(tmp_path: Path) -> None:
     assert len(chat.dataset(tmp_path, COLUMNS, [fine, given], NODES)) == 2
 
 
+@pytest.mark.parametrize("element", ["text", "text[<= 20]"])
+def test_a_text_that_follows_another_and_cannot_be_joined_is_refused_with_its_row(tmp_path: Path, element: str) -> None:
+    folder(tmp_path, "words")
+    nodes = NODES.replace("(prompt, chosen", "(prompt, hint, chosen")
+    row = {"prompt": "12", "hint": "two", "chosen": "46", "rejected": "three"}
+    rows = [row, {**row, "hint": "+"}]  # "=+" is one word, which the tokenizer does not know
+    with pytest.raises(Fault) as told:
+        chat.dataset(tmp_path, COLUMNS | {"hint": element}, rows, nodes)
+    (diagnostic,) = told.value.diagnostics
+    assert diagnostic.code == "bad-data"
+    assert "line 2 of" in diagnostic.message and "has text in `hint`, and the tokenizer" in diagnostic.message
+    # The fix that the help names.
+    assert diagnostic.help.startswith("declare `hint` as tokens, `i32[<= n]`, and write the field as token ids, or")
+    (ids,) = Tokens(str(tmp_path / "model")).encode(["+"])
+    declared = COLUMNS | {"hint": "i32[<= 20]"}
+    assert len(chat.dataset(tmp_path, declared, [{**row, "hint": ids.tolist()}] * 2, nodes)) == 2
+
+
 def test_a_conversation_goes_on_without_a_blank(tmp_path: Path) -> None:
     speech = Speech(Tokens(str(folder(tmp_path, "llama"))))
     whole = np.concatenate([speech.encode("12+34="), speech.following("46"), speech.following(", and")])

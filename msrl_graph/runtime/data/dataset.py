@@ -234,12 +234,18 @@ class Dataset:
             given = [self._before(before, rows[i], lines[i]) for i in used] if known else None
             following = self.tokens.following([found[i] for i in used], given)
         except BadPieceError as error:
-            help = "write the field as token ids, or take a model whose tokenizer encodes parts of a text as the whole"
-            line = lines[used[error.index]]
-            raise bad(self.data, line, f"has text in `{self.data.fields[name]}`, and {error}", help) from None
+            raise self._unjoined(name, lines[used[error.index]], error) from None
         for i, ids in zip(used, following, strict=True):
             encoded[i] = ids
         return encoded
+
+    def _unjoined(self, name: str, line: int, error: BadPieceError) -> Fault:
+        """A row whose text a tokenizer cannot encode after what comes before it."""
+        ids = "write the field as token ids"
+        if self.graph.column(name).element == "text":
+            ids = f"declare `{name}` as tokens, `i32[<= n]`, and {ids}"
+        help = f"{ids}, or take a model whose tokenizer encodes parts of a text as the whole"
+        return bad(self.data, line, f"has text in `{self.data.fields[name]}`, and {error}", help)
 
     def _before(self, columns: Sequence[str], row: dict[str, Any], line: int) -> str:
         """The text of the columns before another in a row."""
@@ -306,7 +312,10 @@ class Dataset:
                 if kind.dims or not follows or tokens.pieces.exact:  # else all of it must be fit to be encoded
                     asked = [tokens.beginning(text, self.graph.bound(name) if kind.dims else 0) for text in asked]
                 encode = tokens.following if follows else tokens.encode
-                lengths.append(np.array([len(ids) for ids in encode(asked)]))
+                try:
+                    lengths.append(np.array([len(ids) for ids in encode(asked)]))
+                except BadPieceError as error:
+                    raise self._unjoined(name, self.lines[error.index], error) from None
         fits = np.ones(len(column), bool)
         for some in lengths:
             fits &= (some >= bool(readers)) & (some <= (self.graph.bound(name) if kind.dims else some))
