@@ -56,8 +56,9 @@ def test_everything_stands_in_it_once(kind: str, known: list[str]) -> None:
 def test_an_attribute_stands_with_all_that_is_declared_of_it() -> None:
     (row,) = [r for r in facts.attributes("update") if r.name == "mini_batch"]
     meaning = (
-        "Rows of an optimizer step. Who belongs to which is drawn from the seed, never by arrival. The dp of "
-        "the layout has to divide it."
+        "Rows of an optimizer step. Which rows belong to which step is drawn from the seed, anew in each epoch, never "
+        "by arrival. All rows are learnt from: where it does not divide them, the last step of an epoch has the rest, "
+        "so 32 rows with `mini_batch = 12` make steps of 12, 12 and 8 rows. The dp of the layout has to divide it."
     )
     assert row == facts.Row("mini_batch", "a whole number of 1 or more", "all rows", meaning)
 
