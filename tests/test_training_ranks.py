@@ -18,7 +18,7 @@ from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
 
 ROWS = 8
-TASK = Task("train", 3, 4, 2)
+TASK = Task("train", 3, 4, {"actor.generate": 2})
 STILL = ("adamw(lr = 1e-3)", "adamw(lr = 0)")  # so that every case meets the same weights
 BY_ROWS = ("optimizer", "reduce = sequences, optimizer")
 # Terms of the whole mini-batch, beside others: one token has the largest covariance, and of several that may one is
