@@ -321,6 +321,16 @@ def several(folder: Path, stated: str, data: str = "train.jsonl") -> Path:
     return path
 
 
+def test_a_column_on_the_way_that_nobody_writes_is_told_as_such() -> None:
+    text = program(GREEDY).replace("host.reward(response, answer)", "host.reward(response, other)")
+    text = text.replace("exact_match()", "exact_match(answer = other)", 1)
+    text = text.replace("  columns {", "  columns {\n    other : text", 1)
+    found = [d for d in diagnose(text, context(PROGRAM.parent)) if d.severity == "error"]
+    assert [(d.code, d.message) for d in found] == [
+        ("never-written", "`host.reward` reads `other`, which nobody writes")
+    ]
+
+
 DRAWN = {
     "": (("8", "0.5"), ("4", "1")),  # one that reads the text of another draws as in training
     ", draws = [draw(solve, samples = 2, temperature = 0)]": (("8", "0.5"), ("2", "0")),

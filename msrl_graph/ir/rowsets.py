@@ -140,14 +140,14 @@ def looping(graph: Graph) -> tuple[str, frozenset[str]]:
 
 def upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
     """The nodes that columns need: their writers, and the writers of what those read; and the source, which gives the
-    states of a row."""
+    states of a row. A column that nobody writes, which a check refuses, needs none."""
     needed = {n.name for n in graph.verb("source")}
-    todo = [graph.writer(c) for c in columns]
+    todo = [*columns]
     while todo:
-        node = todo.pop()
-        if node.name not in needed:
-            needed.add(node.name)
-            todo += [graph.writer(c) for c in node.reads]
+        for node in graph.writers.get(todo.pop(), ()):
+            if node.name not in needed:
+                needed.add(node.name)
+                todo += node.reads
     return needed
 
 
