@@ -137,9 +137,10 @@ def export(
     from .runtime.driver.export import export as written
 
     try:
-        for name, given in (("checkpoint", checkpoint), ("to", to)):
-            if not isinstance(given, str | os.PathLike | None) or (name == "checkpoint" and not given):
-                _refuse(f"`{name}` is a folder, a str or a Path, not {kind_of(given)}")
+        if checkpoint is None or checkpoint == "":
+            _refuse(f"`checkpoint` is a folder, a str or a Path, not {kind_of(checkpoint)}")
+        _check_folder("checkpoint", checkpoint)
+        _check_folder("to", to)
         if plan is not None and not isinstance(plan, Plan):
             _refuse(f"`plan` is a plan, not {kind_of(plan)}", "make one: export(checkpoint, plan=compile(program))")
         found = written(str(checkpoint), plan, worker or "", str(to or ""))
@@ -176,8 +177,7 @@ def _checked(plan: object, numbers: Mapping[str, object], folders: Mapping[str, 
     if not isinstance(plan, Plan):
         _refuse(f"`run` takes a plan, not {kind_of(plan)}", "make one: run(compile(program))")
     for name, folder in folders.items():
-        if not isinstance(folder, str | os.PathLike | None):
-            _refuse(f"`{name}` is a folder, a str or a Path, not {kind_of(folder)}")
+        _check_folder(name, folder)
     found: dict[str, int] = {}
     for name, value in numbers.items():
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 2**53:
@@ -187,6 +187,11 @@ def _checked(plan: object, numbers: Mapping[str, object], folders: Mapping[str, 
                 f"`{name}` is a whole number from 0 to 2^53, not {value if isinstance(value, int) else kind_of(value)}"
             )
     return found
+
+
+def _check_folder(name: str, value: object) -> None:
+    if not isinstance(value, str | os.PathLike | None):
+        _refuse(f"`{name}` is a folder, a str or a Path, not {kind_of(value)}")
 
 
 def _guarded(plan: Plan, frame: FrameType | None) -> None:

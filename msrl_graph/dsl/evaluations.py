@@ -81,8 +81,7 @@ def _words(value: Expr) -> dict[str, Expr]:
 def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
     """Settings are of generations that run in the evaluation, of each once."""
     generations = [node.name for node in graph.verb("generate")]
-    reported = [column for column in evaluation.columns if any(column in node.writes for node in graph.nodes)]
-    needed, seen = upstream(graph, reported), set[str]()
+    needed, seen = upstream(graph, evaluation.columns), set[str]()
     for draw in evaluation.draws:
         name = draw.generation
         if name not in generations:
@@ -100,9 +99,8 @@ def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> No
 
 def _check_attempts(counts: Expr, reported: Expr, evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
     """A prompt must have as many values of each reported column as `at` says."""
-    written = {column for node in graph.nodes for column in node.writes}
     most = max(int(count.value) for count in counts.args if isinstance(count.value, int | float))
-    for column in (c for c in _words(reported) if c in written and not _unreported(graph, c)):
+    for column in (c for c in _words(reported) if c in graph.writers and not _unreported(graph, c)):
         if (values := _values_of_prompt(graph, column, evaluation)) < most:
             message = f"`at` has {most}, and a prompt has {values} of `{column}`"
             help = f"`samples = {most}`, or smaller numbers in `at`"
@@ -124,8 +122,7 @@ def _values_of_prompt(graph: Graph, column: str, evaluation: Evaluation) -> int:
 
 def _check_vote(value: Expr, reported: Expr | None, counted: bool, graph: Graph, problems: Problems) -> None:
     """The column of answers has one for each value of the reported columns."""
-    column = str(value.value)
-    written = {column for node in graph.nodes for column in node.writes}
+    column, written = str(value.value), graph.writers
     if column not in written:
         message = f"no node writes a column `{column}`"
         problems.tell("unknown-column", message, value.span, nearest(column, written))
@@ -174,10 +171,9 @@ def _check_best(evaluation: Evaluation, attributes: Mapping[str, Expr], problems
 
 
 def _check_reported(value: Expr, graph: Graph, problems: Problems) -> None:
-    written = {column for node in graph.nodes for column in node.writes}
     for column, word in _words(value).items():
-        if column not in written:
-            _tell_unwritten(column, word.span, graph, problems, written)
+        if column not in graph.writers:
+            _tell_unwritten(column, word.span, graph, problems)
         elif what := _unreported(graph, column):
             kind = "an f32 scalar that a function or a reward model writes"
             others = _reportable(graph)
@@ -185,9 +181,9 @@ def _check_reported(value: Expr, graph: Graph, problems: Problems) -> None:
             problems.tell("bad-value", f"`{column}` cannot be reported: it is {what}", word.span, help)
 
 
-def _tell_unwritten(column: str, span: Span, graph: Graph, problems: Problems, written: Collection[str]) -> None:
+def _tell_unwritten(column: str, span: Span, graph: Graph, problems: Problems) -> None:
     """Report that no node writes a reported column, with the node that is likely meant to."""
-    help = nearest(column, written)
+    help = nearest(column, graph.writers)
     related: tuple[tuple[Span, str], ...] = ()
     idle = without_arrow(graph, column)
     # Of a node with a mistake it is not known what it writes.
@@ -208,6 +204,5 @@ def _unreported(graph: Graph, column: str) -> str:
 
 
 def _reportable(graph: Graph) -> str:
-    written = [column for node in graph.nodes for column in node.writes]
-    known = sorted(c for c in written if graph.column(c).element == "f32" and not _unreported(graph, c))
+    known = sorted(c for c in graph.writers if graph.column(c).element == "f32" and not _unreported(graph, c))
     return " or ".join(f"`{c}`" for c in known[:3])

@@ -52,11 +52,11 @@ class Outcome:
             f"{name} {first:.3f}" + ("" if self.evaluated else f" -> {last:.3f}")
             for name, (first, last) in self.reported.items()
         ]
-        return [*means, *(f"best: {best.words}{self._where(best)}" for best in self.bests)]
-
-    def _where(self, best: Best) -> str:
-        place = self.best.get(best.evaluation.title(best.evaluation.best))
-        return f": {place}" if place else ", of which this folder has no checkpoint" if best.iteration else ""
+        places = self.best
+        for best in self.bests:
+            lacks = ", of which this folder has no checkpoint" if best.iteration else ""
+            means.append(f"best: {best.words}" + (f": {places[best.name]}" if best.name in places else lacks))
+        return means
 
     @property
     @public
@@ -71,7 +71,7 @@ class Outcome:
             if (name := checkpoint.named(best.iteration)) in there:
                 place, folder = (checkpoint.FOLDER, name), self.folder
                 path = urls.under(folder, *place) if isinstance(folder, str) else folder.joinpath(*place)
-                found[best.evaluation.title(best.evaluation.best)] = path
+                found[best.name] = path
         return found
 
     @property

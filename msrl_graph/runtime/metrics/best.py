@@ -26,10 +26,15 @@ class Best:
     since: int
 
     @property
+    def name(self) -> str:
+        """What a person calls the figure."""
+        return self.evaluation.title(self.evaluation.best)
+
+    @property
     def words(self) -> str:
         """The figure, its value and when it was reached."""
         when = f"after {many(self.iteration, 'iteration')}" if self.iteration else "before the training"
-        return f"{self.evaluation.title(self.evaluation.best)} {self.value:.3f} {when}"
+        return f"{self.name} {self.value:.3f} {when}"
 
 
 def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str, Any]]) -> list[Best]:
@@ -38,13 +43,13 @@ def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str,
     A figure that is missing or not finite is never the best. An evaluation that gave no finite one has none.
     """
     found = []
-    for evaluation in evaluations:
-        own = [line for line in lines if evaluation.best and line.get("evaluation") == evaluation.task]
-        sign = -1.0 if evaluation.goal == "minimize" else 1.0
-        values = [sign * _finite(line.get(evaluation.best), -sign * math.inf) for line in own]
-        if values and math.isfinite(most := max(values)):
-            place = values.index(most)
-            found.append(Best(evaluation, own[place]["after_iterations"], sign * most, len(own) - 1 - place))
+    for evaluation in (e for e in evaluations if e.best):
+        own = [line for line in lines if line.get("evaluation") == evaluation.task]
+        values = [(place, line[evaluation.best]) for place, line in enumerate(own) if _is_finite(line, evaluation.best)]
+        if values:
+            better = min if evaluation.goal == "minimize" else max
+            place, value = better(values, key=lambda item: item[1])
+            found.append(Best(evaluation, own[place]["after_iterations"], value, len(own) - 1 - place))
     return found
 
 
@@ -54,5 +59,6 @@ def ending(bests: Iterable[Best]) -> str:
     return f"{many(spent.since, 'evaluation')} gave nothing better than {spent.words}" if spent else ""
 
 
-def _finite(value: Any, otherwise: float) -> float:
-    return value if isinstance(value, int | float) and math.isfinite(value) else otherwise
+def _is_finite(line: Mapping[str, Any], key: str) -> bool:
+    value = line.get(key)
+    return isinstance(value, int | float) and math.isfinite(value)
