@@ -9,6 +9,7 @@ from place import EXAMPLE, ONE_RANK, SMALL, metrics
 from test_stale import APART, stale
 
 from msrl_graph import compile, run
+from msrl_graph.ir.ahead import Sends, leads
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.runtime.metrics.best import best_figures, ending
 
@@ -87,6 +88,19 @@ def test_the_plan_and_a_dry_run_say_what_is_kept(capsys):
     assert kept in " ".join(plan.explain().split())
     run(plan, dry_run=True)
     assert "the one with the best `reward on held_out`; processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("best", "begins"), [('best = "reward"', 3), ("", 2)])
+def test_with_deterministic_no_iteration_generates_with_weights_from_before_a_checkpoint_that_may_be_there(
+    best, begins
+):
+    """A run that goes on from the best checkpoint draws the same."""
+    text = program(f"report = reward, every = 3, {best}").replace("seed = 0", "seed = 0, deterministic = true")
+    for old, new in (*APART, stale(2)):
+        text = text.replace(old, new)
+    plan = compile(PROGRAM, text=text)
+    (pool,) = leads(plan)
+    assert Sends(plan).after(pool, 4) == begins
 
 
 # A figure that rises until the third iteration and falls after it.

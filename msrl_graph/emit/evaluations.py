@@ -16,7 +16,7 @@ from .words import many
 def write_evaluations(page: Sheet, plan: Plan) -> None:
     if not plan.deploy.evaluations:
         return
-    told = "without an update; who reads another's text draws as in training or by `draws`"
+    told = "no update; a generation that reads another's text draws as in training or by `draws`"
     page.heading("Evaluations", told)
     rows = []
     for evaluation in plan.deploy.evaluations:

@@ -223,8 +223,8 @@ class Leading(Sends, ABC):
         """Whether one of some pools has yet to begin an iteration that is to have the weights with which the updates
         began the iteration `now`.
 
-        With `deterministic` the updates go on when no pool is late, since what it begins then has newer weights: it may
-        not foresee an iteration before it has ended the one before (`partial`).
+        With `deterministic` the updates wait for such a pool: begun later, the iteration would have newer weights. With
+        `partial` a pool cannot begin an iteration before it has ended the one before.
         """
         following = {pool: self.begun[pool] + 1 for pool in pools}
         return self.run.deterministic and any(

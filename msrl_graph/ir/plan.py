@@ -143,7 +143,7 @@ class Deploy:
 
     @property
     def saves(self) -> tuple[int, ...]:
-        """The numbers of which an iteration's is a multiple where a checkpoint is written after it, or may be."""
+        """The intervals, in iterations, at which a checkpoint is written, or may be."""
         return (*filter(None, (self.run.save,)), *(e.every for e in self.evaluations if e.best))
 
     def evaluation(self, task: str) -> Evaluation | None:
