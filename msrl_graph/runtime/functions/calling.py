@@ -109,7 +109,7 @@ class Function:
                 self.bound += [(signature.rest, c) for c in node.reads if c not in taken]
             ids = {c.name for c in plan.graph.columns if c.element == "i32" and c.dims}
             self.tokens = {c: of_column(plan, c) for p, c in self.bound if p in signature.text and c in ids}
-            # By column that the node writes, those that one of its sizes is the length of.
+            # By column that the node writes, those that it must be as long as.
             self.like = {c: [d.like for d in self.graph.column(c).dims if d.like] for c in node.writes}
 
     def spoilt(self, batch: Batch) -> Array:
@@ -170,18 +170,21 @@ class Function:
         grouped, numbers, start = self.node.per != "row", self.reader.numbers(task), 0
         sizes = batch.share.sizes.tolist() if grouped else [1] * len(batch.rows)
         units = (batch.share.units if grouped else batch.rows).tolist()
-        written, scope = self.of_unit.written, self.of_unit.scope
+        most, scope, batch_rows = numbers.repeats[self.reader.rows], self.of_unit.scope, batch.rows.tolist()
         for unit, size in zip(units, sizes, strict=True):
             rows = slice(start, start := start + size)
-            targets, lengths = {}, {}
-            for name, of in written.items():
-                wanted, first = batch.rows[rows], np.arange(size)
-                if of != self.reader.rows:
-                    wanted, first = np.unique(numbers.above(wanted, self.reader.rows, of), return_index=True)
-                targets[name] = wanted
-                lengths[name] = [self._lengths(name, batch, rows.start + at) for at in first.tolist()]
+            targets: dict[str, list[int]] = {}
+            lengths: dict[str, list[dict[str, int]]] = {}
+            for name, of in self.of_unit.written.items():
+                positions: Sequence[int] = range(rows.start, rows.stop)
+                if of == self.reader.rows:
+                    targets[name] = batch_rows[rows]
+                else:
+                    wanted, first = np.unique(numbers.above(batch.rows[rows], self.reader.rows, of), return_index=True)
+                    targets[name], positions = wanted.tolist(), (rows.start + first).tolist()
+                like = self.like[name]
+                lengths[name] = [self._lengths(like, batch, p) if like else {} for p in positions]
             given = [(p, self._of_unit(values, rows)) for p, values in seen]
-            most = numbers.repeats[self.reader.rows]
             yield Unit(unit, f"{scope} {unit}", given, rows, targets, lengths, most)
 
     def _seen(self, batch: Batch, task: Task) -> list[tuple[str, Any]]:
@@ -232,9 +235,9 @@ class Function:
         assert self.sieve is not None
         return Results({self.sieve.column: Verdicts(rows, Column(times))}, rows=len(rows))
 
-    def _lengths(self, name: str, batch: Batch, position: int) -> dict[str, int]:
-        """How long those columns of a row are which a column has the length of."""
-        return {like: len(batch.columns[like][position]) for like in self.like[name] if like in batch.columns}
+    def _lengths(self, columns: Sequence[str], batch: Batch, position: int) -> dict[str, int]:
+        """How long some columns of a row are, where the batch has them."""
+        return {name: len(batch.columns[name][position]) for name in columns if name in batch.columns}
 
 
 class _Part:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,9 +32,8 @@ from .own_process import call_of
 from .values import Filled, NotNumbers, Returned, brief, by_row, loaded, pure_numbers, signature_of
 
 
-@dataclass(frozen=True)
-class Unit:
-    """The input of one call.
+class Unit(NamedTuple):
+    """The input of one call. A NamedTuple, as a batch has many: it is made twice as fast as a frozen dataclass.
 
     - `number`: the number of the row or group; `where`: the same in words, for messages.
     - `given`: the function's arguments, by parameter.
@@ -48,7 +47,7 @@ class Unit:
     where: str
     given: Sequence[tuple[str, Any]]
     rows: slice
-    targets: Mapping[str, Array]
+    targets: Mapping[str, Sequence[int]]
     lengths: Mapping[str, Sequence[Mapping[str, int]]]
     most: int
 
@@ -57,8 +56,7 @@ class Unit:
         return int(self.rows.stop - self.rows.start)
 
 
-@dataclass(frozen=True)
-class UnitResult:
+class UnitResult(NamedTuple):
     """The checked result of one unit.
 
     - `values`: (column, row, value) or (state, unit, value) triples.
@@ -173,7 +171,7 @@ class UnitFunction:
                 continue
             rows, one = unit.targets[name], name in self.one
             items = [value] if one else by_row(name, value, len(rows))
-            for row, item, lengths in zip(rows.tolist(), items, unit.lengths[name], strict=True):
+            for row, item, lengths in zip(rows, items, unit.lengths[name], strict=True):
                 try:
                     yield name, row, self.returned.checked(name, item, lengths)
                 except BadResult as error:
