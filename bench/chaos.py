@@ -6,8 +6,8 @@ prompts by these; or countdown, whose responses are drawn by weights that may be
 every fourth (none is older than the last). At random moments of whatever phase a rank, the dock, a function host, the
 driver, the keeper, the supervisor, Ray's raylet or its GCS is killed (SIGKILL), or, but for the supervisor, stopped
 (SIGSTOP), several in each run. Every third fault is at a named point of a checkpoint, a delivery of weights or the
-beginning of a task (runtime/process/points.py). A run ends well when its metrics are, line for line, those of a run
-that nobody disturbed, and its weights bit for bit the same. A run whose supervisor is killed cannot start itself
+beginning of a task (runtime/process/fault_points.py). A run ends well when its metrics are, line for line, those of a
+run that nobody disturbed, and its weights bit for bit the same. A run whose supervisor is killed cannot start itself
 again: nothing of it may be left, and it is resumed with --resume. Where the keeper is killed with it (`both`), it is
 resumed at once. With --hosts 2 there are two raylets, Ray's servers are left alone, and in their place all processes of
 the second host are stopped at once (`host`).
@@ -35,7 +35,7 @@ from typing import Any
 import smoke
 from disturbed import PROGRAMS, SERVERS, TARGETS, TWO_HOSTS, Count, Place, Result, clean, compare, report
 
-from msrl_graph.runtime.process.points import STOP, file
+from msrl_graph.runtime.process.fault_points import STOP, file
 
 BOTH, HOST = "both", "host"  # keeper and supervisor at once; all processes of the second host
 KILL = "kill"

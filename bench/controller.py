@@ -17,8 +17,8 @@ import smoke
 
 from msrl_graph.ir.rowsets import Rowset, Sieve
 from msrl_graph.runtime.dock.controller import Controller
+from msrl_graph.runtime.dock.messages import News, Place
 from msrl_graph.runtime.dock.readers import Read, Reader
-from msrl_graph.runtime.dock.wire import News, Place
 from msrl_graph.runtime.process.task import Task
 
 FAN, HOSTS = 16, 8

@@ -27,7 +27,7 @@ import psutil
 from safetensors.numpy import load_file
 
 from msrl_graph.runtime.dock.segments import LOCK
-from msrl_graph.runtime.metrics.record import TIMES
+from msrl_graph.runtime.metrics.recorder import TIMES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SOLVED = """

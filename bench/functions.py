@@ -26,9 +26,9 @@ from rich.table import Table
 
 from msrl_graph import compile
 from msrl_graph.runtime.data.columns import ragged, texts
+from msrl_graph.runtime.dock.messages import Batch, Share
 from msrl_graph.runtime.dock.readers import readers
-from msrl_graph.runtime.dock.wire import Batch, Share
-from msrl_graph.runtime.functions.calling import Function
+from msrl_graph.runtime.functions.function_node import Function
 from msrl_graph.runtime.functions.workers import Workers, WorkerSpec
 from msrl_graph.runtime.process.task import Task
 

@@ -2,11 +2,11 @@
 
 Two hosts (two raylets on this machine), each with a rank, a dock and a function host,
 run an example that is first left alone: what it writes to `seen` are the points that its processes reach
-(runtime/process/points.py): before and after each instruction of a stream, between a share and its rows, before and
-after a put, between two tasks, while an iteration is opened, ended, saved. Then runs are disturbed, at the next point
-in every other iteration, until each point of each process has had its death. A run ends well when its metrics are, line
-for line, and its weights, bit for bit, those of the run that was left alone. Seconds are from the death until the
-iteration in which it was has its line. The last line is JSON.
+(runtime/process/fault_points.py): before and after each instruction of a stream, between a share and its rows, before
+and after a put, between two tasks, while an iteration is opened, ended, saved. Then runs are disturbed, at the next
+point in every other iteration, until each point of each process has had its death. A run ends well when its metrics
+are, line for line, and its weights, bit for bit, those of the run that was left alone. Seconds are from the death until
+the iteration in which it was has its line. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import psutil
 import smoke
 from disturbed import PROGRAMS, TARGETS, TWO_HOSTS, Count, Place, Result, compare, report
 
-from msrl_graph.runtime.process.points import file
+from msrl_graph.runtime.process.fault_points import file
 
 HOSTS = 2
 # Who is replaced while the run goes on; first, since it takes less time.

@@ -22,7 +22,7 @@ from typing import Any
 import smoke
 import torch
 
-from msrl_graph.runtime.rank.proof import AT_ONCE
+from msrl_graph.runtime.rank.weight_proof import AT_ONCE
 from msrl_graph.runtime.weights.digest import Digest
 from msrl_graph.sharding.layout import full
 

@@ -35,7 +35,7 @@ from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.process.memory import Peak
 from msrl_graph.runtime.weights.reshard import Resharder, Swap
-from msrl_graph.runtime.weights.routes import blocks
+from msrl_graph.runtime.weights.transfer_routes import blocks
 from msrl_graph.sharding.layout import elements, shard
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"

@@ -18,7 +18,7 @@ import numpy as np
 import ray
 
 from msrl_graph.runtime.dock import host
-from msrl_graph.runtime.dock.wire import News
+from msrl_graph.runtime.dock.messages import News
 from msrl_graph.runtime.driver import driver
 
 LONGEST = 0.1  # seconds

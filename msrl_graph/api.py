@@ -19,14 +19,14 @@ from types import FrameType
 from typing import IO, NoReturn
 
 from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, kind_of, public
-from .diagnostics.shown import shown
+from .diagnostics.terminal_text import shown
 from .files.paths import is_file
 from .ir.plan import Plan
 from .runtime.driver import supervisor
-from .runtime.driver.following import CallbackFailed, OnIteration
+from .runtime.driver.callbacks import CallbackFailed, OnIteration
 from .runtime.driver.outcome import Interrupted, RunFailed
 from .runtime.driver.supervisor import Options, Outcome
-from .runtime.process.joining import called
+from .runtime.process.cluster_join import called
 from .runtime.process.processes import MARK
 
 HELP = 'put what starts the run under `if __name__ == "__main__":`, or the functions into a file of their own'

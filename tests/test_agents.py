@@ -17,9 +17,9 @@ from torch import distributed as dist
 from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import Column, ragged, texts
-from msrl_graph.runtime.data.recording import check
+from msrl_graph.runtime.data.row_files import check
 from msrl_graph.runtime.data.tokens import Tokens
-from msrl_graph.runtime.process.report import Lost, RunError
+from msrl_graph.runtime.process.task_report import Lost, RunError
 
 CALCULATOR = Path(__file__).parents[1] / "examples" / "calculator"
 ASKS = """

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from templates import PLAIN
 
-from msrl_graph.runtime.agents import running
-from msrl_graph.runtime.agents.running import Agents, address
-from msrl_graph.runtime.agents.wire import Begin, Drawn, Next, Over
+from msrl_graph.runtime.agents import agent_runner
+from msrl_graph.runtime.agents.agent_runner import Agents, address
+from msrl_graph.runtime.agents.rank_protocol import Begin, Drawn, Next, Over
 from msrl_graph.runtime.data.columns import texts
-from msrl_graph.runtime.dock.wire import Batch
+from msrl_graph.runtime.dock.messages import Batch
 
 AGENT = """
 import asyncio
@@ -73,18 +73,18 @@ async def played(agents, questions):
 
 @pytest.mark.parametrize("name", ["solve", "waits"])
 def test_requests_are_drawn_as_soon_as_all_wait_and_in_time_where_some_do_not(made, monkeypatch, name):
-    monkeypatch.setattr(running, "QUIET", 60.0)
+    monkeypatch.setattr(agent_runner, "QUIET", 60.0)
     batches, over = asyncio.run(played(made(name), ["", "", "."]))
     assert [sorted(b) for b in batches] == [[0, 1, 2]] * 2
     assert over.answers == 6 and not over.failed
-    monkeypatch.setattr(running, "QUIET", 0.0)
+    monkeypatch.setattr(agent_runner, "QUIET", 0.0)
     batches, _ = asyncio.run(played(made(name), ["", "." * 20]))
     assert next(b for b in batches if b) == [0] and sum(map(len, batches)) == 4
 
 
 def test_a_rank_hears_when_nobody_asks_and_no_request_is_lost_by_it(made, monkeypatch):
-    monkeypatch.setattr(running, "HEARTBEAT", 0.01)
-    monkeypatch.setattr(running, "QUIET", 0.3)
+    monkeypatch.setattr(agent_runner, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(agent_runner, "QUIET", 0.3)
     batches, over = asyncio.run(played(made("solve"), ["", "....."]))
     assert [] in batches
     assert sum(map(len, batches)) == over.answers == 4

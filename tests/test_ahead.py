@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from random_programs import FILE, FUNCTIONS
 
 from msrl_graph import compile, simulate
-from msrl_graph.cost import between as costs
+from msrl_graph.cost import transfers as costs
 from msrl_graph.emit import json as emit_json
+from msrl_graph.emit.humanize import duration, size
+from msrl_graph.emit.search_report import why_text
 from msrl_graph.emit.text import plan_text
-from msrl_graph.emit.why import why_text
-from msrl_graph.emit.words import duration, size
 from msrl_graph.hardware.cluster import Figure, Overheads
-from msrl_graph.ir.ahead import Sends, aged, fetched
+from msrl_graph.ir.async_schedule import Sends, aged, fetched
 from msrl_graph.ir.instruction import Instruction
 from msrl_graph.ir.plan import Plan
-from msrl_graph.passes.pace import critical, pace
+from msrl_graph.passes.throughput import critical, pace
 from msrl_graph.simulation.lanes import Span
 from msrl_graph.simulation.result import RESHARD
 

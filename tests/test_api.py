@@ -15,7 +15,7 @@ import pytest
 
 from msrl_graph import Algorithm, Fault, compile, run
 from msrl_graph.api import _only_as_main
-from msrl_graph.builder import shipped
+from msrl_graph.builder import pickled_functions
 from msrl_graph.cli.run import parser
 from msrl_graph.compiler import pipeline
 
@@ -138,12 +138,15 @@ def test_functions_that_stand_in_no_file_are_kept_by_value():
 
 
 def test_a_function_of_a_file_stays_there_and_a_wrapped_one_is_its_own_files():
-    assert shipped.home(script) == (Path(__file__), "script")
-    assert shipped.home(compile) == (Path(pipeline.__file__), "compile")  # its wrapper's code lies in another file
-    assert shipped.home(Path.exists) is None and shipped.home(len) is None
+    assert pickled_functions.home(script) == (Path(__file__), "script")
+    assert pickled_functions.home(compile) == (
+        Path(pipeline.__file__),
+        "compile",
+    )  # its wrapper's code lies in another file
+    assert pickled_functions.home(Path.exists) is None and pickled_functions.home(len) is None
 
 
-if shipped.home is not None:  # as under a guard
+if pickled_functions.home is not None:  # as under a guard
 
     def guarded(response, answer):
         return 0.5
@@ -162,7 +165,7 @@ if doubled is not None:
 def test_a_function_under_an_if_is_kept_by_value():
     """No process would find it in the file: it loads the file by another name, and the compiler reads what stands at
     the top level."""
-    assert shipped.home(guarded) is None and shipped.home(doubled) is None
+    assert pickled_functions.home(guarded) is None and pickled_functions.home(doubled) is None
     assert kept(guarded)[0]("a", "b") == 0.5 and kept(doubled)[0]("a", "b") == 0.25
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrl_graph.runtime.metrics.attempts import best_at, majority_at, pass_at
+from msrl_graph.runtime.metrics.pass_at_k import best_at, majority_at, pass_at
 
 ATTEMPTS = st.lists(
     st.tuples(st.sampled_from((-1.0, 0.0, 0.25, 1.0)), st.sampled_from((b"", b"7", b"12", b"x"))),

@@ -9,7 +9,7 @@ from place import EXAMPLE, ONE_RANK, SMALL, metrics
 from test_stale import APART, stale
 
 from msrl_graph import compile, run
-from msrl_graph.ir.ahead import Sends, leads
+from msrl_graph.ir.async_schedule import Sends, leads
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.runtime.metrics.best import best_figures, ending
 

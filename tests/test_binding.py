@@ -11,7 +11,7 @@ from msrl_graph import algorithms
 from msrl_graph.checks.terms import term_worker
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import Source
-from msrl_graph.compiler.unready import unready, untried
+from msrl_graph.compiler.unsupported import unready, untried
 from msrl_graph.ir.graph import Expr, Worker
 from msrl_graph.ir.signatures import Option, signatures
 

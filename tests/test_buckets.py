@@ -14,7 +14,7 @@ from msrl_graph.backends.spec import BYTES
 from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import EngineChoice
 from msrl_graph.model.models import load
-from msrl_graph.runtime.weights.routes import PADDING, Block, Route
+from msrl_graph.runtime.weights.transfer_routes import PADDING, Block, Route
 from msrl_graph.sharding.layout import Layout
 from msrl_graph.sharding.redistribute import gatherers
 

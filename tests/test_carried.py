@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from msrl_graph import Fault, compile
-from msrl_graph.runtime.driver.carried import Carried, _cut
-from msrl_graph.runtime.driver.carried import _arrays as carried_arrays
-from msrl_graph.runtime.driver.shares import prompts_for
-from msrl_graph.runtime.process.report import NextValues, Report, RunError
+from msrl_graph.runtime.driver.adaptive_draw import prompts_for
+from msrl_graph.runtime.driver.run_state import Carried, _cut
+from msrl_graph.runtime.driver.run_state import _arrays as carried_arrays
 from msrl_graph.runtime.process.task import Cut, Task
+from msrl_graph.runtime.process.task_report import NextValues, Report, RunError
 from msrl_graph.runtime.weights import checkpoint
 
 PROGRAM = """

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from called import AWAY, HERE, KEY, Place
 
-from msrl_graph.runtime.dock import lines
+from msrl_graph.runtime.dock import rpc
 from msrl_graph.runtime.dock.channel import Address, Impostor, connect, new_key
-from msrl_graph.runtime.dock.lines import Lines, framed, greeting
-from msrl_graph.runtime.process.gate import MOST
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.dock.rpc import Lines, framed, greeting
+from msrl_graph.runtime.process.connection_gate import MOST
+from msrl_graph.runtime.process.task_report import RunError
 
 NOBODY = 65534
 OTHER = new_key()  # of another run
@@ -90,7 +90,7 @@ def answers_nonce(raw):
     "hello", [lambda raw: raw, answers_nonce, answers_tls(OTHER)], ids=["plain", "nonce", "another run's key"]
 )
 def test_a_false_server_is_told_nothing_and_not_believed(tmp_path, monkeypatch, hello):
-    monkeypatch.setattr(lines, "_PROVES", 0.3)
+    monkeypatch.setattr(rpc, "_PROVES", 0.3)
     false = False_(hello, Bomb(tmp_path / "harm"))
     false.start()
     with closing(false.listening):

@@ -21,8 +21,8 @@ from msrl_graph import compile
 from msrl_graph.backends.spec import Asked, Shard
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.runtime.data.columns import ragged
-from msrl_graph.runtime.driver.resuming import program, resumed
-from msrl_graph.runtime.weights import checkpoint, parts
+from msrl_graph.runtime.driver.resume import program, resumed
+from msrl_graph.runtime.weights import checkpoint, checkpoint_parts
 from msrl_graph.runtime.weights.checkpoint import (
     Manifest,
     Source,
@@ -535,22 +535,29 @@ def test_optimizer_and_weights_go_on_on_any_layout(tmp_path, plan, old, new, dty
 
 def test_a_host_says_what_is_wrong_with_its_part_and_takes_a_file_in_pieces(tmp_path, plan, monkeypatch):
     path = save(tmp_path / "run", plan, 20)
-    monkeypatch.setattr(parts, "PIECE", 100)
+    monkeypatch.setattr(checkpoint_parts, "PIECE", 100)
     (one, two, states, _), there = checkpoint.manifest_of(path).files, tmp_path / "other"
     for file in (one, two):
         for offset in range(0, file.bytes, 100):
             if not offset or file == one:
-                assert parts.take(str(there), file.name, offset, parts.piece(str(path), file.name, offset)) == ""
-    assert parts.whole(str(there), one) == ""
-    assert parts.whole(str(there), two) == f"{two.name} came from another host and has 100 bytes of {two.bytes}"
-    assert parts.amiss(str(there), (one, two, states)) == {
+                assert (
+                    checkpoint_parts.take(
+                        str(there), file.name, offset, checkpoint_parts.piece(str(path), file.name, offset)
+                    )
+                    == ""
+                )
+    assert checkpoint_parts.whole(str(there), one) == ""
+    assert (
+        checkpoint_parts.whole(str(there), two) == f"{two.name} came from another host and has 100 bytes of {two.bytes}"
+    )
+    assert checkpoint_parts.amiss(str(there), (one, two, states)) == {
         one.name: "",
         two.name: "is missing",
         states.name: "is missing",
     }
     flip(there)
     wrong = "was changed after it was written: its SHA-256 differs"
-    assert parts.amiss(str(there), (one,)) == {one.name: wrong}
+    assert checkpoint_parts.amiss(str(there), (one,)) == {one.name: wrong}
 
 
 def test_a_checkpoint_whose_files_are_other_hosts_to_have_is_sound_without_them(tmp_path, plan):

@@ -15,8 +15,8 @@ from mixture import latent
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import sgd
-from msrl_graph.backends import prefixes, ring
-from msrl_graph.backends.context import Context
+from msrl_graph.backends import prefix_tree, ring_attention
+from msrl_graph.backends.context_parallel import Context
 from msrl_graph.backends.spec import Asked, Outputs
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
@@ -43,9 +43,9 @@ def working(rank):
         """How far attention divided over the first so many ranks is from attending alone."""
         if rank >= size:
             return None
-        ring.KERNELS = kernels
+        ring_attention.KERNELS = kernels
         packed = packed_rows(rows)
-        tree = prefixes.tree(packed)
+        tree = prefix_tree.tree(packed)
         draw = torch.Generator().manual_seed(0)
         shapes = [(HEADS, len(tree.ids), 8), *[(kv_heads, len(tree.ids), 8)] * 2, (len(tree.before), HEADS, 8)]
         *states, slope = (torch.randn(s, generator=draw, dtype=torch.float64).to(dtype) for s in shapes)

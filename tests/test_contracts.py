@@ -41,7 +41,7 @@ WRONG = [
         "`vllm.engine.arg_utils.EngineArgs` of vllm 0.23.0 has no parameter `no_log_stats`",
     ),
     (
-        ("megatron/latent.py", '"moe_router_score_function"', '"moe_router_scores"'),
+        ("megatron/latent_attention.py", '"moe_router_score_function"', '"moe_router_scores"'),
         ("megatron/engine.py", "(MLATransformerConfig if"),
         f"`{LATENT}` of megatron-core 0.16.1 has no parameter `moe_router_scores`",
     ),

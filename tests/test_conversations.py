@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from templates import OF_TURNS, TEMPLATES, TOOL
 
-from msrl_graph.runtime.agents.calls import FORMATS
+from msrl_graph.runtime.agents.api_types import Said, read, templated
 from msrl_graph.runtime.agents.conversations import Conversations, Full
-from msrl_graph.runtime.agents.requests import Said, read, templated
 from msrl_graph.runtime.agents.template import Speech
+from msrl_graph.runtime.agents.tool_calls import FORMATS
 from msrl_graph.runtime.data.tokens import Tokens
 
 NONE = np.zeros(0, np.int32)

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.ir.dealing import Units, deal, partition
+from msrl_graph.ir.row_assignment import Units, deal, partition
 
 # (prompt, host, tokens) of each unit; host 3 has no group.
 rounds = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 50)), max_size=40)

@@ -16,11 +16,11 @@ from stage import Stage, one_rank
 
 from msrl_graph.backends import fsdp, hf
 from msrl_graph.backends.spec import Shard
-from msrl_graph.runtime.process.report import Report, Undelivered
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.rank import proof
+from msrl_graph.runtime.process.task_report import Report, Undelivered
+from msrl_graph.runtime.rank import weight_proof
 from msrl_graph.runtime.rank.rank import Doing
-from msrl_graph.runtime.weights.delivered import Delivery, unbound
+from msrl_graph.runtime.weights.delivery_check import Delivery, unbound
 from msrl_graph.runtime.weights.digest import Digest
 from msrl_graph.sharding.layout import elements, full, shard, slices
 
@@ -170,7 +170,7 @@ def reshard(stage, number=0):
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("share", "probed"), [(-1.0, [0, 1, 101]), (1e9, [*range(110)])])
 def test_probes_are_as_many_as_time_allows_and_one_of_so_many_at_least(share, probed, monkeypatch):
-    monkeypatch.setattr(proof, "SHARE", share)
+    monkeypatch.setattr(weight_proof, "SHARE", share)
     stage, found = Stage(one_rank()), []
     (one,) = stage.proofs.values()
     for number in range(110):
@@ -233,8 +233,8 @@ def test_what_an_engine_keeps_of_old_weights_is_told(way, engine, tmp_path):
 
 def test_an_engine_with_kernels_of_its_own_can_be_left():
     """The statement that the message proposes compiles."""
-    assert proof.other_kernels("actor.generate", "hf") == ""
-    (statement,) = re.findall("`(.*)`", proof.other_kernels("actor.generate", "vllm"))
+    assert weight_proof.other_kernels("actor.generate", "hf") == ""
+    (statement,) = re.findall("`(.*)`", weight_proof.other_kernels("actor.generate", "vllm"))
     plan = planned("swap", ("  run {", f"  {statement}\n  run {{"))
     assert plan.placement("actor.generate").engine.name == "hf"
 
@@ -245,7 +245,7 @@ def test_an_engine_with_kernels_of_its_own_can_be_left():
 def test_a_delivery_is_probed_where_the_proof_stays_within_its_share_with_that_and_at_least_now_and_then(
     monkeypatch, spent, probing, since, probed
 ):
-    monkeypatch.setattr(proof.time, "perf_counter", lambda: 101.0)
-    one = object.__new__(proof.Proof)
+    monkeypatch.setattr(weight_proof.time, "perf_counter", lambda: 101.0)
+    one = object.__new__(weight_proof.Proof)
     one.began, one.spent, one.probing, one.since = 1.0, spent, probing, since
     assert one._affords() == probed

@@ -65,7 +65,7 @@ def test_a_copy_to_fetch_that_is_not_renewed(place):
     edge = "actor.update => actor.generate"
     line = line_of(place.write(*APART, stale(1), evaluated=False), edge)
     what = f"`{edge}` (line {line} of p.rlg) on rank 0: `{TENSOR}` is not what `actor.update` has in version 2"
-    variables = patched(place, "msrl_graph.runtime.weights.published", NOT_RENEWED)
+    variables = patched(place, "msrl_graph.runtime.weights.weight_publication", NOT_RENEWED)
     # The update may end the iteration that it is in meanwhile.
     ended(place, f"{what}, but what it had in version 1 (1 of 51 tensors differ)", 2, 3, **variables)
 

@@ -9,7 +9,7 @@ from stage import Stage, one_rank
 
 from msrl_graph.algorithms.losses import value_clip
 from msrl_graph.runtime.metrics.derived import means
-from msrl_graph.runtime.metrics.watched import figures
+from msrl_graph.runtime.metrics.run_status import figures
 
 NUMBERS = st.floats(-100, 100, allow_nan=False, width=32)
 

@@ -20,10 +20,10 @@ def test_what_is_said_of_each_kind():
     gloo, nccl, hccl = ("GLOO_SOCKET_IFNAME={}", "NCCL_SOCKET_IFNAME=={}", "HCCL_SOCKET_IFNAME=={}")
     names = "name torch resource collectives asked_as interfaces visible rising files cards plugin kernels"
     facts = "is_host shares_host_memory runs_ahead groups_beside_sleep group_bytes"
-    cpu = ("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", False, "", (), "", "torch_own")
+    cpu = ("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", False, "", (), "", "torch_native")
     cuda = ("cuda", "cuda", "GPU", "nccl", "num_gpus", (gloo, nccl), "CUDA_VISIBLE_DEVICES")
     cards = ("19e5d801", "19e5d802", "19e5d803")
-    cuda += (False, "nvidia[0-9]*", ("10de",), "", "torch_own")
+    cuda += (False, "nvidia[0-9]*", ("10de",), "", "torch_native")
     ascend = ("ascend", "npu", "NPU", "hccl", "", (gloo, hccl), "ASCEND_RT_VISIBLE_DEVICES")
     ascend += (True, "davinci[0-9]*", cards, "torch_npu", "ascend")
     table = [

@@ -17,11 +17,11 @@ from msrl_graph import compile
 from msrl_graph.runtime.agents.template import Speech
 from msrl_graph.runtime.data.columns import ragged, texts
 from msrl_graph.runtime.data.tokens import Tokens
-from msrl_graph.runtime.dock.wire import Batch
+from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.functions.environments import Environment
-from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.rank.dialogue import Dialogue
+from msrl_graph.runtime.process.task_report import RunError
+from msrl_graph.runtime.rank.environment_turns import Dialogue
 
 SHOP = """
 class Shop:

@@ -14,10 +14,10 @@ from msrl_graph.runtime.data.columns import Column, Piece, Verdicts, concatenate
 from msrl_graph.runtime.dock.client import _found as found_here
 from msrl_graph.runtime.dock.client import assemble, wanted
 from msrl_graph.runtime.dock.controller import Controller
+from msrl_graph.runtime.dock.messages import News, Place
 from msrl_graph.runtime.dock.readers import Read, Reader
 from msrl_graph.runtime.dock.segments import Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse
-from msrl_graph.runtime.dock.wire import News, Place
 from msrl_graph.runtime.process.task import Task
 
 READS = (Read("prompt", 0, "source"), Read("response", 1, "actor.generate"), Read("reward", 1, "host.reward"))

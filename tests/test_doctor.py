@@ -17,10 +17,10 @@ from place import EXAMPLE
 
 from msrl_graph import compile
 from msrl_graph.cli import doctor
-from msrl_graph.hardware import pairs
-from msrl_graph.runtime.doctor import formats, hosts, machine, program, show
+from msrl_graph.hardware import version_pairs
+from msrl_graph.runtime.doctor import hosts, machine, output_parsers, program, report
 from msrl_graph.runtime.doctor.examine import judge, question
-from msrl_graph.runtime.doctor.finding import Finding, asking
+from msrl_graph.runtime.doctor.findings import Finding, asking
 from msrl_graph.runtime.doctor.machine import Machine, look
 
 ROOM = Path(machine.__file__).parent
@@ -91,25 +91,36 @@ def test_reading_needs_neither_another_package_nor_knows_a_kind_of_device():
 
 def test_forms_that_are_not_known_give_nothing():
     for text in ("", "\n\n", "|||\n||", "no such table", "+---+\n| a | b | c | d |\n" * 3, "\x00,,,,,,,"):
-        assert formats.npu_dies(text) == formats.gpus(text, text) == formats.xids(text) == []
-        assert formats.npu_link(text) == formats.cann(text) == formats.torch_cuda(text) == ""
-        assert formats.links(text) == {} and formats.memory(text, text, text) == (0, 0) and not formats.cards(text)
+        assert output_parsers.npu_dies(text) == output_parsers.gpus(text, text) == output_parsers.xids(text) == []
+        assert output_parsers.npu_link(text) == output_parsers.cann(text) == output_parsers.torch_cuda(text) == ""
+        assert (
+            output_parsers.links(text) == {}
+            and output_parsers.memory(text, text, text) == (0, 0)
+            and not output_parsers.cards(text)
+        )
 
 
 def test_versions_that_go_together():
-    assert pairs.numbers("2.10.0.post4") == pairs.numbers("2.10.0+cpu") == pairs.numbers("2.10.0rc1") == (2, 10, 0)
-    assert pairs.numbers("26.0.rc1") == (26, 0) and pairs.numbers("core") == ()
-    found = pairs.broken({"vllm-ascend": "0.23.0", "torch": "2.13.0", "torch-npu": "2.10.0.post4", "CANN": "9.1.0"})
+    assert (
+        version_pairs.numbers("2.10.0.post4")
+        == version_pairs.numbers("2.10.0+cpu")
+        == version_pairs.numbers("2.10.0rc1")
+        == (2, 10, 0)
+    )
+    assert version_pairs.numbers("26.0.rc1") == (26, 0) and version_pairs.numbers("core") == ()
+    found = version_pairs.broken(
+        {"vllm-ascend": "0.23.0", "torch": "2.13.0", "torch-npu": "2.10.0.post4", "CANN": "9.1.0"}
+    )
     assert [(p.package, p.other) for p in found] == [("vllm-ascend", "torch")]
     # What vllm-ascend has changed is not held against the plug-in too.
-    assert [p.other for p in pairs.broken({"torch-npu": "2.10.0", "torch": "2.9.0", "vllm-ascend": "0.23.0"})] == [
-        "torch"
-    ]
+    assert [
+        p.other for p in version_pairs.broken({"torch-npu": "2.10.0", "torch": "2.9.0", "vllm-ascend": "0.23.0"})
+    ] == ["torch"]
     for cann, driver, holds in (("9.1.0", "25.2.1", True), ("9.1.0", "25.0.rc1", False), ("9.0.0", "25.0.rc1", True)):
-        assert (not [*pairs.broken({pairs.CANN: cann, pairs.CANN_DRIVER: driver})]) == holds
+        assert (not [*version_pairs.broken({version_pairs.CANN: cann, version_pairs.CANN_DRIVER: driver})]) == holds
     pinned = (Path(__file__).parent.parent / "constraints" / "ascend.txt").read_text().splitlines()
-    assert not [*pairs.broken(dict(line.split("==") for line in pinned if "==" in line))]
-    assert all(pair.source and pair.same + bool(pair.exact) + bool(pair.least) for pair in pairs.PAIRS)
+    assert not [*version_pairs.broken(dict(line.split("==") for line in pinned if "==" in line))]
+    assert all(pair.source and pair.same + bool(pair.exact) + bool(pair.least) for pair in version_pairs.PAIRS)
 
 
 def test_the_table_at_80_columns(golden):
@@ -118,23 +129,23 @@ def test_the_table_at_80_columns(golden):
         environment={"ASCEND_RT_VISIBLE_DEVICES": "0,1, 2,3"},
         descriptors=(1024, 1048576),
     ).host()
-    golden("doctor.table.txt", show.table(judge([found]), [found.title], 80))
+    golden("doctor.table.txt", report.table(judge([found]), [found.title], 80))
 
 
 def test_many_hosts_are_named_in_short():
     names = [f"10.0.0.{i}" for i in range(9)]
     finding = Finding("mask", "is empty", "wrong", "unset it", tuple(names[2:8]))
-    first, step, _, end = show.table([finding], names, 100).splitlines()
+    first, step, _, end = report.table([finding], names, 100).splitlines()
     assert first == "wrong    mask  10.0.0.2, 10.0.0.3, 10.0.0.4 and 3 more: is empty"
     assert step == "             > unset it"
     assert end == "9 hosts: 1 wrong, 0 to look at; begin with the first that is wrong"
-    coloured = show.table([finding], names, 100, colour=True)
+    coloured = report.table([finding], names, 100, colour=True)
     assert coloured.startswith("\x1b[1;31mwrong  \x1b[0m  mask") and coloured.count("\x1b") == 2
 
 
 def test_the_json_has_what_the_table_has():
     found = judge([cpu(rooms={}).host()])
-    told = json.loads(show.document(found, ["node-a"]))
+    told = json.loads(report.document(found, ["node-a"]))
     assert told.keys() == {"version", "status", "hosts", "findings"} and told["status"] == 0
     (warned,) = [f for f in told["findings"] if f["state"] != "ok"]
     assert warned == {
@@ -348,7 +359,7 @@ def test_the_hosts_of_a_real_cluster(tmp_path):
         }
         code = """if 1:
             from msrl_graph.runtime.doctor import hosts
-            from msrl_graph.runtime.doctor.finding import asking
+            from msrl_graph.runtime.doctor.findings import asking
             found, _ = hosts.joined(ADDRESS, asking(variables=["RAY_EXPERIMENTAL_NOSET_TESTED"]))
             print([h.variables for h in found])
         """

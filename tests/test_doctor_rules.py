@@ -27,7 +27,7 @@ from machines import (
 )
 
 from msrl_graph.runtime.doctor.examine import judge
-from msrl_graph.runtime.doctor.show import table
+from msrl_graph.runtime.doctor.report import table
 
 MIB = 1 << 20
 # Whether programs run on a kind of device is a matter of the version, not of the machine.

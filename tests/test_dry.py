@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from random_programs import FILE, FUNCTIONS, programs
 
 from msrl_graph.checks.liveness import least_capacity
-from msrl_graph.compiler.unready import unready
-from msrl_graph.ir.ahead import Sends, awaits, lanes, pipelined
+from msrl_graph.compiler.unsupported import unready
+from msrl_graph.ir.async_schedule import Sends, awaits, lanes, pipelined
 from msrl_graph.ir.attributes import Call, Generate, Update
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import rowsets
-from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import RunError
 
 KINDNESS = st.sampled_from((0.0, 0.4, 0.8, 1.0))  # the share of rows that filters keep
 DATA = 7  # rows of each data file

@@ -15,10 +15,10 @@ from msrl_graph import compile
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read
 from msrl_graph.emit import json as emit_json
-from msrl_graph.emit.placed import placed
+from msrl_graph.emit.humanize import duration, size
+from msrl_graph.emit.placed_graph import placed
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import graph_text, placed_text, plan_text
-from msrl_graph.emit.words import duration, size
 from msrl_graph.ir.plan import Plan, from_json
 
 Golden = Callable[[str, str], None]

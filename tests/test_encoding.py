@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from msrl_graph.runtime.data import encoding
 from msrl_graph.runtime.data.columns import Column, Piece, Verdicts, texts
+from msrl_graph.runtime.dock.messages import Part, Round
 from msrl_graph.runtime.dock.segments import Room, Segments
-from msrl_graph.runtime.dock.wire import Part, Round
-from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Cut, Fetch, Task
+from msrl_graph.runtime.process.task_report import RunError
 
 RESPONSES = ((np.arange(3, dtype=np.int32), np.ones(3, np.float32), np.zeros(3, np.int32), True),)
 TASK = Task("train", 3, 4, {"g": 2}, 9, {"a": 0.5}, {"e": Fetch(1, 2)}, ("e",), (Cut(3, RESPONSES, 2, 1, 5),), "rest")

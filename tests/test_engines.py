@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends import transformer
+from msrl_graph.backends import hf_modules
 from msrl_graph.backends.spec import Asked, Sampling, Shard, collected
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
@@ -183,11 +183,11 @@ def test_only_the_boxes_are_read_and_what_is_missing_is_named(tmp_path):
     layout = Layout(tp=2, dp=1)
     shards = [Shard(t.name, box := shard(t, Side(layout), 1), torch.empty([b - a for a, b in box])) for t in m.tensors]
     whole = load_file(EXAMPLE / "model" / "model.safetensors")
-    transformer.fill(m, shards)
+    hf_modules.fill(m, shards)
     for piece in shards:
         assert torch.equal(piece.tensor, whole[piece.name][slices(piece.box)])
     with pytest.raises(FileNotFoundError, match=r"no weights for model\.none\.weight"):
-        transformer.fill(m, [*shards, Shard("model.none.weight", full((2, 2)), torch.empty(2, 2))])
+        hf_modules.fill(m, [*shards, Shard("model.none.weight", full((2, 2)), torch.empty(2, 2))])
 
 
 def test_dropout_in_a_config_makes_no_noise(tmp_path):

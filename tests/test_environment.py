@@ -10,8 +10,8 @@ import pytest
 from msrl_graph import compile
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import plan_text
-from msrl_graph.hardware.settings import Setting, applied, differing
-from msrl_graph.runtime.driver import variables
+from msrl_graph.hardware.environment_variables import Setting, applied, differing
+from msrl_graph.runtime.driver import environment_check
 
 PROGRAM = """import grpo
 cluster pod {{ device = "{device}", nodes = 2, devices_per_node = 8 }}
@@ -87,7 +87,7 @@ def test_a_rank_begins_with_them_and_with_what_the_user_has_set(tmp_path):
     """They are there before anything of torch is loaded; outside an actor of Ray's no rank is made, nor Ray started."""
     wanted = (Setting("FIRST", "1", "so", "a page"), Setting("SECOND", "2", "so", "a page"))
     make = f"""import os
-from msrl_graph.hardware.settings import Setting
+from msrl_graph.hardware.environment_variables import Setting
 from msrl_graph.runtime.rank.host import RankHost
 try:
     RankHost.__ray_metadata__.modified_class('', 0, 1, '', 'logs', {wanted!r})
@@ -115,7 +115,7 @@ def test_a_run_tells_of_variables_that_stay_and_refuses_those_that_fail(monkeypa
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(name, value)
     made = plan()
-    (found,) = variables.check(made)
+    (found,) = environment_check.check(made)
     (setting,) = (s for s in made.around(0).settings if s.name == name)
     assert (found.code, found.severity) == (code, "error" if code == "failing-variable" else "warning")
     stays = "" if code == "failing-variable" else " and stays so"
@@ -124,9 +124,9 @@ def test_a_run_tells_of_variables_that_stay_and_refuses_those_that_fail(monkeypa
     )
     # What the help says helps, and on a cluster it is the hosts' environment that counts.
     monkeypatch.delenv(name)
-    assert variables.check(made) == []
+    assert environment_check.check(made) == []
     monkeypatch.setenv(name, setting.value)
-    assert variables.check(made) == []
+    assert environment_check.check(made) == []
     monkeypatch.setenv(name, value)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert variables.check(made) == []
+    assert environment_check.check(made) == []

@@ -14,9 +14,9 @@ from torch import distributed as dist
 from msrl_graph.backends.spec import Sampling, collected
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import Column, ragged, texts
-from msrl_graph.runtime.data.recording import check
+from msrl_graph.runtime.data.row_files import check
 from msrl_graph.runtime.data.tokens import Tokens
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task_report import RunError
 
 BOUND, TURNS, GROUP = 24, 3, 2
 ANSWERS = ["85", "7", "181", "4"]

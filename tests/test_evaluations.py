@@ -20,15 +20,15 @@ from msrl_graph import Cluster, Deploy, Imported, compile, to_rlg
 from msrl_graph.compiler.loading import load
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.plan import Plan
-from msrl_graph.runtime.data import recording
+from msrl_graph.runtime.data import row_files
 from msrl_graph.runtime.data.columns import Column, Piece, ragged, texts
-from msrl_graph.runtime.data.wrong import Watch
-from msrl_graph.runtime.functions.blame import BadResult
+from msrl_graph.runtime.data.numerics import Watch
+from msrl_graph.runtime.functions.user_traceback import BadResult
 from msrl_graph.runtime.functions.values import Returned
 from msrl_graph.runtime.metrics.display import evaluated
 from msrl_graph.runtime.metrics.evaluation_figures import evaluation_figures
-from msrl_graph.runtime.process.report import Report, RunError
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Report, RunError
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = ROOT / "examples" / "arithmetic" / "grpo.rlg"
@@ -297,12 +297,12 @@ def test_where_a_function_returned_none_the_recorded_rows_hold_null(folder: Path
         "even": Piece(numbers, Column(np.float32([np.nan, 1, 0.5, np.nan]))),
     }
     for task, place in ((Task("train", 0, 1), "rows"), (Task("held_out", 0, 1), "evaluation_rows/held_out")):
-        recording.write(folder, plan, pieces, task)
+        row_files.write(folder, plan, pieces, task)
         table = parquet.read_table(folder / place / "000000.parquet")
         assert table["even"].to_pylist() == [None, 1, 0.5, None]
         assert table["even"].null_count == 2 and compute.mean(table["even"]).as_py() == 0.75
         assert table["reward"].null_count == 0
-    recorded = recording.Recording(plan, folder)
+    recorded = row_files.Recording(plan, folder)
     columns = ("response", "response.logp")
     (tokens, _) = recorded.responses(plan.graph.node("actor.generate"), columns, 0, [np.arange(3, 6)], numbers, 4)
     assert [t.tolist() for t in tokens] == [[3, 4]] * 4  # rows without a value are replayed too

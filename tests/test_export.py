@@ -16,9 +16,9 @@ from msrl_graph import export
 from msrl_graph.backends.spec import Shard
 from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import Fault
-from msrl_graph.runtime.driver import inputs
-from msrl_graph.runtime.driver.resuming import program
-from msrl_graph.runtime.weights import checkpoint, exported
+from msrl_graph.runtime.driver import run_inputs
+from msrl_graph.runtime.driver.resume import program
+from msrl_graph.runtime.weights import checkpoint, hf_export
 from msrl_graph.sharding.layout import Layout, Side, owns, shard, slices
 
 LAYOUTS = {
@@ -56,9 +56,9 @@ def save(run, plan, layout, dtype=torch.float32, iteration=3, written=None):
             moments = [(f"{node.worker}/exp_avg", Shard(s.name, s.box, s.tensor.float() * 0)) for s in shards]
             pieces = [*((f"{node.worker}/weights", s) for s in shards), *moments]
             files.append(checkpoint.write(partial, f"{node.worker}-rank-{rank:05d}.safetensors", pieces, says))
-    read = inputs.take(plan)
-    inputs.write(run, read)
-    known = {"format_version": checkpoint.FORMAT, "steps": {}, **true, "inputs": inputs.read(run)}
+    read = run_inputs.take(plan)
+    run_inputs.write(run, read)
+    known = {"format_version": checkpoint.FORMAT, "steps": {}, **true, "inputs": run_inputs.read(run)}
     known |= {"program": program(plan), "files": tuple(files)} | (written or {})
     (run / "plan.json").write_text(plan.to_json())
     return checkpoint.commit(partial, checkpoint.Manifest(**known), 9), weights
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_any_layout_is_exported_as_a_run_saves_it(tmp_path, caps
     out = capsys.readouterr().out
     for worker, whole in weights.items():
         model = plan.model(next(n.name for n in plan.graph.verb("update") if n.worker == worker))
-        exported.write_folder(model, whole, tmp_path / "saved" / worker)
+        hf_export.write_folder(model, whole, tmp_path / "saved" / worker)
         made = tmp_path / "run" / "exported" / "000003" / worker
         assert f"{worker}: {made}\n" in out
         assert content(made) == content(tmp_path / "saved" / worker)

@@ -4,8 +4,8 @@ import pytest
 from stage import one_rank
 from torch import distributed as dist
 
-from msrl_graph.runtime.process.report import RankFailed
-from msrl_graph.runtime.rank.failed import telling
+from msrl_graph.runtime.process.task_report import RankFailed
+from msrl_graph.runtime.rank.engine_errors import telling
 
 
 def alone():

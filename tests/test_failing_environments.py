@@ -11,13 +11,13 @@ from stage import PROMPTS, Stage, share
 from test_environments import ANSWERS, GROUP, alone, drawn, lists, program, tool
 
 from msrl_graph.runtime.data.columns import ragged, texts
-from msrl_graph.runtime.dock.wire import Batch
-from msrl_graph.runtime.functions.apart import parts
+from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.functions.environments import Environment
-from msrl_graph.runtime.metrics.failures import failures
+from msrl_graph.runtime.functions.isolation import parts
+from msrl_graph.runtime.metrics.row_failures import failures
 from msrl_graph.runtime.process.processes import alive
-from msrl_graph.runtime.process.report import Report, RunError
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Report, RunError
 
 __all__ = ["alone"]
 WAYS = {  # what an instance does, how its failure is counted, and what is told
@@ -151,7 +151,7 @@ def test_no_process_outlives_its_rows(tmp_path):
     assert nest is None
     gc.collect()
     living = [c for c in psutil.Process().children() if c.status() != psutil.STATUS_ZOMBIE]
-    assert not [c for c in living if "nest" in " ".join(c.cmdline())]
+    assert not [c for c in living if "fork_server" in " ".join(c.cmdline())]
 
 
 def test_a_nest_that_somebody_kills_is_begun_again(tmp_path):

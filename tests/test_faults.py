@@ -13,8 +13,8 @@ import time
 import pytest
 from place import MINE, ONE_RANK, ROOT, SMALL, metrics, weights
 
-from msrl_graph.runtime.metrics.record import TIMES
-from msrl_graph.runtime.process.points import file as points_file
+from msrl_graph.runtime.metrics.recorder import TIMES
+from msrl_graph.runtime.process.fault_points import file as points_file
 from msrl_graph.runtime.weights import checkpoint
 
 

@@ -14,10 +14,10 @@ from test_functions import call, results
 from msrl_graph import Fault, compile
 from msrl_graph.ir.signatures import signatures
 from msrl_graph.runtime.data.dataset import Dataset
+from msrl_graph.runtime.functions.draw_weights import Weigher, scarce
 from msrl_graph.runtime.functions.values import Filled
-from msrl_graph.runtime.functions.weigher import Weigher, scarce
-from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import RunError
 
 PROGRAM = """
 import grpo

@@ -8,7 +8,7 @@ import pytest
 from place import metrics, ran, rows_of
 from tiny import scoring
 
-from msrl_graph.runtime.metrics.record import TIMES
+from msrl_graph.runtime.metrics.recorder import TIMES
 
 pytestmark = pytest.mark.slow
 

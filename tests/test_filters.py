@@ -18,12 +18,12 @@ from truth import Truth
 
 from msrl_graph import Fault, compile
 from msrl_graph.diagnostics import ProgramWarning
-from msrl_graph.runtime.data.wrong import drawn
+from msrl_graph.runtime.data.numerics import drawn
 from msrl_graph.runtime.dock.controller import Controller
+from msrl_graph.runtime.dock.messages import News, Place
 from msrl_graph.runtime.dock.readers import readers
-from msrl_graph.runtime.dock.wire import News, Place
-from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import RunError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 HEAD = """

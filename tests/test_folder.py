@@ -11,7 +11,7 @@ from test_checkpoint import save
 from msrl_graph import Fault, compile, run
 from msrl_graph.cli import run_main
 from msrl_graph.runtime.driver import supervisor
-from msrl_graph.runtime.driver.folder import MADE, lock
+from msrl_graph.runtime.driver.run_folder import MADE, lock
 from msrl_graph.runtime.weights import checkpoint
 
 PROGRAM = str(EXAMPLE / "grpo.rlg")

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 
 from msrl_graph import compile
-from msrl_graph.backends.transformer import empty, named_weights
+from msrl_graph.backends.hf_modules import empty, named_weights
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.model.config import ACTIVATIONS, FIELDS, ROPES

@@ -22,7 +22,7 @@ from msrl_graph.diagnostics import Fault
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.format import WIDTH, format
 from msrl_graph.dsl.parse import parse, parse_tokens
-from msrl_graph.dsl.write import write
+from msrl_graph.dsl.unparse import write
 
 ROOT = Path(__file__).parent.parent
 OWN = [*sorted(algorithms.FOLDER.glob("*.rlg")), *sorted((ROOT / "examples").rglob("*.rlg"))]

@@ -18,15 +18,15 @@ from msrl_graph.ir.plan import Deploy, Plan
 from msrl_graph.ir.rowsets import rowsets
 from msrl_graph.model import models
 from msrl_graph.runtime.data import columns, tokens
+from msrl_graph.runtime.dock.messages import Batch, Share
 from msrl_graph.runtime.dock.readers import Read, Reader
-from msrl_graph.runtime.dock.wire import Batch, Share
-from msrl_graph.runtime.driver import folder
-from msrl_graph.runtime.functions.blame import shown
-from msrl_graph.runtime.functions.calling import Function
+from msrl_graph.runtime.driver import run_folder
+from msrl_graph.runtime.functions.function_node import Function
 from msrl_graph.runtime.functions.units import options_of
+from msrl_graph.runtime.functions.user_traceback import shown
 from msrl_graph.runtime.functions.workers import Workers, WorkerSpec
-from msrl_graph.runtime.process.report import NextValues, RunError
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import NextValues, RunError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 
@@ -369,9 +369,9 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
 def test_a_folder_that_another_run_took_meanwhile_is_left_to_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = Plan(Graph("g", {}, (), (), (), (), (1,)), None, Deploy("d", {}, {}, {}, {}))
-    one = folder.choose(plan, None)
+    one = run_folder.choose(plan, None)
     (one).mkdir(parents=True)
-    assert folder.make(plan, one, stated=False) == Path("runs/d-2") and (tmp_path / "runs" / "d-2").is_dir()
+    assert run_folder.make(plan, one, stated=False) == Path("runs/d-2") and (tmp_path / "runs" / "d-2").is_dir()
 
 
 @pytest.mark.parametrize(

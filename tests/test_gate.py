@@ -15,10 +15,10 @@ from place import EXAMPLE
 
 from msrl_graph import compile
 from msrl_graph.runtime.agents.server import Endpoint, Row
+from msrl_graph.runtime.metrics.http_server import Watching
 from msrl_graph.runtime.metrics.ports import Doors
-from msrl_graph.runtime.metrics.serve import Watching
-from msrl_graph.runtime.metrics.watched import Facts
-from msrl_graph.runtime.process.gate import MOST, Gate, listen
+from msrl_graph.runtime.metrics.run_status import Facts
+from msrl_graph.runtime.process.connection_gate import MOST, Gate, listen
 
 
 def ended(connections, within=0.05):

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
-from msrl_graph.cost import general, holdings
+from msrl_graph.cost import default_activations, holdings
 from msrl_graph.cost.time import Costs
-from msrl_graph.ir.work import Work, in_flight, micro_batches
+from msrl_graph.ir.workload import Work, in_flight, micro_batches
 from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout
 
@@ -22,7 +22,7 @@ def work(name, layout, rows=1, batches=8, **more):
 
 
 def update(name, layout, **more):
-    return general.moments("update", work(name, layout, **more), MEGATRON)
+    return default_activations.moments("update", work(name, layout, **more), MEGATRON)
 
 
 def test_a_dense_layer_by_hand():
@@ -37,7 +37,7 @@ def test_a_dense_layer_by_hand():
 
 def test_gradients_are_summed_in_float32():
     model = load("llama3-8b", Path())
-    assert general.gradients(work("llama3-8b", Layout()), MEGATRON) == 4 * model.parameters
+    assert default_activations.gradients(work("llama3-8b", Layout()), MEGATRON) == 4 * model.parameters
 
 
 def test_stages_keep_the_micro_batches_that_are_under_way():
@@ -97,13 +97,15 @@ def test_experts_by_hand(tp, etp):
     state = work("qwen3-30b-a3b", layout)
     attention = 4 * 2048 + 128 + 2 * 32 * 128 + 2 * 4 * 128
     routed = 8 * (2 * 2048 * etp + 4 * 768)
-    assert general.layer_elements(state.model, state, MEGATRON, 0) == pytest.approx((attention + routed) / tp, abs=1)
+    assert default_activations.layer_elements(state.model, state, MEGATRON, 0) == pytest.approx(
+        (attention + routed) / tp, abs=1
+    )
 
 
 def test_latent_attention_by_hand():
     """DeepSeek-V3: the first three layers are dense; latents of 1536 and 512 + 64, 128 heads of 128 + 64 and 128."""
     state = work("deepseek-r1-671b", Layout(tp=8))
     attention = 4 * 7168 + 1536 + 512 + 64 + 128 * (2 * 192 + 2 * 128)
-    dense, routed = (general.layer_elements(state.model, state, MEGATRON, layer) for layer in (0, 3))
+    dense, routed = (default_activations.layer_elements(state.model, state, MEGATRON, layer) for layer in (0, 3))
     assert dense == pytest.approx((attention + 4 * 18432) / 8, abs=1)
     assert routed == pytest.approx((attention + 256 + 4 * 2048 + 8 * (2 * 7168 + 4 * 2048)) / 8, abs=1)

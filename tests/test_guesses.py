@@ -9,7 +9,7 @@ import pytest
 from language import context, diagnose
 from test_meant import EVALUATION, PROGRAM, change, only
 
-from msrl_graph.dsl import guesses
+from msrl_graph.dsl import foreign_names
 from msrl_graph.ir.options import STATEMENTS
 
 EXTENDED = "import grpo\nalgorithm mine extends grpo {\n  BODY\n}\n"
@@ -38,19 +38,19 @@ def test_epochs_of_a_run_are_its_iterations() -> None:
     assert not errors(change(PROGRAM, ("mini_batch = 16", "mini_batch = 16, epochs = 3")))
 
 
-@pytest.mark.parametrize("statement", guesses._CALLED)
+@pytest.mark.parametrize("statement", foreign_names._CALLED)
 def test_what_a_word_is_called_here_is_an_attribute(statement: str) -> None:
     known = STATEMENTS[statement].kinds()
-    for name, words in guesses._CALLED[statement].items():
+    for name, words in foreign_names._CALLED[statement].items():
         assert name in known and not known.keys() & {*words}, name
 
 
 # Losses
 
 
-@pytest.mark.parametrize("term", guesses._TERMS)
+@pytest.mark.parametrize("term", foreign_names._TERMS)
 def test_a_term_of_another_system_is_written_as_the_help_says(term: str) -> None:
-    base, node = ("ppo", "critic.update") if "value_clip" in guesses._TERMS[term] else ("grpo", "actor.update")
+    base, node = ("ppo", "critic.update") if "value_clip" in foreign_names._TERMS[term] else ("grpo", "actor.update")
     program = EXTENDED.replace("grpo", base).replace("BODY", f"node {node} {{ loss = TERM }}")
     told = only(program.replace("TERM", f"{term}(0.2)"))
     (written,) = re.findall(r"write `(\w+\([^`]*\))`", told.help)

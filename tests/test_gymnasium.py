@@ -9,7 +9,7 @@ from stage import one_rank
 from test_environments import GROUP, PROMPTS
 from test_failing_environments import begun
 
-from msrl_graph.runtime.process.report import Report, RunError
+from msrl_graph.runtime.process.task_report import Report, RunError
 
 OURS = """
 import asyncio

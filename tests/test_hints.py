@@ -14,7 +14,7 @@ from language import TESTS
 from safetensors.torch import load_file, save_file
 
 from msrl_graph.cli import compile_main, run_main
-from msrl_graph.files import hints
+from msrl_graph.files import fix_commands
 
 MODEL = TESTS.parent / "examples" / "arithmetic" / "model"
 PROGRAM = """import grpo
@@ -115,4 +115,9 @@ def test_a_parquet_pointer_is_reported_by_compiling_too(folder: Path, capsys: py
 
 def test_other_files_are_no_pointers(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"ver")
-    assert hints.lfs(tmp_path / "short") == hints.lfs(tmp_path / "missing") == hints.lfs(tmp_path) == ""
+    assert (
+        fix_commands.lfs(tmp_path / "short")
+        == fix_commands.lfs(tmp_path / "missing")
+        == fix_commands.lfs(tmp_path)
+        == ""
+    )

@@ -17,11 +17,11 @@ from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.files import urls
 from msrl_graph.ir.evaluation import Evaluation
-from msrl_graph.runtime.driver import inputs, supervisor
-from msrl_graph.runtime.driver.inputs import Digesting, differences, take
-from msrl_graph.runtime.driver.resuming import resumed
-from msrl_graph.runtime.metrics.record import Recorder
-from msrl_graph.runtime.process import facts
+from msrl_graph.runtime.driver import run_inputs, supervisor
+from msrl_graph.runtime.driver.resume import resumed
+from msrl_graph.runtime.driver.run_inputs import Digesting, differences, take
+from msrl_graph.runtime.metrics.recorder import Recorder
+from msrl_graph.runtime.process import host_facts
 
 
 def project(folder):
@@ -156,7 +156,7 @@ def test_a_project_that_was_moved_is_the_same(tmp_path):
     plans = []
     for name in ("here", "there"):
         plans.append(compile(project(tmp_path / name)))
-    assert differences(*map(take, plans)) == inputs.Differences()
+    assert differences(*map(take, plans)) == run_inputs.Differences()
 
 
 def test_copies_of_what_lies_at_urls_are_compared_by_what_they_hold(program, monkeypatch, tmp_path):
@@ -166,7 +166,7 @@ def test_copies_of_what_lies_at_urls_are_compared_by_what_they_hold(program, mon
         written(program, f'"{name}"', f'"file://{tmp_path / name.removeprefix("./")}"')
     made = supervisor.prepare(compile(program))
     assert urls.is_url(made.plan.deploy.models["policy"].path)
-    assert differences(local, made.inputs) == inputs.Differences()
+    assert differences(local, made.inputs) == run_inputs.Differences()
 
 
 def test_versions_that_differ_are_listed(program):
@@ -248,8 +248,8 @@ def test_a_run_that_starts_anew_does_not_read_other_data(program, tmp_path):
         f"the driver ended with status 1, and data source ({tmp_path}/train.jsonl) was changed after the run began: "
         "the run cannot go on as it began; the files of the run so far are in out"
     )
-    kept = inputs.recorded(inputs.read(tmp_path / "out"))
-    assert kept.files.keys() == made.inputs.files.keys() and differences(kept, made.inputs) == inputs.Differences()
+    kept = run_inputs.recorded(run_inputs.read(tmp_path / "out"))
+    assert kept.files.keys() == made.inputs.files.keys() and differences(kept, made.inputs) == run_inputs.Differences()
     assert all(entry.sha256 for name, entry in kept.files.items() if name.startswith("code "))
 
 
@@ -257,7 +257,7 @@ def test_a_run_that_starts_anew_does_not_read_other_data(program, tmp_path):
 
 
 def large(path, changed_at=None):
-    content = bytearray(b"0123456789abcdef" * (3 * facts.SAMPLED // 16))
+    content = bytearray(b"0123456789abcdef" * (3 * host_facts.SAMPLED // 16))
     if changed_at is not None:
         content[changed_at] ^= 1
     path.write_bytes(content)
@@ -266,20 +266,20 @@ def large(path, changed_at=None):
 
 def test_samples_of_a_large_file_are_of_its_size_its_ends_and_between(tmp_path):
     path = large(tmp_path / "data")
-    whole = facts.sampled(str(path))
-    last = 3 * facts.SAMPLED - 1
-    blocks = [(last + 1 - facts.BLOCK) * i // 15 for i in range(16)]
-    for place in (0, last, blocks[7], blocks[7] + facts.BLOCK - 1):
-        assert facts.sampled(str(large(path, place))) != whole, place
-    assert facts.sampled(str(large(path, blocks[7] + facts.BLOCK))) == whole
+    whole = host_facts.sampled(str(path))
+    last = 3 * host_facts.SAMPLED - 1
+    blocks = [(last + 1 - host_facts.BLOCK) * i // 15 for i in range(16)]
+    for place in (0, last, blocks[7], blocks[7] + host_facts.BLOCK - 1):
+        assert host_facts.sampled(str(large(path, place))) != whole, place
+    assert host_facts.sampled(str(large(path, blocks[7] + host_facts.BLOCK))) == whole
     path.write_bytes(path.read_bytes() + b"0")
-    assert facts.sampled(str(path)) != whole
+    assert host_facts.sampled(str(path)) != whole
 
 
 def test_a_pipe_in_a_models_folder_holds_nobody(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
-    assert inputs._entry(tmp_path / "model.safetensors").bytes == -1
-    found = facts._sampled([str(tmp_path / "model.safetensors"), str(tmp_path / "none")])
+    assert run_inputs._entry(tmp_path / "model.safetensors").bytes == -1
+    found = host_facts._sampled([str(tmp_path / "model.safetensors"), str(tmp_path / "none")])
     assert [*found.values()] == ["", ""]
 
 
@@ -288,20 +288,20 @@ def test_what_the_samples_do_not_show_is_reported_when_the_file_is_digested_whol
     name = "model policy: model.safetensors"
 
     def digested(before):
-        now = inputs.Inputs({name: inputs._entry(path)}, {})
+        now = run_inputs.Inputs({name: run_inputs._entry(path)}, {})
         assert not now.files[name].sha256
-        assert before is None or differences(before, now) == inputs.Differences()
+        assert before is None or differences(before, now) == run_inputs.Differences()
         digesting = Digesting(tmp_path, now, before, said.append)
         digesting.thread.join()
         digesting.close()
-        kept = inputs.recorded(inputs.read(tmp_path))
+        kept = run_inputs.recorded(run_inputs.read(tmp_path))
         assert kept == digesting.inputs
         return kept
 
     first = digested(None)
     status = path.stat()
     assert first.files[name].sha256 and not said
-    large(path, facts.BLOCK + 5)  # between two samples
+    large(path, host_facts.BLOCK + 5)  # between two samples
     second = digested(first)
     assert second.files[name].sha256 != first.files[name].sha256
     assert said == [
@@ -315,7 +315,7 @@ def test_a_run_that_ends_does_not_wait_for_large_files(tmp_path):
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a terabyte of nothing
-    now = inputs.Inputs({"model policy: model.safetensors": inputs._entry(path)}, {})
+    now = run_inputs.Inputs({"model policy: model.safetensors": run_inputs._entry(path)}, {})
     digesting = Digesting(tmp_path, now, None, print)
     digesting.close()
     assert not digesting.thread.is_alive() and digesting.inputs == now

@@ -14,9 +14,9 @@ from msrl_graph import backends, compile
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import plan_text
-from msrl_graph.ir.located import absolute
-from msrl_graph.runtime.process import facts, interpreters
-from msrl_graph.runtime.process.facts import Versions
+from msrl_graph.ir.plan_paths import absolute
+from msrl_graph.runtime.process import host_facts, interpreters
+from msrl_graph.runtime.process.host_facts import Versions
 
 PROGRAM = """import grpo
 cluster pod {{ device = "cpu", devices_per_node = 2 }}
@@ -129,7 +129,7 @@ def test_an_environment_tells_what_it_has_and_not_what_lies_about(tmp_path, monk
     monkeypatch.delenv("PYTHONPATH", raising=False)
     made = plan("apart actor.generate", 'engine actor.generate = hf { python = "env/bin/python" }')
     ((python, command),) = interpreters.commands(made).items()
-    seen = facts.told(command)
+    seen = host_facts.told(command)
     assert (python, seen["wrong"]) == ("env/bin/python", "")
     assert seen["found"] == {**dict.fromkeys(seen["found"], ""), "Python": ".".join(map(str, sys.version_info[:3]))}
     assert {"msrl-graph", "ray", "torch", "transformers"} <= seen["found"].keys()

@@ -20,8 +20,8 @@ from hosts import Hosts, inner, possible
 from place import EXAMPLE, ONE_RANK, SMALL, metrics
 
 from msrl_graph import compile
-from msrl_graph.runtime.driver import docks
-from msrl_graph.runtime.process import joining
+from msrl_graph.runtime.driver import dock_monitor
+from msrl_graph.runtime.process import cluster_join
 from msrl_graph.runtime.weights.checkpoint import sound
 
 TWO = [
@@ -38,8 +38,8 @@ def plan():
 
 
 def refused(address, plan):
-    with pytest.raises(joining.NoResources) as caught:
-        joining.greet(address, plan.cluster.span)
+    with pytest.raises(cluster_join.NoResources) as caught:
+        cluster_join.greet(address, plan.cluster.span)
     return caught.value.diagnostics[0].message
 
 
@@ -58,12 +58,12 @@ def test_an_address_where_nothing_listens_is_told_at_once(plan):
         refused("ray://127.0.0.1:10001", plan)
         == "RAY_ADDRESS is ray://127.0.0.1:10001, and a run is driven from within the cluster"
     )
-    assert time.monotonic() - begin < joining.CONNECT
-    joining.greet("auto", plan.cluster.span)
+    assert time.monotonic() - begin < cluster_join.CONNECT
+    cluster_join.greet("auto", plan.cluster.span)
 
 
 def test_what_answers_and_is_no_ray_is_told(plan, monkeypatch):
-    monkeypatch.setattr(joining, "GREET", 1.0)
+    monkeypatch.setattr(cluster_join, "GREET", 1.0)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"127.0.0.1:{server.server_port}"
@@ -180,17 +180,17 @@ def test_a_process_of_which_ray_hears_nothing_more_is_not_waited_for_long(monkey
         assert clock.now < 1000, "it waits for ever"
         return [a for a in asked if a <= clock.now], [a for a in asked if a > clock.now]
 
-    monkeypatch.setattr(docks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(dock_monitor, "time", SimpleNamespace(monotonic=lambda: clock.now))
     ray = SimpleNamespace(wait=wait)
     asked = {f"rank {i}": took for i, took in enumerate(begun)}
-    docks.begun(ray, asked, [])
+    dock_monitor.begun(ray, asked, [])
     assert clock.now == begun[-1]
     clock.now = 0.0
-    with pytest.raises(docks.HostLost) as caught:
-        docks.begun(ray, asked | {"dock of host 1": math.inf}, [])
+    with pytest.raises(dock_monitor.HostLost) as caught:
+        dock_monitor.begun(ray, asked | {"dock of host 1": math.inf}, [])
     told = 10 * math.ceil(begun[-1] / 10)  # the driver looks as often
-    since = max(docks.BEGIN, 3 * told)
-    assert since < clock.now <= since + docks.SILENT
+    since = max(dock_monitor.BEGIN, 3 * told)
+    assert since < clock.now <= since + dock_monitor.SILENT
     assert str(caught.value) == f"dock of host 1 has not begun in {clock.now:.0f} s; all others had in {told} s"
 
 

@@ -23,7 +23,7 @@ from recorded_operators import Operators
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import kernels
 from msrl_graph.backends.devices import Device
-from msrl_graph.backends.kernels import ascend, plain, torch_own
+from msrl_graph.backends.kernels import ascend, reference, torch_native
 from msrl_graph.backends.spec import Asked
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
@@ -32,7 +32,7 @@ from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout
 
-TABLES = {"torch's own": torch_own.KERNELS, "Ascend's": ascend.KERNELS}
+TABLES = {"torch's own": torch_native.KERNELS, "Ascend's": ascend.KERNELS}
 # How far values may be from the formula's, by type, which is computed in float64 of the same numbers.
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 table = pytest.mark.parametrize("table", TABLES)
@@ -48,8 +48,8 @@ def operators():
 
 def test_each_kind_has_its_table():
     assert {name: kernels.of(kind) for name, kind in DEVICE_KINDS.items()} == {
-        "cpu": torch_own.KERNELS,
-        "cuda": torch_own.KERNELS,
+        "cpu": torch_native.KERNELS,
+        "cuda": torch_native.KERNELS,
         "ascend": ascend.KERNELS,
     }
     assert all(vars(ascend.KERNELS).values())
@@ -93,7 +93,7 @@ def test_attention_is_the_formula(table, rows, heads, each, width, size, window,
     q = random(seed, dtype, rows, width, heads * each, size).transpose(1, 2)
     k, v = (random(seed + i, dtype, rows, width, heads, size).transpose(1, 2) for i in (1, 2))
     with Operators().there() as operators:
-        agree(TABLES[table].attention, plain.attention, (q, k, v), 0.4, window)
+        agree(TABLES[table].attention, reference.attention, (q, k, v), 0.4, window)
     assert operators.calls == ({} if table == "torch's own" else {"npu_fusion_attention": 1})
 
 
@@ -111,7 +111,7 @@ def test_grouped_products_are_the_formula(table, counts, inside, outside, dtype)
         return lambda rows, weights: function(rows, weights.transpose(1, 2), ends)
 
     with Operators().there() as operators:
-        agree(turned(TABLES[table].grouped), turned(plain.grouped), (rows, weights))
+        agree(turned(TABLES[table].grouped), turned(reference.grouped), (rows, weights))
     assert operators.calls == ({"npu_grouped_matmul": 3} if table == "Ascend's" and sum(counts) else {})
 
 
@@ -120,14 +120,14 @@ def test_grouped_products_are_the_formula(table, counts, inside, outside, dtype)
 def test_norms_are_the_formula(tokens, size, dtype):
     x, weight = random(0, dtype, 1, tokens, size), random(1, dtype, size)
     with Operators().there():
-        agree(ascend.rms_norm, plain.rms_norm, (x, weight), 1e-3)
+        agree(ascend.rms_norm, reference.rms_norm, (x, weight), 1e-3)
 
 
 @few
 @given(st.integers(1, 4), st.integers(1, 9), dtypes)
 def test_gates_are_the_formula(tokens, size, dtype):
     with Operators().there():
-        agree(ascend.swiglu, plain.swiglu, (random(0, dtype, 1, tokens, 2 * size),))
+        agree(ascend.swiglu, reference.swiglu, (random(0, dtype, 1, tokens, 2 * size),))
 
 
 @few
@@ -138,7 +138,7 @@ def test_turning_is_the_formula(nodes, heads, half, dtype):
         for_angles = (random(1, dtype, 1, 1, nodes, 2 * half), random(2, dtype, 1, 1, nodes, 2 * half))
         agree(
             lambda x: ascend.rotary(x, *for_angles),
-            lambda x: plain.rotary(x, *(a.to(x.dtype) for a in for_angles)),
+            lambda x: reference.rotary(x, *(a.to(x.dtype) for a in for_angles)),
             (x,),
         )
 
@@ -150,14 +150,14 @@ def test_what_transformers_computes_itself_are_the_formulas_too():
     norm = theirs.LlamaRMSNorm(8, 1e-3)
     torch.nn.init.normal_(norm.weight)
     x = random(0, torch.float32, 2, 3, 8)
-    torch.testing.assert_close(norm(x), plain.rms_norm(x, norm.weight, 1e-3))
+    torch.testing.assert_close(norm(x), reference.rms_norm(x, norm.weight, 1e-3))
     feed = theirs.LlamaMLP(LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2))
     joined = torch.cat([feed.gate_proj(x), feed.up_proj(x)], dim=-1)
-    torch.testing.assert_close(feed(x), feed.down_proj(plain.swiglu(joined)))
+    torch.testing.assert_close(feed(x), feed.down_proj(reference.swiglu(joined)))
     q, k = random(1, torch.float32, 1, 4, 3, 8), random(2, torch.float32, 1, 2, 3, 8)
     cos, sin = random(3, torch.float32, 1, 3, 8), random(4, torch.float32, 1, 3, 8)
     found = theirs.apply_rotary_pos_emb(q, k, cos, sin)
-    torch.testing.assert_close(found, tuple(plain.rotary(h, cos[:, None], sin[:, None]) for h in (q, k)))
+    torch.testing.assert_close(found, tuple(reference.rotary(h, cos[:, None], sin[:, None]) for h in (q, k)))
 
 
 # Whole models.
@@ -256,7 +256,7 @@ def share(rank, folder, size, dtype):
         assert placed == alike
         torch.testing.assert_close(made, known, rtol=CLOSE[dtype], atol=CLOSE[dtype])
     part, weight = (t.detach() for t in (random(9, dtype, 1, 3, 8), random(0, dtype, 6, 8)))
-    whole = plain.summed(torch.stack(part.chunk(size, -1)), torch.stack(weight.chunk(size, -1)))
+    whole = reference.summed(torch.stack(part.chunk(size, -1)), torch.stack(weight.chunk(size, -1)))
     torch.testing.assert_close(found[1][1][0], whole, rtol=CLOSE[dtype], atol=CLOSE[dtype])
 
 

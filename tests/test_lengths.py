@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from msrl_graph.backends import prefixes
+from msrl_graph.backends import prefix_tree
 from msrl_graph.cost.lengths import Rows
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -34,7 +34,7 @@ def of(prompts: list[np.ndarray], found: list[np.ndarray]) -> Rows:
 
 
 def nodes(prompts: list[np.ndarray], found: list[np.ndarray], some: np.ndarray) -> int:
-    return len(prefixes.tree(pack([ragged(prompts, np.int32)], [ragged(found, np.int32)], some)).ids)
+    return len(prefix_tree.tree(pack([ragged(prompts, np.int32)], [ragged(found, np.int32)], some)).ids)
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 5.0])

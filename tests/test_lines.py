@@ -10,8 +10,8 @@ from called import AWAY, HERE, KEY, Place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.runtime.dock.lines import Lines
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.dock.rpc import Lines
+from msrl_graph.runtime.process.task_report import RunError
 
 
 @pytest.fixture(params=[HERE, AWAY], ids=["here", "away"])

@@ -5,7 +5,7 @@ import socket
 import psutil
 from torch._C._distributed_c10d import TCPStore
 
-from msrl_graph.runtime.process.computing import meeting
+from msrl_graph.runtime.process.compute_setup import meeting
 
 
 def test_the_ranks_store_listens_at_one_address():

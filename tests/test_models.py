@@ -12,7 +12,7 @@ from msrl_graph.diagnostics import Fault, Span
 from msrl_graph.model.config import fields, judged
 from msrl_graph.model.models import load
 from msrl_graph.model.presets import PRESETS, tokenizer
-from msrl_graph.runtime.driver import needs
+from msrl_graph.runtime.driver import preflight
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 
@@ -322,6 +322,6 @@ def test_a_run_of_a_name_on_the_hub_needs_its_folder() -> None:
     with pytest.warns(ProgramWarning):
         plan = compile("p.rlg", text=program, sets={"prompts": 8, "group": 2, "response_len": 16})
     with pytest.raises(Fault) as caught:
-        needs.check(plan)
+        preflight.check(plan)
     told = next(d for d in caught.value.diagnostics if d.code == "unknown-model")
     assert told.message.startswith("`Qwen/Qwen2.5-0.5B-Instruct` is a preset") and "hf download" in told.help

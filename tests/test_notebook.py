@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from msrl_graph import Fault
-from msrl_graph.runtime.driver.following import Follower
+from msrl_graph.runtime.driver.callbacks import Follower
 from msrl_graph.runtime.driver.outcome import Outcome
-from msrl_graph.runtime.metrics.record import METRICS
+from msrl_graph.runtime.metrics.recorder import METRICS
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 # A kernel of Jupyter as rich recognises it, with the variable that it sets.

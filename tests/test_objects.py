@@ -9,17 +9,17 @@ import ranks
 import torch
 from torch import distributed as dist
 
-from msrl_graph.runtime.process.report import RunError
-from msrl_graph.runtime.rank import objects
+from msrl_graph.runtime.process.task_report import RunError
+from msrl_graph.runtime.rank import object_collectives
 
 
 def everyone(rank, folder):
-    objects.seal_with(b"of this run")
+    object_collectives.seal_with(b"of this run")
     value = {"rank": rank, "rows": np.arange(1000 * rank), "weights": torch.full((3,), float(rank))}
-    same = objects.broadcast(value if rank == 1 else None, dist.group.WORLD, 1)
+    same = object_collectives.broadcast(value if rank == 1 else None, dist.group.WORLD, 1)
     assert same["rank"] == 1 and len(same["rows"]) == 1000 and (same["weights"] == 1).all()
-    assert [(v["rank"], len(v["rows"])) for v in objects.all_gather(value)] == [(0, 0), (1, 1000)]
-    found = objects.gather(value)
+    assert [(v["rank"], len(v["rows"])) for v in object_collectives.all_gather(value)] == [(0, 0), (1, 1000)]
+    found = object_collectives.gather(value)
     assert (found is None) == (rank == 1)
     if found:
         assert [float(v["weights"].sum()) for v in found] == [0.0, 3.0]
@@ -31,10 +31,14 @@ def test_ranks_share_objects():
 
 def strange(rank, folder):
     """Rank 1 has the token of another run, and so rank 0 unpickles nothing of it, whichever way it comes."""
-    objects.seal_with(b"of another run" if rank else b"of this run")
+    object_collectives.seal_with(b"of another run" if rank else b"of this run")
     bomb = Bomb(folder / "harm")
-    for shared in (objects.gather, objects.all_gather, lambda value: objects.broadcast(value, dist.group.WORLD, 1)):
-        if rank == 0 or shared is objects.all_gather:
+    for shared in (
+        object_collectives.gather,
+        object_collectives.all_gather,
+        lambda value: object_collectives.broadcast(value, dist.group.WORLD, 1),
+    ):
+        if rank == 0 or shared is object_collectives.all_gather:
             with pytest.raises(RunError, match="is not of this run"):
                 shared(None if rank == 0 else bomb)
         else:
@@ -55,14 +59,14 @@ class Bomb:
 
 
 def test_what_no_rank_of_the_run_has_made_is_not_unpickled(tmp_path):
-    objects.seal_with(b"of another run")
-    sealed = objects.seal(Bomb(tmp_path / "harm"))
-    objects.seal_with(b"of this run")
+    object_collectives.seal_with(b"of another run")
+    sealed = object_collectives.seal(Bomb(tmp_path / "harm"))
+    object_collectives.seal_with(b"of this run")
     plain = torch.frombuffer(bytearray(pickle.dumps(Bomb(tmp_path / "harm"))), dtype=torch.uint8)
-    changed = objects.seal({"a": 1})
+    changed = object_collectives.seal({"a": 1})
     changed[-2] += 1
     for false in (sealed, plain, changed, plain[:10], plain[:0]):
         with pytest.raises(RunError, match="is not of this run"):
-            objects.unseal(false)
+            object_collectives.unseal(false)
     assert not (tmp_path / "harm").exists()
-    assert objects.unseal(objects.seal({"a": 1})) == {"a": 1}
+    assert object_collectives.unseal(object_collectives.seal({"a": 1})) == {"a": 1}

@@ -12,13 +12,13 @@ from torch import distributed as dist
 
 from msrl_graph import backends, compile
 from msrl_graph.backends import fsdp, hf
-from msrl_graph.compiler.unready import unready
+from msrl_graph.compiler.unsupported import unready
 from msrl_graph.hardware.device_kinds import DEVICE_KINDS, HOST
 from msrl_graph.ir.attributes import Generate, Update
 from msrl_graph.ir.plan import from_json
 from msrl_graph.runtime.data.columns import Column, ragged
-from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Report
 from msrl_graph.runtime.rank.engines import Engines
 from msrl_graph.runtime.rank.rank import Doing
 from msrl_graph.runtime.rank.training import Training

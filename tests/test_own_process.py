@@ -15,7 +15,7 @@ from test_gymnasium import file
 from test_gymnasium import planned as gym_planned
 from test_gymnasium import played as gym_played
 
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task_report import RunError
 
 __all__ = ["made"]
 HERE = Path(__file__).parent
@@ -122,7 +122,7 @@ def test_an_agent_that_ends_or_forks_its_process_fails_alone(name, body, told, m
 
 FORKED = """
 import os, signal, sys, time
-from msrl_graph.runtime.process.forks import release_children
+from msrl_graph.runtime.process.fork_setup import release_children
 signal.signal(signal.SIGTERM, lambda *_: os._exit(1))  # in Python, as in a process of Ray
 release_children()
 if sys.argv[1:]:

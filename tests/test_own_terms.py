@@ -12,7 +12,7 @@ from test_training import net, norm, token_logps
 from tiny import PAIRS, built
 
 from msrl_graph import Fault, algorithms
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task_report import RunError
 
 pytestmark = pytest.mark.usefixtures("alone")
 LOSS = "clip(0.2) + kl_coef * kl(low_var)"

@@ -10,7 +10,7 @@ from test_filled import weigher
 from test_functions import results
 
 from msrl_graph.runtime.data.columns import Column, ragged, texts
-from msrl_graph.runtime.dock.wire import Batch
+from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.functions.environments import Environment
 from msrl_graph.runtime.process.task import Task
 

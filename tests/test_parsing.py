@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from msrl_graph.runtime.process.parsing import FIXED_IN
+from msrl_graph.runtime.process.ast_parse import FIXED_IN
 
 PARSE = """
 import ast, gc, inspect, os, sys, threading

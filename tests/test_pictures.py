@@ -22,7 +22,7 @@ from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read
 from msrl_graph.emit.dot import dot_text
 from msrl_graph.emit.html import fragment, graph_html, placed_html, plan_html
-from msrl_graph.emit.layers import draw
+from msrl_graph.emit.layered_layout import draw
 from msrl_graph.emit.picture import Arrow, Box, Picture, graph_picture, placed_picture, plan_picture
 from msrl_graph.emit.svg import shorten, svg
 from msrl_graph.ir.graph import Graph

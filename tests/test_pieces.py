@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.agents.template import Speech
-from msrl_graph.runtime.data.pieces import COMPOSED, BadPieceError, Pieces
+from msrl_graph.runtime.data.token_pieces import COMPOSED, BadPieceError, Pieces
 from msrl_graph.runtime.data.tokens import Tokens
 
 CORPUS = ["12+34=46, and 7+8=15.", "one plus two is three", "Naïve café\n\tdéjà vu", "the answer: 42", "ab abc bca"] * 3

@@ -11,11 +11,11 @@ from language import TESTS
 
 from msrl_graph import compile
 from msrl_graph.ir.plan import Plan
-from msrl_graph.runtime.data.wrong import Watch
-from msrl_graph.runtime.functions.blame import blame
-from msrl_graph.runtime.metrics.failures import failures
-from msrl_graph.runtime.process.report import Report, RunError
+from msrl_graph.runtime.data.numerics import Watch
+from msrl_graph.runtime.functions.user_traceback import blame
+from msrl_graph.runtime.metrics.row_failures import failures
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Report, RunError
 
 MODEL = TESTS.parent / "examples" / "arithmetic" / "model"
 BASE = """import grpo

@@ -19,7 +19,7 @@ from msrl_graph.checks import memory as memory_check
 from msrl_graph.cost import groups
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.html import plan_html
-from msrl_graph.emit.placed import placed
+from msrl_graph.emit.placed_graph import placed
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import placed_text, plan_text
 from msrl_graph.hardware.cluster import Figure

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from msrl_graph.backends import prefixes
+from msrl_graph.backends import prefix_tree
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 
@@ -27,7 +27,7 @@ def packed_rows(rows):
 
 @given(rows_of_tokens)
 def test_each_beginning_is_one_node(rows):
-    found = prefixes.tree(packed_rows(rows))
+    found = prefix_tree.tree(packed_rows(rows))
     beginnings = {tuple((c + r)[:n]) for c, r in rows if r for n in range(1, len(c) + len(r))}
     beginnings.add((rows[0][0][0],))
     # A node's beginning, read off the row in which it stands.
@@ -64,10 +64,10 @@ def test_values_and_gradients_are_those_of_padded_rows(window):
     for shared in (False, True):
         model.zero_grad()
         if shared:
-            prefixes.prepare(model)
-            found = prefixes.tree(packed)
+            prefix_tree.prepare(model)
+            found = prefix_tree.tree(packed)
             assert len(found.ids) < len(packed["ids"]) / 1.5
-            hidden = prefixes.states(model.model, found)[found.before]
+            hidden = prefix_tree.states(model.model, found)[found.before]
         else:
             ids = torch.nested.nested_tensor_from_jagged(packed["ids"], packed["offsets"]).to_padded_tensor(0)
             states = model.model(input_ids=ids, use_cache=False).last_hidden_state

@@ -13,18 +13,18 @@ from place import EXAMPLE
 
 from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
-from msrl_graph.hardware.settings import Setting
+from msrl_graph.hardware.environment_variables import Setting
 from msrl_graph.ir.plan import Surroundings
 from msrl_graph.runtime.driver import shipping, user_modules
-from msrl_graph.runtime.driver.probe import Hosts
-from msrl_graph.runtime.process import facts, interpreters
-from msrl_graph.runtime.process.joining import NoResources
-from msrl_graph.runtime.process.shipped import File
+from msrl_graph.runtime.driver.cluster_probe import Hosts
+from msrl_graph.runtime.process import host_facts, interpreters
+from msrl_graph.runtime.process.cluster_join import NoResources
+from msrl_graph.runtime.process.shipped_files import File
 
 FILES = {"model policy": ["/m/config.json", "/m/model.safetensors"], "data source": ["/train.jsonl"]}
 SIZES = {"/m/config.json": 700, "/m/model.safetensors": 5000, "/train.jsonl": 90, "/out/.mark": 0}
 DIGESTS = {path: f"of {path}, {size}" for path, size in SIZES.items()}
-FACTS = facts.Facts(
+FACTS = host_facts.Facts(
     name="node-a",
     versions={"Python": "3.11.7", "msrl-graph": "0.1.0 0a1b2c3d", "torch": "2.13.0+cpu", "numpy": "2.4.6"},
     others={},
@@ -166,8 +166,8 @@ deploy grpo on pod {
 """
     found = {"Python": "3.11.2", "msrl-graph": "0.1.0 0a1b2c3d", "torch": "2.10.0", "ray": "2.60.0"}
     own = {**FACTS, "versions": {**FACTS["versions"], "ray": "2.60.0"}}
-    absent = {"/opt/python": facts.Versions(found={}, wrong="No such file or directory")}
-    there = {"/opt/python": facts.Versions(found=found, wrong="")}
+    absent = {"/opt/python": host_facts.Versions(found={}, wrong="No such file or directory")}
+    there = {"/opt/python": host_facts.Versions(found=found, wrong="")}
 
     def cluster(*others):
         each = [{**own, "others": seen, "name": f"node-{i}"} for i, seen in enumerate(others)]
@@ -233,15 +233,15 @@ def test_a_host_that_has_nothing_but_python_says_what_it_is(tmp_path):
         "address": "127.0.0.1",
         "interface": "",
     }
-    found = facts.look(asked)
+    found = host_facts.look(asked)
     assert found["sizes"] == {str(tmp_path / "there"): 5, str(tmp_path / "none"): -1}
     assert found["versions"]["numpy"] and found["versions"]["vllm"] == pytest.__version__
     assert [*found["variables"]] == ["PATH"]
     assert found["others"] == {"/nowhere/python": {"found": {}, "wrong": "No such file or directory"}}
     assert (found["interface"], found["speaks"]) == ("lo", "127.0.0.1")
     assert found["versions"]["msrl-graph"].count(" ") == 1 and 0 < found["memory"] <= found["total"]
-    assert facts.interface("127.0.0.1", "eth-of-nobody") == ("", "")
-    told = f"runpy.run_path({facts.__file__!r})['look']({asked!r})['versions']['msrl-graph']"
+    assert host_facts.interface("127.0.0.1", "eth-of-nobody") == ("", "")
+    told = f"runpy.run_path({host_facts.__file__!r})['look']({asked!r})['versions']['msrl-graph']"
     bare = f"import runpy; print({told} or 'none')"
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path.append({_psutil()!r}); {bare}"],
@@ -296,11 +296,11 @@ def test_what_is_shipped_is_loaded_from_there_and_tracebacks_name_the_users_own_
     code = f"""
         import json, sys, traceback
         from pathlib import Path
-        from msrl_graph.runtime.process import shipped
-        from msrl_graph.runtime.process.shipped import File
-        folder = shipped.lay({files!r})
-        shipped.use(str(folder))
-        module = shipped.module({str(path)!r})
+        from msrl_graph.runtime.process import shipped_files
+        from msrl_graph.runtime.process.shipped_files import File
+        folder = shipped_files.lay({files!r})
+        shipped_files.use(str(folder))
+        module = shipped_files.module({str(path)!r})
         print(module.score("ab", ""), module.__file__, sys.modules["pack.inner"].__file__, folder)
         try:
             module.score("", "")

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw, sgd
-from msrl_graph.backends import transformer
+from msrl_graph.backends import hf_modules
 from msrl_graph.backends.spec import Asked, Sampling, collected
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
-from msrl_graph.runtime.process.surroundings import WAITS
+from msrl_graph.runtime.process.environment import WAITS
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.runtime.weights.reshard import Swap
 from msrl_graph.sharding.layout import Layout
@@ -174,7 +174,7 @@ def generate(rank, folder, weights, out, cases):
     sampling = Sampling(samples=4, max_tokens=5, temperature=1.0, top_p=1.0, top_k=0)
     for i, (layout, wave) in enumerate(cases):
         engine = engines.generator(m, layout, rank, engines.mesh(layout), wave)
-        transformer.fill(m, engine.allocate())
+        hf_modules.fill(m, engine.allocate())
         engine.filled()
         dp = layout.coordinates(rank).dp
         mine = np.array_split(np.arange(12), layout.dp)[dp]

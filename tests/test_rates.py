@@ -8,7 +8,7 @@ from transformers import get_scheduler
 
 from msrl_graph import algorithms
 from msrl_graph.ir.attributes import Update
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task_report import RunError
 from msrl_graph.runtime.rank import learning_rate as rates
 
 CASES = (

@@ -11,14 +11,14 @@ from rich.console import Console
 from stage import Stage, one_rank
 
 from msrl_graph import compile
-from msrl_graph.cost import between as costs
-from msrl_graph.ir.ahead import Sends
+from msrl_graph.cost import transfers as costs
+from msrl_graph.ir.async_schedule import Sends
 from msrl_graph.ir.plan import METRICS
 from msrl_graph.runtime.metrics.display import comparison
-from msrl_graph.runtime.metrics.record import Recorder, imbalances
+from msrl_graph.runtime.metrics.recorder import Recorder, imbalances
 from msrl_graph.runtime.metrics.trace import Trace
-from msrl_graph.runtime.process.report import Event, Report
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Event, Report
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 EXAMPLE, COUNTDOWN = EXAMPLES / "arithmetic" / "grpo.rlg", EXAMPLES / "countdown" / "countdown.rlg"

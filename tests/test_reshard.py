@@ -17,7 +17,7 @@ from msrl_graph.hardware.cluster import Figure
 from msrl_graph.ir.plan import Reshard, Step
 from msrl_graph.passes.reshard import ways_of
 from msrl_graph.runtime.weights.reshard import Resharder, Swap
-from msrl_graph.runtime.weights.routes import Block
+from msrl_graph.runtime.weights.transfer_routes import Block
 from msrl_graph.sharding.layout import Layout, Side, Tensor, elements, kinds, shard, slices
 from msrl_graph.sharding.redistribute import gatherers
 

@@ -16,12 +16,12 @@ from msrl_graph import compile
 from msrl_graph.cli import run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.evaluation import Evaluation
-from msrl_graph.runtime.driver import inputs, supervisor
+from msrl_graph.runtime.driver import run_inputs, supervisor
 from msrl_graph.runtime.driver.outcome import outcome_of
-from msrl_graph.runtime.driver.resuming import differences, program
-from msrl_graph.runtime.metrics.record import Recorder, restore
-from msrl_graph.runtime.process import points
-from msrl_graph.runtime.weights import checkpoint, parts
+from msrl_graph.runtime.driver.resume import differences, program
+from msrl_graph.runtime.metrics.recorder import Recorder, restore
+from msrl_graph.runtime.process import fault_points
+from msrl_graph.runtime.weights import checkpoint, checkpoint_parts
 
 PROGRAM = str(EXAMPLE / "grpo.rlg")
 
@@ -70,7 +70,7 @@ def test_a_strange_folder_among_a_hosts_parts_stays_and_costs_no_part(tmp_path, 
     shutil.copytree(ours, ours.with_name("999999"))
     names = [p.name for p in checkpoint.up_to(ours)][-1:]
     content = {name: (ours / name).read_bytes() for name in (checkpoint.DIGEST, checkpoint.MANIFEST)}
-    assert parts.keep(str(tmp_path), names, content) == ""
+    assert checkpoint_parts.keep(str(tmp_path), names, content) == ""
     assert {p.name for p in ours.parent.iterdir()} == {"000005", "20261127", "999999"}
 
 
@@ -240,8 +240,8 @@ def test_a_run_uses_its_files_as_they_were_when_it_began(place):
     place.write(*ONE_RANK, MINE, ("run { iterations", "run { save = 2, iterations"), evaluated=False)
     (dying := place.folder / "points").mkdir()
     deaths = [
-        points.file(dying, "functions of host 0", "share of host.reward in train/1"),
-        points.file(dying, "driver", "opened train/3"),
+        fault_points.file(dying, "functions of host 0", "share of host.reward in train/1"),
+        fault_points.file(dying, "driver", "opened train/3"),
     ]
     for death in deaths:
         death.touch()
@@ -264,4 +264,4 @@ def test_a_run_uses_its_files_as_they_were_when_it_began(place):
     *again, last = metrics(place.folder / "ran")
     assert again == before and last["reward"] == 7.0 and last["changed"] == [told]
     kept = checkpoint.newest(place.folder / "ran")[1].inputs
-    assert kept == inputs.read(place.folder / "ran") and all(entry["sha256"] for entry in kept["files"].values())
+    assert kept == run_inputs.read(place.folder / "ran") and all(entry["sha256"] for entry in kept["files"].values())

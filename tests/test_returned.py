@@ -8,7 +8,7 @@ import torch
 from test_functions import call
 
 from msrl_graph.runtime.functions.values import pure_numbers
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task_report import RunError
 
 HALF = '"\\ud83d"'  # as an API returns it that cuts a text by UTF-16
 

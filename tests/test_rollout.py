@@ -15,12 +15,12 @@ from test_carried import PROGRAM, saved
 from test_engines import sampling
 
 from msrl_graph import compile
-from msrl_graph.backends.generation.stretches import in_stretches
+from msrl_graph.backends.generation.segments import in_stretches
 from msrl_graph.backends.spec import Response
 from msrl_graph.ir.attributes import Generate
-from msrl_graph.runtime.driver.carried import Carried
-from msrl_graph.runtime.process.report import Report
-from msrl_graph.runtime.rank.rollout import Rollout
+from msrl_graph.runtime.driver.run_state import Carried
+from msrl_graph.runtime.process.task_report import Report
+from msrl_graph.runtime.rank.partial_rollout import Rollout
 from msrl_graph.runtime.weights import checkpoint
 from msrl_graph.simulation import rollout as simulation
 

@@ -8,7 +8,7 @@ import pytest
 from test_functions import prepared
 
 from msrl_graph.runtime.dock.segments import Activity, Room
-from msrl_graph.runtime.functions.calling import Results
+from msrl_graph.runtime.functions.function_node import Results
 from msrl_graph.runtime.process import row_progress
 
 REWARD = "def f(response: str, score):\n    return score * 10, len(response)\n"

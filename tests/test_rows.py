@@ -17,12 +17,12 @@ from tokenizers import Tokenizer
 from msrl_graph import compile, noise
 from msrl_graph.cli import run_main
 from msrl_graph.ir.attributes import Generate
-from msrl_graph.runtime.data import recording as rows
+from msrl_graph.runtime.data import row_files as rows
 from msrl_graph.runtime.data.columns import Column, Piece, ragged, texts
-from msrl_graph.runtime.driver.folder import MADE
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.driver.run_folder import MADE
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.rank.rollout import Rollout
+from msrl_graph.runtime.process.task_report import RunError
+from msrl_graph.runtime.rank.partial_rollout import Rollout
 
 TOKENIZER = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
 RESPONSES = [np.arange(3, 3 + n) for n in (1, 4, 2, 5, 1, 1, 3, 2)]

@@ -15,7 +15,7 @@ import pytest
 from place import EXAMPLE, MINE, ONE_RANK, SMALL, THRICE, TRAINED, assert_alike, metrics, weights
 
 from msrl_graph.cli import compile_main
-from msrl_graph.runtime.driver.folder import MADE
+from msrl_graph.runtime.driver.run_folder import MADE
 
 
 def held_in(folder):

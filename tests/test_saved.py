@@ -21,8 +21,8 @@ from msrl_graph.diagnostics import Fault
 from msrl_graph.files import urls
 from msrl_graph.runtime.data.tokens import Tokens
 from msrl_graph.runtime.driver import shipping
-from msrl_graph.runtime.process import shipped
-from msrl_graph.runtime.weights import saved
+from msrl_graph.runtime.process import shipped_files
+from msrl_graph.runtime.weights import tensor_files
 
 WORDS = [
     "<unk>",
@@ -56,7 +56,7 @@ def kinds() -> dict[str, set[str]]:
 
 def copied(source: Path, target: Path) -> Path:
     target.mkdir()
-    saved.companions(source, target)
+    tensor_files.companions(source, target)
     return target
 
 
@@ -205,7 +205,7 @@ def test_the_links_of_a_snapshot_in_the_hubs_cache_lead_to_its_own_blobs_and_to_
     (source / "secret.txt").symlink_to("../../blobs/two")
     (source / "else.txt").symlink_to(secret)
     assert files(copied(source, tmp_path / "copy")) == {"tokenizer.json"}
-    assert saved.links_out(source) == dict.fromkeys((source / "else.txt", source / "secret.txt"), secret)
+    assert tensor_files.links_out(source) == dict.fromkeys((source / "else.txt", source / "secret.txt"), secret)
     (repository / "blobs" / "one").unlink()
     (repository / "blobs" / "two").unlink()
     (repository / "blobs").rmdir()
@@ -221,7 +221,7 @@ def test_a_link_that_is_put_in_a_files_place_meanwhile_is_not_followed(
     source = tmp_path / "model"
     source.mkdir()
     (source / "notes.txt").symlink_to(secret)
-    monkeypatch.setattr(saved, "escape", lambda *_: None)  # as it was when somebody looked
+    monkeypatch.setattr(tensor_files, "escape", lambda *_: None)  # as it was when somebody looked
     assert not files(copied(source, tmp_path / "copy"))
 
 
@@ -269,8 +269,8 @@ def test_what_links_of_a_model_at_a_url_lead_out_to_is_not_fetched(
 def test_a_shipped_file_is_laid_inside_the_runs_folder_whatever_its_path_is(tmp_path: Path) -> None:
     up = "../" * (len(tmp_path.parts) + 8)
     path = f"{tmp_path}/{up}planted/one.py"
-    folder = shipped.lay({path: shipped.File(b"planted", 0)})
-    assert (folder / shipped.FILES / "planted" / "one.py").read_bytes() == b"planted"
+    folder = shipped_files.lay({path: shipped_files.File(b"planted", 0)})
+    assert (folder / shipped_files.FILES / "planted" / "one.py").read_bytes() == b"planted"
 
 
 def umask() -> int:
@@ -285,8 +285,8 @@ def test_a_file_of_tensors_has_the_mode_that_the_umask_gives(tmp_path: Path, mas
 
     before = os.umask(mask)
     try:
-        saved.tensors(tmp_path / "one", {"w": torch.zeros(2)}, {})
-        saved.arrays(tmp_path / "two", {"w": np.zeros(2)}, {})
+        tensor_files.tensors(tmp_path / "one", {"w": torch.zeros(2)}, {})
+        tensor_files.arrays(tmp_path / "two", {"w": np.zeros(2)}, {})
         (tmp_path / "mine").touch()
     finally:
         os.umask(before)
@@ -297,7 +297,10 @@ def test_a_file_without_tensors_is_read_again(tmp_path: Path) -> None:
     import torch
     from safetensors import safe_open
 
-    for write, none in ((saved.tensors, dict[str, torch.Tensor]()), (saved.arrays, dict[str, np.ndarray]())):
+    for write, none in (
+        (tensor_files.tensors, dict[str, torch.Tensor]()),
+        (tensor_files.arrays, dict[str, np.ndarray]()),
+    ):
         write(tmp_path / "one", none, {})  # type: ignore[operator]
         with safe_open(tmp_path / "one", framework="np") as file:
             assert not list(file.keys()) and not file.metadata()

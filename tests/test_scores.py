@@ -12,14 +12,14 @@ from test_training import TASK, close, net, norm, sequence
 from tiny import SCORES, pairs, planned, scoring, staged
 from torch.nn.functional import logsigmoid
 
-from msrl_graph.backends import ENGINES, prefixes
+from msrl_graph.backends import ENGINES, prefix_tree
 from msrl_graph.backends.sizes import Sizes
 from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import from_json
 from msrl_graph.ir.sequences import sequences
 from msrl_graph.runtime.data.columns import Column, ragged
-from msrl_graph.runtime.dock.wire import Batch
-from msrl_graph.runtime.process.report import Report, RunError
+from msrl_graph.runtime.dock.messages import Batch
+from msrl_graph.runtime.process.task_report import Report, RunError
 from msrl_graph.runtime.rank.micro_batches import pack
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -112,7 +112,7 @@ def test_memory_counts_each_token_that_is_fed(judge):
     prompts, chosen, rejected = (
         ragged([*np.arange(8 * n).reshape(8, n) + 100 * i], np.int32) for i, n in enumerate((6, 5, 5))
     )
-    fed = prefixes.tree(pack([prompts], [chosen, rejected], np.arange(8), after=True)).ids
+    fed = prefix_tree.tree(pack([prompts], [chosen, rejected], np.arange(8), after=True)).ids
     assert (work.rows, work.fed) == (16, 11) and len(fed) == Sizes(work).tokens == 8 * 6 + 16 * 5
 
 

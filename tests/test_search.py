@@ -20,13 +20,13 @@ import pytest
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES, runs
-from msrl_graph.backends.dividing import misfits
+from msrl_graph.backends.divisibility import misfits
 from msrl_graph.backends.spec import EngineSpec
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import staleness as staleness_check
 from msrl_graph.compiler.pipeline import PASSES, unstated
-from msrl_graph.emit.why import why_text
+from msrl_graph.emit.search_report import why_text
 from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
 from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.plan import EngineChoice, Plan, Pool

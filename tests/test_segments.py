@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.runtime.data.columns import Column, Piece, Verdicts, ragged, texts
+from msrl_graph.runtime.dock.messages import Part, Round
 from msrl_graph.runtime.dock.segments import Activity, Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse, taken
-from msrl_graph.runtime.dock.wire import Part, Round
 from msrl_graph.runtime.process.task import Task
 
 TASK = Task("train", 3, 4)

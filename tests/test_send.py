@@ -17,8 +17,8 @@ from torch.distributed import TCPStore
 from msrl_graph.backends.spec import Shard
 from msrl_graph.ir.plan import Pool
 from msrl_graph.runtime.process import memory
-from msrl_graph.runtime.weights.published import Published
-from msrl_graph.runtime.weights.send import Sender
+from msrl_graph.runtime.weights.weight_publication import Published
+from msrl_graph.runtime.weights.weight_send import Sender
 from msrl_graph.sharding.layout import Layout, Side, elements, full, shard
 
 

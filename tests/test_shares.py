@@ -11,9 +11,9 @@ from stage import Stage, one_rank, share
 from torch import distributed as dist
 
 from msrl_graph.runtime.data.columns import Column
-from msrl_graph.runtime.dock.wire import Batch
-from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Report
 
 ROWS = 8
 TASK = Task("train", 3, 4)

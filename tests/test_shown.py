@@ -10,7 +10,7 @@ from language import TESTS
 from msrl_graph import compile
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.diagnostics import Diagnostic, Span, render
-from msrl_graph.diagnostics.shown import SIGNS, shown
+from msrl_graph.diagnostics.terminal_text import SIGNS, shown
 from msrl_graph.emit.dot import dot_text
 from msrl_graph.emit.html import plan_html
 from msrl_graph.emit.picture import plan_picture

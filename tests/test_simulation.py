@@ -24,24 +24,24 @@ from hypothesis import strategies as st
 from msrl_graph import compile, noise, simulate
 from msrl_graph.backends import ENGINES
 from msrl_graph.cli import compile_main
-from msrl_graph.cost import between as costs
+from msrl_graph.cost import transfers as costs
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.text import plan_text
 from msrl_graph.hardware.cluster import DEVICES, Figure
-from msrl_graph.ir.ahead import row_age_bound
+from msrl_graph.ir.async_schedule import row_age_bound
 from msrl_graph.ir.attributes import LOOKS, Update
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.dock.controller import Controller
+from msrl_graph.runtime.dock.messages import News, Place, Round
 from msrl_graph.runtime.dock.readers import readers
-from msrl_graph.runtime.dock.wire import News, Place, Round
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.simulation import simulation_text
+from msrl_graph.simulation.assumptions import INVERSES, distribution, read
 from msrl_graph.simulation.flow import Done
 from msrl_graph.simulation.generation import Sequence, generate, tail
 from msrl_graph.simulation.rollout import Rollout
 from msrl_graph.simulation.rows import Draws, key, keys, share
 from msrl_graph.simulation.run import Simulator
-from msrl_graph.simulation.specs import INVERSES, distribution, read
 
 PROGRAMS = Path(__file__).parent / "programs"
 PAGE = (PROGRAMS / "grpo_page.rlg").read_text(encoding="utf-8")

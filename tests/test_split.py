@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny import PAIRS, ROLLOUT, SCORES, planned, scoring
 
 from msrl_graph import algorithms
-from msrl_graph.runtime.rank import loss, split
+from msrl_graph.runtime.rank import loss, loss_split_check
 
 # A term of the package -> the program, its update, and what it is called with there.
 CALLS = {
@@ -58,7 +58,7 @@ def test_every_term_of_the_package_is_looked_at():
 def test_a_term_is_per_row_or_says_that_it_is_not(judge, term, seed):
     graph, node = update(term, judge)
     if not loss.of_mini_batch(node):
-        assert split.per_row(graph, node, seed)
+        assert loss_split_check.per_row(graph, node, seed)
 
 
 def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest="", beside=""):
@@ -70,7 +70,7 @@ def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest=""
         else f"def term({parameters}){rest}:\n    import torch\n    r = (logp - old_logp).exp()\n    {source}\n"
     )
     path.write_text(body)
-    return split.found(planned(ROLLOUT, (LOSS, f'{beside}"{path}:term"'), judge=judge))
+    return loss_split_check.found(planned(ROLLOUT, (LOSS, f'{beside}"{path}:term"'), judge=judge))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_mark_makes_it_one_of_the_whole(tmp_path, judge):
 
 def test_made_up_rows_have_their_columns_shapes(judge):
     graph, node = update("distil", judge)
-    seen, made = split._made_up(graph, node, np.random.default_rng(0), 4, 3, False)
+    seen, made = loss_split_check._made_up(graph, node, np.random.default_rng(0), 4, 3, False)
     tokens = int(seen.lengths["response"].sum())
     assert seen.columns["top_logp"].values.shape == made["given"]["response"].values.shape == (tokens, 3)
     assert made["logp"]["response"].values.shape == (tokens,)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.runtime.dock.wire import Doing, Status, Wait
-from msrl_graph.runtime.driver import standstill
+from msrl_graph.runtime.dock.messages import Doing, Status, Wait
+from msrl_graph.runtime.driver import stalls
 from msrl_graph.runtime.driver.signals import Signals
-from msrl_graph.runtime.driver.standstill import Fates, Standstill, of_the_user
+from msrl_graph.runtime.driver.stalls import Fates, Standstill, of_the_user
 from msrl_graph.runtime.process import heartbeat
 from msrl_graph.runtime.process.heartbeat import RATE
 
@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr(standstill.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stalls.time, "monotonic", lambda: now[0])
     return now
 
 

@@ -18,8 +18,8 @@ from msrl_graph.algorithms.optimizers import adamw, muon, sgd
 from msrl_graph.backends.devices import Device, Devices
 from msrl_graph.backends.optimizer.steps import Steps
 from msrl_graph.backends.spec import Shard
-from msrl_graph.runtime.dock.wire import Batch
-from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.dock.messages import Batch
+from msrl_graph.runtime.process.task_report import Report
 from msrl_graph.runtime.weights import checkpoint
 from msrl_graph.sharding.layout import Layout, Tensor, full
 

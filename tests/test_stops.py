@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from test_engines import PROMPTS, model, sampling
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from msrl_graph.backends import transformer
+from msrl_graph.backends import hf_modules
 from msrl_graph.backends.generation.stops import Stops
 from msrl_graph.backends.spec import collected
 
@@ -25,7 +25,7 @@ STOPS = [("</tool>",), ("🙃",), ("\n\n", "日本語"), (" the e",), ("e", "<|e
 def generator():
     torch.set_num_threads(1)
     engine = engines.generator(model())
-    transformer.fill(model(), engine.allocate())
+    hf_modules.fill(model(), engine.allocate())
     return engine
 
 

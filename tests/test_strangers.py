@@ -21,18 +21,18 @@ from place import EXAMPLE, SMALL, Place
 from test_checkpoint import lines, save
 
 from msrl_graph import Fault, compile
-from msrl_graph.builder.shipped import ship
+from msrl_graph.builder.pickled_functions import ship
 from msrl_graph.cli import run_main
 from msrl_graph.files import private, urls
 from msrl_graph.runtime.data.columns import Column, Piece
 from msrl_graph.runtime.dock.segments import LOCK, Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse
 from msrl_graph.runtime.driver import supervisor
-from msrl_graph.runtime.driver.folder import check_links, check_own
+from msrl_graph.runtime.driver.run_folder import check_links, check_own
 from msrl_graph.runtime.driver.supervisor import PROGRAM
 from msrl_graph.runtime.process import processes
-from msrl_graph.runtime.process.report import RunError
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import RunError
 
 SHARED = Path("/dev/shm")
 TASK = Task("train", 3, 4)

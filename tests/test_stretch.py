@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from msrl_graph.sharding.device_range import device_range, meet, runs
 from msrl_graph.sharding.layout import Layout, Side
-from msrl_graph.sharding.stretch import device_range, meet, runs
 
 Case = tuple[int, int, int]
 

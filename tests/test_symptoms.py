@@ -9,10 +9,10 @@ from stage import one_rank
 
 from msrl_graph import compile
 from msrl_graph.runtime.data.columns import Column
-from msrl_graph.runtime.metrics.spread import Means, spreads
-from msrl_graph.runtime.metrics.symptoms import CALM, PAGE, Symptoms, judged
-from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.metrics.health_checks import CALM, PAGE, Symptoms, judged
+from msrl_graph.runtime.metrics.reward_variance import Means, spreads
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Report
 
 WHERE = {"reward": "`host.reward`, line 26 of grpo.rlg", "generate": "`actor.generate`, line 23 of grpo.rlg"}
 WHERE["update"] = "`actor.update`, line 28 of grpo.rlg"

@@ -10,7 +10,7 @@ from stage import EXAMPLE, PROMPTS, Stage, one_rank
 from test_training import close, net, token_logps
 
 from msrl_graph.runtime.data.columns import Column, ragged
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task_report import RunError
 
 GREEDY = (
     ("    advantage : f32[response]\n", "    advantage : f32[response]\n    plain : i32[<= 5]\n    base : f32\n"),

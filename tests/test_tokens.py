@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.compiler.unready import unready
+from msrl_graph.compiler.unsupported import unready
 from msrl_graph.data.chat import messages
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import texts
 from msrl_graph.runtime.data.dataset import check
-from msrl_graph.runtime.data.pieces import Pieces
 from msrl_graph.runtime.data.rendering import BadMessages
+from msrl_graph.runtime.data.token_pieces import Pieces
 from msrl_graph.runtime.data.tokens import Tokens
 
 USER = {"role": "user", "content": "what is one plus two"}

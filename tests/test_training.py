@@ -18,9 +18,9 @@ from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.attributes import Update
 from msrl_graph.runtime.data.columns import Column, ragged, texts
 from msrl_graph.runtime.data.tokens import Tokens
-from msrl_graph.runtime.dock.wire import Batch
-from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Report
 from msrl_graph.runtime.weights import checkpoint
 
 pytestmark = pytest.mark.usefixtures("alone")

@@ -11,7 +11,7 @@ from hosts import Hosts, possible
 from place import EXAMPLE, SMALL, metrics, weights
 from test_joining import TWO
 
-from msrl_graph.runtime.process import points
+from msrl_graph.runtime.process import fault_points
 from msrl_graph.runtime.weights.checkpoint import sound
 
 pytestmark = [
@@ -60,7 +60,7 @@ def test_hosts_without_a_shared_disk_save_their_parts_and_go_on_from_them(place)
 
         # Killed when parts have their names, and there is no manifest of them yet.
         out, there = own / "out", made.seen(1, own / "out")
-        points.file(named, "driver", "placed checkpoint 2").touch()
+        fault_points.file(named, "driver", "placed checkpoint 2").touch()
         code, err = run(2, "--out", str(out), MSRL_POINTS=str(named))
         assert code == 0 and "starting anew from the checkpoint after 1 iteration" in err, err
         newest = out / "checkpoints" / "000002"

@@ -20,7 +20,7 @@ from msrl_graph import compile
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.files import urls
-from msrl_graph.runtime.driver.parted import HERE, Parted
+from msrl_graph.runtime.driver.distributed_checkpoint import HERE, Parted
 from msrl_graph.runtime.weights.checkpoint import newest, sound
 
 PROGRAM = (EXAMPLE / "grpo.rlg").read_text()

@@ -10,9 +10,9 @@ import pytest
 
 from msrl_graph.cli import compile_main
 from msrl_graph.runtime.driver import user_modules
-from msrl_graph.runtime.driver.edited import Edited
-from msrl_graph.runtime.process import shipped
-from msrl_graph.runtime.process.shipped import File
+from msrl_graph.runtime.driver.changed_files import Edited
+from msrl_graph.runtime.process import shipped_files
+from msrl_graph.runtime.process.shipped_files import File
 
 WRITTEN = {
     "mine/reward.py": """
@@ -64,7 +64,9 @@ def test_a_process_uses_the_files_as_they_were_taken(reward, tmp_path):
     """Whatever was written into them since, and though some are gone."""
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
-    shipped.lay_in(run, {str(p): File(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(reward)})
+    shipped_files.lay_in(
+        run, {str(p): File(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(reward)}
+    )
     for name in TAKEN:
         (tmp_path / name).write_text("raise RuntimeError('this was written later')\n")
     (tmp_path / "mine" / "chosen.py").unlink()
@@ -72,9 +74,9 @@ def test_a_process_uses_the_files_as_they_were_taken(reward, tmp_path):
     path = os.pathsep.join([str(tmp_path / "elsewhere"), str(Path(__file__).parent.parent)])
     code = f"""
         import traceback
-        from msrl_graph.runtime.process import shipped
-        shipped.use({str(run)!r})
-        module = shipped.module({str(reward)!r})
+        from msrl_graph.runtime.process import shipped_files
+        shipped_files.use({str(run)!r})
+        module = shipped_files.module({str(reward)!r})
         print(module.score(""))
         module.lib.deep.scale.BY = None
         __import__("sys").modules["shared.table"].SIX = 0
@@ -98,8 +100,8 @@ def test_a_process_uses_the_files_as_they_were_taken(reward, tmp_path):
 def test_an_edited_file_is_told_of_once_whoever_drives(reward, tmp_path):
     helper, folder = reward.with_name("chosen.py"), tmp_path / "attempt"
     files = {str(p): File(p.read_bytes(), p.stat().st_mtime_ns) for p in (reward, helper)}
-    shipped.lay_in(folder, files)
-    assert shipped.laid(folder) == files
+    shipped_files.lay_in(folder, files)
+    assert shipped_files.laid(folder) == files
     edited = Edited(folder, ())
     os.utime(reward)  # written, and the same
     assert list(edited.look()) == []
@@ -108,7 +110,7 @@ def test_an_edited_file_is_told_of_once_whoever_drives(reward, tmp_path):
     assert list(edited.look()) == [f"{helper} was edited {what}"] and list(edited.look()) == []
     told = Edited.told(folder, ())
     assert told == (str(helper),)
-    shipped.lay_in(tmp_path / "next", files)
+    shipped_files.lay_in(tmp_path / "next", files)
     after = Edited(tmp_path / "next", told)
     assert list(after.look()) == []
     reward.unlink()
@@ -150,14 +152,14 @@ def test_what_a_file_defines_can_be_pickled(taken, tmp_path):
     path.write_text(POOL)
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
-    shipped.lay_in(run, {str(path): File(path.read_bytes(), path.stat().st_mtime_ns)})
+    shipped_files.lay_in(run, {str(path): File(path.read_bytes(), path.stat().st_mtime_ns)})
     (tmp_path / "main.py").write_text(
         textwrap.dedent(f"""
-        from msrl_graph.runtime.process import shipped
+        from msrl_graph.runtime.process import shipped_files
         if __name__ == "__main__":
             if {taken}:
-                shipped.use({str(run)!r})
-            mine = shipped.module({str(path)!r})
+                shipped_files.use({str(run)!r})
+            mine = shipped_files.module({str(path)!r})
             print(mine.forked(), mine.spawned(), mine.executed(), mine.pickled())
         """)
     )
@@ -183,15 +185,15 @@ def test_a_file_of_a_package_may_import_beside_it(tmp_path):
     assert taken == {"__init__.py", "table.py", "deep/__init__.py", "deep/reward.py", "deep/near.py"}
     code = f"""
         import sys
-        from msrl_graph.runtime.process import shipped
+        from msrl_graph.runtime.process import shipped_files
         if sys.argv[1]:
-            shipped.use(sys.argv[1])
-        module = shipped.module({str(path)!r})
+            shipped_files.use(sys.argv[1])
+        module = shipped_files.module({str(path)!r})
         print(module.score(), module.__name__, module.__file__)
     """
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
-    shipped.lay_in(run, {str(p): File(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(path)})
+    shipped_files.lay_in(run, {str(p): File(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(path)})
     for folder in ("", str(run)):
         command = [sys.executable, "-c", textwrap.dedent(code), folder]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -202,9 +204,9 @@ def test_two_files_of_one_name_are_two_modules_and_one_file_is_one(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "judge_of_two.py").write_text(f"NAME = {name!r}\n")
-    a, b = (shipped.module(str(tmp_path / name / "judge_of_two.py")) for name in ("a", "b"))
+    a, b = (shipped_files.module(str(tmp_path / name / "judge_of_two.py")) for name in ("a", "b"))
     assert (a.NAME, b.NAME) == ("a", "b") and sys.modules[a.__name__] is a and sys.modules[b.__name__] is b
-    assert shipped.module(str(tmp_path / "a" / "judge_of_two.py")) is a
+    assert shipped_files.module(str(tmp_path / "a" / "judge_of_two.py")) is a
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from msrl_graph.compiler.loading import load
 from msrl_graph.compiler.pipeline import CHECKS, LAST, PASSES
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir import verify
-from msrl_graph.ir.ahead import sparse
+from msrl_graph.ir.async_schedule import sparse
 from msrl_graph.ir.instruction import Instruction, Op, Walk, Walker
 from msrl_graph.ir.plan import Plan
 from msrl_graph.passes.dock import Dock

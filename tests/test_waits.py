@@ -15,8 +15,8 @@ from msrl_graph.ir.rowsets import Sieve
 from msrl_graph.runtime.dock.channel import new_key
 from msrl_graph.runtime.dock.controller import Again, Question
 from msrl_graph.runtime.dock.host import DockFull, DockHost, DockTimeout
+from msrl_graph.runtime.dock.messages import Member, News, Place, Way
 from msrl_graph.runtime.dock.segments import Activity, Room
-from msrl_graph.runtime.dock.wire import Member, News, Place, Way
 from msrl_graph.runtime.process.task import Task
 
 pytestmark = pytest.mark.slow

@@ -22,16 +22,16 @@ from rich.console import Console
 
 from msrl_graph import compile
 from msrl_graph.cli import run_main
-from msrl_graph.emit.watch import watch_html
-from msrl_graph.runtime.dock.wire import Doing, Seen, Status, Wait
+from msrl_graph.emit.run_page import watch_html
+from msrl_graph.runtime.dock.messages import Doing, Seen, Status, Wait
 from msrl_graph.runtime.metrics import prometheus
-from msrl_graph.runtime.metrics.panel import _sparks, panel
+from msrl_graph.runtime.metrics.http_server import Watching
 from msrl_graph.runtime.metrics.ports import Doors
-from msrl_graph.runtime.metrics.serve import Watching
-from msrl_graph.runtime.metrics.watched import POINTS, Facts
-from msrl_graph.runtime.process.points import file as points_file
-from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.metrics.run_status import POINTS, Facts
+from msrl_graph.runtime.metrics.terminal_panel import _sparks, panel
+from msrl_graph.runtime.process.fault_points import file as points_file
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Report
 
 DOCS = Path(__file__).parent.parent / "docs"
 LINE = {

@@ -17,7 +17,7 @@ from test_functions import prepared, results
 
 from msrl_graph.algorithms import registry
 from msrl_graph.ir.graph import Expr, State
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.process.task_report import RunError
 
 REWARD = "def f(response: str, score, *, rng):\n    {first}\n    return len(response) + score + rng.random()\n"
 STATE = State("rate", "f32", Expr("number", 0.5), per="prompt")
@@ -236,7 +236,7 @@ DYING = """
 import sys
 from pathlib import Path
 from test_functions import prepared
-from msrl_graph.runtime.functions.note import Note
+from msrl_graph.runtime.functions.crash_journal import Note
 
 source = "import os, signal\\nasync def f(score):\\n    score != 3 or os.kill(os.getpid(), 11)\\n    return score"
 function, batch, task = prepared(Path({folder!r}), source, ("reward",))

@@ -13,7 +13,7 @@ from msrl_graph import algorithms
 from msrl_graph.dsl import ast
 from msrl_graph.dsl.ast import same
 from msrl_graph.dsl.parse import parse
-from msrl_graph.dsl.write import write
+from msrl_graph.dsl.unparse import write
 
 REAL = [*PROGRAMS, *sorted(algorithms.FOLDER.glob("*.rlg")), *sorted((TESTS.parent / "examples").rglob("*.rlg"))]
 

@@ -20,13 +20,13 @@ from test_ranks import model
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends.spec import Asked
-from msrl_graph.runtime.data import wrong
+from msrl_graph.runtime.data import numerics
 from msrl_graph.runtime.data.columns import Column, ragged
 from msrl_graph.runtime.data.dataset import LOOKED
+from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.dock.readers import Read, readers
-from msrl_graph.runtime.dock.wire import Batch
-from msrl_graph.runtime.process.report import Report, RunError
 from msrl_graph.runtime.process.task import Fetch, Task
+from msrl_graph.runtime.process.task_report import Report, RunError
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout
 
@@ -51,7 +51,7 @@ DECLARED = (
 
 def test_an_infer_of_the_generators_weights_compares_else_the_update():
     plan = one_rank()
-    assert wrong.comparison(plan) == wrong.Comparison(
+    assert numerics.comparison(plan) == numerics.Comparison(
         "actor.infer", "response.logp", "response", 1e-3, edge="actor.update => actor.generate"
     )
     reads = {r.node: [c.column for c in r.reads] for r in readers(plan)}
@@ -68,15 +68,15 @@ def test_an_infer_of_the_generators_weights_compares_else_the_update():
         .replace("layout actor.update   { dp = 2, zero = 3 }", "apart actor.generate, actor.update")
     )
     apart = compile(EXAMPLE / "grpo.rlg", text=text.replace("  layout actor.generate { tp = 2 }\n", ""))
-    assert len(apart.pools) == 2 and wrong.comparison(apart) == wrong.comparison(plan)
-    assert wrong.comparison(one_rank(*NO_INFER)).node == "actor.update"
+    assert len(apart.pools) == 2 and numerics.comparison(apart) == numerics.comparison(plan)
+    assert numerics.comparison(one_rank(*NO_INFER)).node == "actor.update"
     half = one_rank(("run {", "engine actor.generate = hf { dtype = bf16 }\n  run {"))
-    assert wrong.comparison(half).tolerance == 0.1
+    assert numerics.comparison(half).tolerance == 0.1
 
 
 def test_declared_log_probabilities_as_sampled_are_a_column():
     plan = one_rank(*DECLARED, ("old_logp, ref_logp, advantage) {", "old_logp, ref_logp, advantage, drawn) {"))
-    assert wrong.comparison(plan).column == "drawn"
+    assert numerics.comparison(plan).column == "drawn"
     assert [r.reads[-1] for r in readers(plan) if r.node == "actor.infer"] == [Read("drawn", 1, "actor.generate")]
     stage = Stage(plan)
     columns = stage.sampled()
@@ -219,7 +219,7 @@ def test_tokens_outside_the_vocabulary_and_empty_responses():
         stage.watch.response(node, Task("held_out", 40, 4, 2), stage.told, rows, columns, logp, 18)
     report = Report("rank")
     logp.values[-1] = logp.values[0] = math.nan
-    wrong.Watch(one_rank(SKIP)).response(node, Task("train", 0, 4, 2), report, rows, columns, logp, 16)
+    numerics.Watch(one_rank(SKIP)).response(node, Task("train", 0, 4, 2), report, rows, columns, logp, 16)
     assert {k: v for k, (v, _) in report.sums.items()} == {"wrong/token": 2, "wrong/empty": 1, "wrong/logp": 1}
     assert report.remarks[-1].endswith(
         "on row 10 of iteration 0: it drew a token with the log-probability nan"

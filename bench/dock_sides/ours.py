@@ -20,12 +20,12 @@ from msrl_graph.runtime.data.columns import Column, Piece, offsets_of, texts
 from msrl_graph.runtime.dock.channel import new_key
 from msrl_graph.runtime.dock.client import Client
 from msrl_graph.runtime.dock.host import DockHost
+from msrl_graph.runtime.dock.messages import Way
 from msrl_graph.runtime.dock.readers import members, readers
 from msrl_graph.runtime.dock.segments import room_name
-from msrl_graph.runtime.dock.wire import Way
 from msrl_graph.runtime.process.processes import SHARED
-from msrl_graph.runtime.process.report import Report
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Report
 
 GROUP = 8  # responses to a prompt
 ROOM = 1 << 30  # bytes that the rows of a host may take

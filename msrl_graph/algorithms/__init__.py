@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.graph import Expr
+from ..ir.optimizer_spec import Optimizer
 from ..ir.signatures import CallKind, Signature, signatures
-from ..ir.stepping import Optimizer
 
 FOLDER = Path(__file__).parent
 MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states", "texts")

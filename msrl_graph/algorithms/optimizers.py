@@ -1,8 +1,8 @@
 """Optimizers, and schedules of their learning rate.
 
 An optimizer's options go to a class of torch.optim, which is named here and never loaded: what is told is by which rule
-which weights step, and the bytes that are kept of each (stepping.py). Each has `lr` and `warmup`, which the update
-applies. A schedule gives the learning rate of an optimizer step: what the update fills is described in
+which weights step, and the bytes that are kept of each (optimizer_spec.py). Each has `lr` and `warmup`, which the
+update applies. A schedule gives the learning rate of an optimizer step: what the update fills is described in
 ir/signatures.py.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from ..ir.stepping import Optimizer, Rule
+from ..ir.optimizer_spec import Optimizer, Rule
 from .registry import Below, Betas, Count, NotNegative, Positive, Rate, optimizer, schedule
 
 

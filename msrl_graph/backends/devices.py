@@ -49,7 +49,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Device:
-    """The `index`-th of the devices of a kind that this process sees (hardware/masks.py)."""
+    """The `index`-th of the devices of a kind that this process sees (hardware/visibility_masks.py)."""
 
     kind: DeviceKind = HOST
     index: int = 0

@@ -1,5 +1,5 @@
-"""Training and inference by torch FSDP2, DTensor tensor parallelism and context parallelism (context.py), on any torch
-device.
+"""Training and inference by torch FSDP2, DTensor tensor parallelism and context parallelism (context_parallel.py), on
+any torch device.
 
 Invariant: the weights at rest on a rank are the boxes of layout.shard, and the optimizer works on those local tensors
 (optimizer/steps.py). ZeRO: 0 replicates, 1 divides the optimizer, 2 and 3 are FSDP2 without and with releasing the
@@ -13,11 +13,11 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..ir.stepping import Optimizer
+from ..ir.optimizer_spec import Optimizer
 from ..sharding.layout import Layout, shard
-from . import experts, kernels, peaks, prefixes, spread, transformer
+from . import expert_placement, experts, hf_modules, kernels, peaks, prefix_tree
 from .activations import Activations
-from .context import Context
+from .context_parallel import Context
 from .devices import local
 from .kernels.modules import divide_rows, install
 from .optimizer.gradients import Gradients
@@ -95,7 +95,7 @@ SPEC = EngineSpec(
     zero=(0, 1, 2, 3),
     divided_from=2,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
-    spread=spread.WHOLE,
+    spread=expert_placement.WHOLE,
     lints=_lints,
     calls=_calls,
     shares_beginnings=("host", "device"),
@@ -113,14 +113,14 @@ class Engine:
         model, layout, rank, optimizer = weights.model, placement.layout, devices.rank, weights.optimizer
         self.model, self.layout, self.place = model, layout, devices.device.place
         self.divided, self.context = SPEC.divided(layout), Context.of(layout, devices)
-        module = transformer.empty(model)
+        module = hf_modules.empty(model)
         if placement.engine.options.get("recompute") == "full":
             module.gradient_checkpointing_enable()
         self.kernels = kernels.of(devices.device.kind)
         experts.install(module, model, layout, devices, self.kernels)
         install(module, self.kernels)
         module.requires_grad_(optimizer is not None)
-        prefixes.prepare(module)
+        prefix_tree.prepare(module)
         if layout.tp > 1:
             self._tp = devices.axis("tp").get_group()
             # A fused sum goes over the links of one host.
@@ -143,11 +143,11 @@ class Engine:
             _compile(module.model.layers)
         away = optimizer is not None and placement.engine.options.get("activations") == "offload"
         self._passing = Activations(devices.device, module.model.layers).kept_away if away else nullcontext
-        named = transformer.named_weights(module)
+        named = hf_modules.named_weights(module)
         self._shards = [
             Shard(t.name, shard(t, SPEC.side(layout), rank), local(named[t.name]).detach()) for t in model.tensors
         ]
-        transformer.fill(model, self._shards)
+        hf_modules.fill(model, self._shards)
         self._parameters = [named[t.name] for t in model.tensors]
         self._rules = optimizer
         self._optimizer = None
@@ -179,7 +179,7 @@ class Engine:
     def _forward(self, micro_batch: MicroBatch, asked: Asked) -> Outputs:
         import torch
 
-        tree, known = self.context.share(prefixes.tree(micro_batch), micro_batch)
+        tree, known = self.context.share(prefix_tree.tree(micro_batch), micro_batch)
         tree = replace(tree, attention=self.kernels.attention)
         tree, here = tree.to(self.place), known.to(self.place, non_blocking=True)
         heat = here.get("temperature", asked.temperature)
@@ -302,7 +302,7 @@ def _share_key(attention: Any, mesh: DeviceMesh) -> None:
 
 def _outputs(
     module: Any,
-    found: prefixes.Tree,
+    found: prefix_tree.Tree,
     token: torch.Tensor,
     given: torch.Tensor | None,
     heat: float | torch.Tensor,
@@ -312,7 +312,7 @@ def _outputs(
     made only where a token is asked for, and in float32."""
     import torch
 
-    hidden = prefixes.states(module.model, found).index_select(0, found.before)
+    hidden = prefix_tree.states(module.model, found).index_select(0, found.before)
     if hasattr(module, "score"):
         return Outputs(values=module.score(hidden).float()[:, 0].clone())  # FSDP2's hooks would be lost on a view
     logits = module.lm_head(hidden).float() / heat

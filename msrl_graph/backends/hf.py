@@ -11,12 +11,12 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
-from . import experts, kernels, peaks, transformer
+from . import experts, hf_modules, kernels, peaks
 from .devices import release, take
 from .generation.continuous import Batch
-from .generation.draw import draw
+from .generation.sampling import draw
+from .generation.segments import in_stretches
 from .generation.stops import looks_for
-from .generation.stretches import in_stretches
 from .kernels.modules import install
 from .spec import Act, Calls, EngineSpec, Response, Sampling, Shard, Weights
 
@@ -60,11 +60,11 @@ class Engine:
         model, layout, rank = weights.model, placement.layout, devices.rank
         self.model, self.layout, self.place = model, layout, devices.device.place
         self.micro_batch = int(placement.engine.options.get("micro_batch") or 0)
-        self.module = transformer.empty(model).eval().requires_grad_(False)
+        self.module = hf_modules.empty(model).eval().requires_grad_(False)
         fused = kernels.of(devices.device.kind)
         experts.install(self.module, model, Layout(), devices, fused)
         install(self.module, fused)
-        named = transformer.named_weights(self.module)
+        named = hf_modules.named_weights(self.module)
         dtype = next(iter(named.values())).dtype
         self._shards = []
         for tensor in model.tensors:
@@ -72,7 +72,7 @@ class Engine:
             local = torch.empty([b - a for a, b in box], dtype=dtype, device=self.place)
             release(local)
             self._shards.append(Shard(tensor.name, box, local))
-            owner, _, leaf = transformer.parameter(tensor.name).rpartition(".")
+            owner, _, leaf = hf_modules.parameter(tensor.name).rpartition(".")
             parameter = torch.nn.Parameter(local, requires_grad=False)
             setattr(self.module.get_submodule(owner), leaf, parameter)
         if model.tied:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from ..ir.work import Work, kv_elements
+from ..ir.workload import Work, kv_elements
 from .sizes import GRADIENT, Sizes, around, step
 from .spec import Moments
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import gcd
 
-from ..ir import stepping
-from ..ir.work import Work
+from ..ir import optimizer_spec
+from ..ir.workload import Work
 from ..sharding.layout import Side, Tensor, TensorKind, box_at, elements, held, kinds, stage_parts
 from .spec import BYTES, Moments
 
@@ -53,7 +53,7 @@ class Sizes:
 
     def _most(self, *stretches: tuple[int, int, int]) -> int:
         """Of stretches of depths, each with so many tokens at a depth, the tokens of the context-parallel rank that has
-        most: depth modulo cp is a token's rank (context.py)."""
+        most: depth modulo cp is a token's rank (context_parallel.py)."""
         cp = self.work.layout.cp
         return max(
             sum(tokens * len(range(first + (rank - first) % cp, last, cp)) for tokens, first, last in stretches)
@@ -240,7 +240,7 @@ def step(s: Sizes) -> Moments:
     if work.optimizer is None:
         return found
     left = gradients
-    for rule, own_kinds in stepping.parted(work.optimizer, work.model.kinds):
+    for rule, own_kinds in optimizer_spec.parted(work.optimizer, work.model.kinds):
         for number, count, experts in zip(copies, s.parts(own_kinds), (False, True), strict=True):
             if not count:
                 continue

@@ -12,9 +12,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from ..hardware.device_kinds import DeviceKind, Where
-from ..hardware.settings import Setting
+from ..hardware.environment_variables import Setting
 from ..sharding.layout import Box, Layout, Side
-from .spread import NONE, Spread
+from .expert_placement import NONE, Spread
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..ir.graph import Node
+    from ..ir.optimizer_spec import Optimizer
     from ..ir.plan import Placement, Plan
-    from ..ir.stepping import Optimizer
-    from ..ir.work import Work
+    from ..ir.workload import Work
     from ..model.architecture import Model
     from .devices import Devices
 
@@ -100,7 +100,7 @@ class EngineSpec:
       `vocabulary_multiple`: to a multiple of this a rank's part of the vocabulary is padded (1: it is not), or the
       whole vocabulary, where it `pads_whole`; `spread`: which ranks have which experts, or parts of them;
       `packs_experts`: `filled` brings what was written of experts into another form, in its place.
-    - What it holds: `peaks` takes a verb and a Work (ir/work.py) and gives, moment by moment, what is on a device
+    - What it holds: `peaks` takes a verb and a Work (ir/workload.py) and gives, moment by moment, what is on a device
       beside weights and optimizer states at rest. Without it general formulas stand in, in which tp divides what norms
       see too where it `divides_sequence` (sequence parallelism, arXiv:2205.05198). `stored`: of a Work, what layers
       keep for the backward pass, in all. `building`: of a Work, what a generator has beside its weights as it is built,

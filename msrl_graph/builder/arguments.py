@@ -20,10 +20,10 @@ from typing import NoReturn, SupportsIndex, TypeVar
 from ..diagnostics import Diagnostic, Fault, Span, kind_of, render
 from ..dsl import ast
 from ..dsl.parse import MAX_DEPTH, parse_edge, parse_expr, parse_type
-from ..dsl.syntax import RESERVED
+from ..dsl.syntax_errors import RESERVED
 from ..ir.kinds import String
 from ..ir.options import STATEMENTS
-from . import shipped
+from . import pickled_functions
 from .callsite import Part, Site, caller
 
 Value = bool | SupportsIndex | float | str | Callable[..., object] | Sequence["Value"]
@@ -214,8 +214,8 @@ class Arguments:
 
     def _function(self, function: Callable[..., object], span: Span) -> str:
         """`file.py:name`, relative to the Python file where the call stands."""
-        if (found := shipped.home(function)) is None:
-            if not isinstance(function, shipped.Given):
+        if (found := pickled_functions.home(function)) is None:
+            if not isinstance(function, pickled_functions.Given):
                 self.fail(
                     f"`{_named(function)}` is no function that is written in Python",
                     span,
@@ -223,7 +223,7 @@ class Arguments:
                     "unknown-function",
                 )
             try:
-                found = shipped.ship(function)
+                found = pickled_functions.ship(function)
             except (TypeError, ValueError, OSError) as error:
                 help = "define it by `def` at the top level of a file; what it needs, it can open or import there"
                 what = (

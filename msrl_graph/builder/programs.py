@@ -20,10 +20,10 @@ from ..diagnostics import Fault, Span, public
 from ..dsl import ast
 from ..dsl.format import format
 from ..dsl.parse import parse_undo
-from ..dsl.write import write
-from ..emit.words import many
+from ..dsl.unparse import write
+from ..emit.humanize import many
 from .arguments import Arguments, Names, Value, at
-from .body import Body, S
+from .statements import Body, S
 
 NODE = ("function", "generate", "infer", "update")
 

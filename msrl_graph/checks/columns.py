@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from ..diagnostics import Diagnostic, Span
 from ..ir.graph import ELEMENTS, Graph, Node
-from ..ir.meant import choose_writer, without_arrow
+from ..ir.likely_writers import choose_writer, without_arrow
 from ..ir.plan import reported as is_metric
 from ..ir.sequences import of_response
 from ..ir.signatures import CallKind, Signature

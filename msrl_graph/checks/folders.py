@@ -13,7 +13,7 @@ from ..ir.sequences import bound, is_tokens, sequences
 from ..model import models
 from ..model.architecture import Model
 from ..model.config import positions
-from ..model.ends import read_end_tokens
+from ..model.end_tokens import read_end_tokens
 from . import weights
 
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from ..backends.dividing import misfits, rows_in_step
+from ..backends.divisibility import misfits, rows_in_step
 from ..backends.spec import EngineSpec, compiled, compiles
 from ..diagnostics import Diagnostic, Span
 from ..ir.attributes import Update

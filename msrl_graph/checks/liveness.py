@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic
-from ..ir.ahead import lanes
+from ..ir.async_schedule import lanes
 from ..ir.attributes import Call, SampleEdge, Update
 from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import Memory, Plan

@@ -1,6 +1,7 @@
 """Optimizers: that updates of one worker agree on theirs, and that a learning rate is one number.
 
-Invariant: what an optimizer is follows from its call (stepping.py); calls whose own mistakes were told are left out.
+Invariant: what an optimizer is follows from its call (optimizer_spec.py); calls whose own mistakes were told are left
+out.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ placed.
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
-from ..ir.ahead import aged, by_state, hindered, in_turns, late_states
+from ..ir.async_schedule import aged, by_state, hindered, in_turns, late_states
 from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, shared_staleness

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..diagnostics import Diagnostic, Span
-from ..files import hints
+from ..files import fix_commands
 from ..files.weights import INDEX, WHOLE, UnclearError, WeightFiles, weight_files
 from ..ir.graph import Worker
 from ..ir.plan import Plan
@@ -51,7 +51,7 @@ def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic
             continue
         except (OSError, ValueError, RecursionError) as error:
             what = f"the weights in {file} cannot be read: {error}"
-            found.append(Diagnostic("missing-file", what, span, hints.lfs(file) or "copy the file again"))
+            found.append(Diagnostic("missing-file", what, span, fix_commands.lfs(file) or "copy the file again"))
             continue
         if files.read:
             wrong = [d for worker, model in those for d in _wrong(worker, model, there, worker.name in updated)]
@@ -99,7 +99,7 @@ def _wrong(worker: Worker, model: Model, there: Held, updated: bool) -> list[Dia
         )
         help = f"name a folder that {SCORING} saved"
         if missing[0] != HEAD:
-            prefixes = hints.tensor_names(model.path, there, missing[0])
+            prefixes = fix_commands.tensor_names(model.path, there, missing[0])
             help = prefixes or "name a folder with a language model's weights"
         return [Diagnostic("missing-file", what, model.span, help)]
     for name, shape in wanted:

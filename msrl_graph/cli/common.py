@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..diagnostics import Diagnostic, Fault, render, render_json
-from ..diagnostics.shown import shown
+from ..diagnostics.terminal_text import shown
 
 if TYPE_CHECKING:
     from ..compiler.sources import Source

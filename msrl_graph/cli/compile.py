@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from .. import codes
 from ..diagnostics import Fault, nearest
-from ..diagnostics.shown import shown
+from ..diagnostics.terminal_text import shown
 from .common import guarded, load_plan, natural, tell
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _compile(argv: Sequence[str]) -> int:
         return 0 if page else 2
     from ..compiler.pipeline import PASSES, translate
     from ..compiler.sources import read
-    from ..files.reading import decoded
+    from ..files.program_text import decoded
 
     names = [p.name for p in PASSES]
     if options.list_passes:
@@ -284,7 +284,7 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
     assert result.plan is not None
     if options.why:
         from ..compiler.pipeline import unstated
-        from ..emit.why import why_text
+        from ..emit.search_report import why_text
 
         other = unstated(result.plan, options.budget)
         return why_text(result.plan, other, width, colour)
@@ -301,7 +301,7 @@ def _beside_diff(options: argparse.Namespace) -> str:
 
 def _diff(plan: Plan, options: argparse.Namespace) -> str:
     from ..emit.diff import diff_json, diff_text, difference
-    from ..ir.located import located
+    from ..ir.plan_paths import located
 
     changes = difference(load_plan(options.diff), located(plan))  # a plan that was written has its files' places
     return (
@@ -337,7 +337,7 @@ def _picture(result: Compilation, stage: str, form: str) -> str:
 
 def _screen(options: argparse.Namespace) -> tuple[int, bool]:
     """How wide a text is, and whether it has colour."""
-    from ..emit.page import WIDTH
+    from ..emit.text_page import WIDTH
 
     to_terminal = options.output is None and sys.stdout.isatty()
     colour = options.color == "always" or (options.color == "auto" and to_terminal and "NO_COLOR" not in os.environ)

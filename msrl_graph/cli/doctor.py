@@ -23,7 +23,7 @@ from .common import guarded, load_plan, tell
 if TYPE_CHECKING:
     from ..compiler.sources import Source
     from ..ir.plan import Plan
-    from ..runtime.doctor.finding import Finding
+    from ..runtime.doctor.findings import Finding
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +100,7 @@ def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser, source: 
 
 
 def _examine(path: Path | None, plan: Plan | None, as_json: bool) -> int:
-    from ..runtime.doctor import show
+    from ..runtime.doctor import report
     from ..runtime.doctor.examine import examine
 
     address = os.environ.get("RAY_ADDRESS", "")
@@ -109,19 +109,19 @@ def _examine(path: Path | None, plan: Plan | None, as_json: bool) -> int:
     if not address:
         findings.append(_speed(found))
     if as_json:
-        sys.stdout.write(show.document(findings, hosts))
-        return show.status(findings)
+        sys.stdout.write(report.document(findings, hosts))
+        return report.status(findings)
     on_screen = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if on_screen or "COLUMNS" in os.environ else 120
-    sys.stdout.write(show.table(findings, hosts, width, on_screen and "NO_COLOR" not in os.environ))
+    sys.stdout.write(report.table(findings, hosts, width, on_screen and "NO_COLOR" not in os.environ))
     if path is not None and isinstance(found, Calibration) and not address:
         print()
         _show(found, path)
-    return show.status(findings)
+    return report.status(findings)
 
 
 def _speed(found: Calibration | Diagnostic | None) -> Finding:
-    from ..runtime.doctor.finding import Finding
+    from ..runtime.doctor.findings import Finding
 
     measure = "msrl-doctor --calibrate"
     if found is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..compiler.sources import Source
 from ..diagnostics import Diagnostic, Fault
-from ..diagnostics.shown import shown
+from ..diagnostics.terminal_text import shown
 from ..dsl.format import format
 from .common import guarded, tell
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..diagnostics import UNFIT, Diagnostic, Fault
-from ..diagnostics.shown import shown
+from ..diagnostics.terminal_text import shown
 from .common import guarded, load_plan, natural, tell
 
 if TYPE_CHECKING:

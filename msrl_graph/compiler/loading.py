@@ -20,7 +20,7 @@ from ..backends import ENGINES
 from ..diagnostics import NOWHERE, Diagnostic, Fault
 from ..dsl.lower import Context, Lowered, lower
 from ..dsl.parse import parse
-from ..dsl.write import write
+from ..dsl.unparse import write
 from ..files.paths import is_folder
 from ..files.urls import is_url
 from ..ir import verify
@@ -29,7 +29,7 @@ from ..ir.plan import FORMAT_VERSION, FUNCTIONS, EngineChoice, Plan, from_json
 from ..model import models
 from ..model.architecture import Model
 from .pipeline import CHECKS, PASSES
-from .restated import restated
+from .to_program import restated
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What the passes fill after the placement.

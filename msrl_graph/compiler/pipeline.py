@@ -36,9 +36,9 @@ from ..dsl import ast
 from ..dsl.lower import Context, Refused, lower
 from ..dsl.parse import parse
 from ..ir.graph import Graph
-from ..ir.located import at_hand
 from ..ir.plan import Plan
-from ..ir.searched import Searched
+from ..ir.plan_paths import at_hand
+from ..ir.search_record import Searched
 from ..model import models
 from ..passes.order import passes
 from ..passes.spec import Passes
@@ -46,8 +46,8 @@ from ..planner.advice import Advice
 from ..planner.owners import has_open_layout, owners
 from ..planner.pools import Division
 from ..planner.search import Search
-from . import built, unready
-from .asked import asked
+from . import python_hints, unsupported
+from .options import asked
 from .sources import Source, importer, read, texts
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def _told(program: str | Path | Program | ast.File, text: str | None, **options:
         result = translate(source, **options)
     except Fault as fault:
         if source is not None and source.tree is not None and source.tree is not program:
-            fault.diagnostics = tuple(built.correctable(d, source.tree) for d in fault.diagnostics)
+            fault.diagnostics = tuple(python_hints.correctable(d, source.tree) for d in fault.diagnostics)
         fault.text = "\n".join(rendered(source, fault.diagnostics))
         raise
     for note in rendered(source, result.warnings):
@@ -233,7 +233,7 @@ def translate(
     if until == "placed":
         return Compilation(source, tree, graph, placed, None, warnings)
     plan = stages[LAST["plan"]]
-    plan = replace(plan, notes=(*plan.notes, *ADVICE.staler(plan), *unready.notes(plan)))
+    plan = replace(plan, notes=(*plan.notes, *ADVICE.staler(plan), *unsupported.notes(plan)))
     return Compilation(source, tree, graph, placed, plan, warnings)
 
 
@@ -266,7 +266,7 @@ def with_hosts(plan: Plan, nodes: int) -> Plan | None:
         ]
     except Fault:
         return None
-    return None if unready.unready(found) else replace(found, notes=(*found.notes, *unready.notes(found)))
+    return None if unsupported.unready(found) else replace(found, notes=(*found.notes, *unsupported.notes(found)))
 
 
 def unstated(plan: Plan, budget: float | None = None) -> Searched | None:

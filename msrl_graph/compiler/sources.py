@@ -17,7 +17,7 @@ from .. import algorithms
 from ..diagnostics import Diagnostic, Fault, Span, kind_of, nearest
 from ..dsl import ast
 from ..dsl.parse import flag_text, parse
-from ..files import reading
+from ..files import program_text
 from ..files.paths import is_file
 
 if TYPE_CHECKING:
@@ -45,15 +45,15 @@ def read(source: str | Path | Program | ast.File, text: str | None = None) -> So
         return Source(tree.path, "".join(linecache.getlines(tree.path)), folder, tree, meant)
     path = Path(source)
     if text is not None:
-        return Source(str(source), reading.plain(text, str(source)), path.parent if path.suffix else Path())
+        return Source(str(source), program_text.plain(text, str(source)), path.parent if path.suffix else Path())
     if not is_file(path) and path.suffix == "" and len(path.parts) == 1:
         path = algorithms.FOLDER / f"{source}.rlg"
         if not is_file(path):
             known = [p.stem for p in algorithms.FOLDER.glob("*.rlg")]
             message = f"`{source}` is neither a file nor an algorithm of the package"
             raise Fault(Diagnostic("missing-file", message, help=nearest(str(source), known)))
-        return Source(path.name, reading.read(path, path.name), path.parent)
-    return Source(str(source), reading.read(path, str(source)), path.parent)
+        return Source(path.name, program_text.read(path, path.name), path.parent)
+    return Source(str(source), program_text.read(path, str(source)), path.parent)
 
 
 def _built(source: object) -> tuple[ast.File, str | None]:
@@ -83,7 +83,7 @@ def _import(folder: Path, read: dict[Path, ast.File], target: str, of_file: bool
         help = f'for the file beside this one write `import "{target}.rlg"`' if there else nearest(target, known)
         raise Fault(Diagnostic("unknown-name", f"no algorithm of the package is called `{target}`", span, help))
     if path not in read:
-        read[path] = parse(reading.read(path, target, span), str(path))
+        read[path] = parse(program_text.read(path, target, span), str(path))
     return read[path]
 
 

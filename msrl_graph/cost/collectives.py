@@ -15,8 +15,8 @@ from typing import Literal
 from ..backends.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec
 from ..hardware.cluster import Cluster, Collective, Figure, weakest
+from ..ir.optimizer_spec import MASTER
 from ..ir.plan import Placement
-from ..ir.stepping import MASTER
 from ..model.architecture import Model, copied
 from ..sharding.layout import Side, stage_parts
 
@@ -116,8 +116,8 @@ class Collectives:
             parts = [
                 self.seconds("all_gather", "tp", gathers * each, gathers),
                 self.seconds("reduce_scatter", "tp", scatters * each, scatters),
-                # The logits stay divided (vocabulary.py): their highest, what they are divided by, that of the token,
-                # and for an update the entropy.
+                # The logits stay divided (vocab_parallel.py): their highest, what they are divided by, that of the
+                # token, and for an update the entropy.
                 self.seconds("all_reduce", "tp", 2 * (3 + backward) * 4 * scored * (tp - 1) / tp, 3 + backward),
             ]
         else:

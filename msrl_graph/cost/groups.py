@@ -1,7 +1,7 @@
 """The process groups in which a rank's device takes part, and what a library of collectives keeps for them there.
 
 Invariant: those count in which tensors of devices are sent, since a library makes its buffers as it is first asked to
-send some: of layouts (runtime/rank/engines.py), of engines, of optimizers (backends/optimizer/parts.py), of the edges
+send some: of layouts (runtime/rank/engines.py), of engines, of optimizers (backends/optimizer/shards.py), of the edges
 over which weights move (runtime/weights). A group of one rank is none.
 """
 

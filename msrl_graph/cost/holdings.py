@@ -14,24 +14,24 @@ from .. import algorithms
 from ..backends.spec import BYTES, EngineSpec, Moments
 from ..backends.spec import offloads as stated_away
 from ..hardware.cluster import Cluster, Figure
-from ..ir import stepping
-from ..ir.ahead import fetched, sparse
+from ..ir import optimizer_spec
+from ..ir.async_schedule import fetched, sparse
 from ..ir.attributes import Generate, Update
 from ..ir.graph import Node, Value, Worker
 from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
 from ..ir.sequences import bound, conversations, scores_texts, sequences
-from ..ir.work import Work, kv_elements, micro_batches
+from ..ir.workload import Work, kv_elements, micro_batches
 from ..sharding.layout import Side, held, stage_parts
-from . import general
+from . import default_activations
 from .offloading import by_parts
 
 Engines = Mapping[str, EngineSpec]
 # The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces,
 # captured graphs, what collectives keep (groups.py, where that is known).
 RESERVE = 1 - EngineOptions.memory
-# A probe, by which trainer and generator are compared as weights arrive (runtime/rank/proof.py): so many prompts of so
-# many tokens, or of a whole block of the generator's cache and these.
+# A probe, by which trainer and generator are compared as weights arrive (runtime/rank/weight_proof.py): so many prompts
+# of so many tokens, or of a whole block of the generator's cache and these.
 PROBES, TOKENS = 4, 8
 KEPT = ", kept"  # ends the name of what a generation keeps for the next iteration
 
@@ -89,7 +89,7 @@ def weights(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def gradients(plan: Plan, engines: Engines, node: str) -> int:
-    return general.gradients(work(plan, engines, node), spec(plan, engines, node))
+    return default_activations.gradients(work(plan, engines, node), spec(plan, engines, node))
 
 
 def optimizer(plan: Plan, engines: Engines, node: str) -> int:
@@ -98,13 +98,13 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
     return _kept(plan, engines, node, lambda rule: rule.beside(dtype(plan, node) != "f32"))
 
 
-def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[stepping.Rule], float]) -> int:
+def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[optimizer_spec.Rule], float]) -> int:
     """Bytes on the busiest rank of what an update keeps of an element that steps by a rule."""
     layout, made = plan.placement(node).layout, algorithms.optimizer(Update.of(plan.graph.node(node)).optimizer)
     at = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
     copies = layout.cp if layout.zero == 1 else 1  # where weights are divided over dp, so is what is kept of them
     by_stage = [0.0] * layout.pp
-    for rule, kinds in stepping.parted(made, plan.model(node).kinds):
+    for rule, kinds in optimizer_spec.parted(made, plan.model(node).kinds):
         for stage, (dense, experts) in enumerate(stage_parts(kinds, at)):
             by_stage[stage] += each(rule) * (-(-dense // copies) + experts)
     return math.ceil(max(by_stage))
@@ -237,11 +237,11 @@ def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int
     found = _moments(verb, replace(made, optimizer=None), own)
     # Of the stage that has most of them.
     rest = max((m["gradients"] for name, m in found.items() if "gradient's norm" in name), default=0)
-    return largest(found | by_parts(made, rest or general.gradients(made, own)))
+    return largest(found | by_parts(made, rest or default_activations.gradients(made, own)))
 
 
 def _moments(verb: str, made: Work, own: EngineSpec) -> Moments:
-    return general.moments(verb, made, own) if own.peaks is None else own.peaks(verb, made)
+    return default_activations.moments(verb, made, own) if own.peaks is None else own.peaks(verb, made)
 
 
 def largest(moments: Moments) -> tuple[str, dict[str, int]]:
@@ -332,7 +332,7 @@ def activations_away(plan: Plan, engines: Engines, node: str) -> int:
     made, own = work(plan, engines, node), spec(plan, engines, node)
     if plan.graph.node(node).verb != "update" or not made.activations_away:
         return 0
-    return general.stored(made, own) if own.stored is None else own.stored(made)
+    return default_activations.stored(made, own) if own.stored is None else own.stored(made)
 
 
 def _at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:
@@ -362,7 +362,7 @@ def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
         if update is None or plan.placement(update.name).pool != pool or offloads(plan, update.name, "optimizer"):
             continue
         if dtype(plan, update.name) != "f32":
-            found[f"{worker.name} masters"] = _kept(plan, engines, update.name, lambda rule: stepping.MASTER)
+            found[f"{worker.name} masters"] = _kept(plan, engines, update.name, lambda rule: optimizer_spec.MASTER)
     return found
 
 

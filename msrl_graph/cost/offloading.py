@@ -12,8 +12,8 @@ from math import ceil
 from ..backends.sizes import CHUNK, orthogonal
 from ..backends.spec import BYTES, Moments
 from ..hardware.cluster import Device, Figure
-from ..ir import stepping
-from ..ir.work import Work
+from ..ir import optimizer_spec
+from ..ir.workload import Work
 from ..sharding.layout import Side, box_at, elements, held
 
 
@@ -24,11 +24,11 @@ def by_parts(work: Work, gradients: int) -> Moments:
     layout, side, mastered = work.layout, Side(work.layout, work.divided), work.dtype != "f32"
     copies = layout.cp * (1 if work.divided else layout.dp)
     flat, found = copies > 1 and layout.zero == 1, {}
-    for rule, kinds in stepping.parted(work.optimizer, work.model.kinds):
+    for rule, kinds in optimizer_spec.parted(work.optimizer, work.model.kinds):
         each = rule.beside(mastered)
         largest = max((elements(box_at(k.tensor, side, (0, 0, 0))) for k in kinds), default=0)
         # Elements that a rank steps at once.
-        part = ceil(work.optimizer_away / stepping.PARTS / each) if each else held(kinds, side)
+        part = ceil(work.optimizer_away / optimizer_spec.PARTS / each) if each else held(kinds, side)
         if rule.whole:
             part = max(part, -(-largest // copies) if flat else largest)
         master = 4 * part if flat and not mastered else 0
@@ -42,7 +42,7 @@ def by_parts(work: Work, gradients: int) -> Moments:
         found[f"a part is stepped ({rule.name})"] = {
             "gradients": gradients + 4 * part * (flat or mastered),
             "workspace": master + max(turned, spread),
-            "optimizer's parts": ceil(stepping.AT_ONCE * part * each),
+            "optimizer's parts": ceil(optimizer_spec.AT_ONCE * part * each),
         }
     return found
 

@@ -22,7 +22,7 @@ from ..ir.attributes import Update
 from ..ir.graph import Node
 from ..ir.plan import Plan
 from ..ir.sequences import sequences
-from ..ir.work import micro_batches
+from ..ir.workload import micro_batches
 from ..model.architecture import Model
 from ..sharding.layout import Layout
 from . import holdings

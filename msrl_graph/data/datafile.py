@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..diagnostics import Diagnostic, Fault
-from ..files import hints
+from ..files import fix_commands
 from ..ir.graph import Column, Graph
 from ..ir.plan import Data
-from . import fields, nested
+from . import fields, nested_fields
 from .chat import are_messages
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _instead(value: Any, column: Column, name: str) -> str:
         return ""
     if not isinstance(value, Mapping) or not value:
         return whole if column.element == "text" and isinstance(value, Mapping | list) else ""
-    fit = [n for n in nested.names(value) if _fits(nested.find(value, n), column)]
+    fit = [n for n in nested_fields.names(value) if _fits(nested_fields.find(value, n), column)]
     near = _close("", column.name, dict.fromkeys(fit, False))
     forms = " or ".join(f'`{column.name} = "{name}.{n}"`' for n in ([near] if near else fit[:FORMS]))
     write = f"write {forms} to read a field of `{name}`; " if forms else ""
@@ -167,7 +167,7 @@ def _object(data: Data, number: int, line: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         what = f"is not JSON: {error.msg} at column {error.colno}"
-        raise bad(data, number, what, hints.lfs(data.path) if number == 1 else "") from None
+        raise bad(data, number, what, fix_commands.lfs(data.path) if number == 1 else "") from None
     except (ValueError, RecursionError) as error:  # a number of too many digits, too many brackets
         raise bad(data, number, f"cannot be read: {error}") from None
     if not isinstance(row, dict):
@@ -192,7 +192,7 @@ def _opened(data: Data) -> Iterator[ParquetFile]:
             yield file
     except pa.ArrowInvalid as error:
         what = f"the data file {data.path} is not a Parquet file: {error}"
-        raise Fault(Diagnostic("bad-data", what, data.span, hints.lfs(data.path))) from None
+        raise Fault(Diagnostic("bad-data", what, data.span, fix_commands.lfs(data.path))) from None
 
 
 def _parquet(data: Data, batch_size: int = 65536) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -249,15 +249,15 @@ def _fields(data: Data, what: str, row: Mapping[str, Any]) -> dict[str, Any]:
     lacking = []
     for column, name in data.fields.items():
         try:
-            found[name] = nested.find(row, name)
-        except nested.Absent as absent:
+            found[name] = nested_fields.find(row, name)
+        except nested_fields.Absent as absent:
             lacking.append(_lacks(data, what, row, column, absent))
     if lacking:
         raise Fault(*lacking)
     return found
 
 
-def _lacks(data: Data, what: str, row: Mapping[str, Any], column: str, absent: nested.Absent) -> Diagnostic:
+def _lacks(data: Data, what: str, row: Mapping[str, Any], column: str, absent: nested_fields.Absent) -> Diagnostic:
     """A field that a column reads and a row does not have."""
     stated = data.stated.get(column)
     if not isinstance(absent.found, Mapping):
@@ -269,7 +269,7 @@ def _lacks(data: Data, what: str, row: Mapping[str, Any], column: str, absent: n
         return Diagnostic("bad-data", message, stated or data.span, help)
     listed = _listed(absent.found, absent.inside)
     used = data.fields.values()
-    near = _close(data.fields[column], column, {n: o for n, o in nested.names(row).items() if n not in used})
+    near = _close(data.fields[column], column, {n: o for n, o in nested_fields.names(row).items() if n not in used})
     guess = f"did you mean `{near}`? " if stated else f'write `{{ {column} = "{near}" }}`; '
     inside = f" in `{absent.inside}`" if absent.inside else ""
     message = f"{what} has no field `{absent.part}`{inside}, which the column `{column}` reads"

@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Literal, ParamSpec, TypeVar
 
 from .. import codes
-from .shown import SIGNS, shown
+from .terminal_text import SIGNS, shown
 
 # What is wrong is not the program but the machines: the exit status is 3.
 UNFIT = frozenset({"no-resources", "host-differs", "port-taken"})

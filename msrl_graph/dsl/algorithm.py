@@ -21,11 +21,11 @@ from ..ir.signatures import CallKind, Signature
 from . import ast
 from .attributes import read, read_as
 from .calls import Caller, Folder, Library
-from .computed import forms
 from .declarations import Declarations
 from .derive import node_name
 from .expressions import Problems, mistake
 from .levels import levels
+from .node_calls import forms
 from .params import Override, evaluate_params
 
 MOST_ROWS = 10**9

@@ -28,7 +28,7 @@ from ..ir.kinds import (
     ValueKind,
     Words,
 )
-from . import ast, guesses
+from . import ast, foreign_names
 from .expressions import Names, Problems, evaluate, mistake
 
 
@@ -87,7 +87,7 @@ def _word(kind: Words, key: str, expr: ast.Expr, names: Names) -> Expr:
         if value.kind == "string" and value.value in kind.words:
             return Expr("word", value.value, span=expr.span)
     what = f"`{expr.text}`" if isinstance(expr, ast.NameExpr) else "this"
-    help = guesses.word(expr.text if isinstance(expr, ast.NameExpr) else "", kind.words)
+    help = foreign_names.word(expr.text if isinstance(expr, ast.NameExpr) else "", kind.words)
     raise mistake("unknown-option", f"{what} is no word for `{key}`", expr.span, help)
 
 
@@ -180,7 +180,7 @@ def read(
                 )
             seen[key] = attr.key.span
             if key not in kinds:
-                help = guesses.attribute(statement, key, kinds)
+                help = foreign_names.attribute(statement, key, kinds)
                 raise mistake(
                     "unknown-attribute", f"{_article(statement)} has no attribute `{key}`", attr.key.span, help
                 )

@@ -13,7 +13,7 @@ from ..diagnostics import Span, nearest
 from ..ir.graph import Expr
 from ..ir.kinds import COUNT, Number, Words
 from ..ir.signatures import CallKind, Option, Plain, Signature
-from . import ast, guesses
+from . import ast, foreign_names
 from .attributes import Reader, fit, origin, read_as, shown
 from .expressions import Names, Problems, evaluate, mistake
 
@@ -217,7 +217,7 @@ class Caller:
         call = next((a.value for a in node.attrs if a.key.text == key), None)
         per = any(a.key.text == "per" for a in node.attrs)
         if isinstance(call, ast.Literal_) and (
-            help := guesses.binding(f'"{call.value}"', signature, free, self.reads, per)
+            help := foreign_names.binding(f'"{call.value}"', signature, free, self.reads, per)
         ):
             return help
         if free:
@@ -242,7 +242,7 @@ class Caller:
             key = arg.key.text
             if key not in known:
                 close = nearest(key, known)
-                close = close if close.startswith("did") else guesses.option(key, known)
+                close = close if close.startswith("did") else foreign_names.option(key, known)
                 help = close or nearest(key, fitting) or ("" if fitting else f"it takes no {what}")
                 raise mistake("unknown-option", f"`{signature.name}` has no parameter `{key}`", arg.key.span, help)
             if key in given:

@@ -31,12 +31,12 @@ from ..ir.options import (
 from ..ir.plan import Data, Deploy, EngineChoice
 from ..model.architecture import Model
 from ..sharding.layout import Layout
-from . import ast, guesses
+from . import ast, foreign_names
 from .algorithm import unknown_node
 from .attributes import read
 from .evaluations import another_name, lower_evaluation, other_data
 from .expressions import TOLD, Names, Problems, mistake
-from .place import lower_pools
+from .placement import lower_pools
 
 LoadModel = Callable[[str, Path, str | None, Span], Model]
 
@@ -212,7 +212,7 @@ class _Deploy:
         if not target.endswith((".jsonl", ".parquet")):
             folder = not is_url(target) and is_folder(self.folder(span) / target)
             message = "data is a .jsonl file, one object a line, or a .parquet file"
-            raise mistake("bad-value", message, span, guesses.data_file(target, folder))
+            raise mistake("bad-value", message, span, foreign_names.data_file(target, folder))
         path = target if is_url(target) else str(self.folder(span) / target)
         self.data[name] = Data(name, path, fields, span, {k: v.span for k, v in stated.items()})
         if not is_url(path) and not is_file(Path(path)):

@@ -12,7 +12,7 @@ from ..diagnostics import Span, nearest
 from ..ir.evaluation import Evaluation
 from ..ir.graph import ELEMENTS, Expr, Graph
 from ..ir.kinds import ValueKind
-from ..ir.meant import without_arrow
+from ..ir.likely_writers import without_arrow
 from ..ir.options import EvaluateOptions
 from ..ir.plan import reported
 from ..ir.rowsets import upstream

@@ -23,7 +23,7 @@ from lark import Lark, Token, Tree, UnexpectedInput
 from ..diagnostics import Diagnostic, Fault, Span
 from ..files import private
 from . import ast
-from .syntax import explain
+from .syntax_errors import explain
 
 # Deep enough for any program that a person writes; shallow enough that no pass over the tree runs out of stack.
 MAX_DEPTH = 64

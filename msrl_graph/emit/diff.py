@@ -13,8 +13,8 @@ import msgspec
 
 from ..ir.plan import FORMAT_VERSION, Plan
 from .facts import Fact, facts
-from .page import WIDTH, Page
-from .words import duration, many, size
+from .humanize import duration, many, size
+from .text_page import WIDTH, Page
 
 Value = str | float | bool | None
 

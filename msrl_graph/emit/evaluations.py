@@ -9,8 +9,8 @@ from ..ir.attributes import Generate
 from ..ir.evaluation import Evaluation
 from ..ir.plan import Plan
 from ..ir.rowsets import upstream
-from .page import Sheet
-from .words import many
+from .humanize import many
+from .text_page import Sheet
 
 
 def write_evaluations(page: Sheet, plan: Plan) -> None:

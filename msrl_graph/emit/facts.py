@@ -14,7 +14,7 @@ from typing import Any
 from ..hardware.cluster import Figure
 from ..ir.graph import Column, Expr, Graph, Node
 from ..ir.plan import Plan, Reshard
-from .words import doing
+from .humanize import doing
 
 
 @dataclass(frozen=True)

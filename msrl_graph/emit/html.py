@@ -17,11 +17,11 @@ import jinja2
 
 from ..ir.graph import Graph
 from ..ir.plan import Memory, Plan
-from ..sharding.stretch import runs
+from ..sharding.device_range import runs
+from .humanize import duration, many, size
 from .picture import Picture, graph_picture, placed_picture, plan_picture
 from .svg import COLOURS, clean, shorten, svg
 from .text import write_graph, write_placed, write_plan
-from .words import duration, many, size
 
 FUNCTIONS = "functions"
 # What memory is taken by, and the words that tell it in an item's name; the first that fits.

@@ -10,9 +10,9 @@ from dataclasses import fields, is_dataclass
 import msgspec
 
 from ..ir.graph import Graph
-from ..ir.located import located
 from ..ir.plan import FORMAT_VERSION, Plan
-from .placed import placed
+from ..ir.plan_paths import located
+from .placed_graph import placed
 
 
 def tree_json(root: object) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import Plan, Reshard
-from .placed import placed
-from .words import duration, many, size
+from .humanize import duration, many, size
+from .placed_graph import placed
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ Invariant: as of all text of a plan, every figure stands beside its source.
 
 from __future__ import annotations
 
-from ..ir.ahead import Sends
+from ..ir.async_schedule import Sends
 from ..ir.plan import Plan, Reshard, Way
-from .page import Sheet
-from .words import duration, laid, many, size
+from .humanize import duration, laid, many, size
+from .text_page import Sheet
 
 
 def write_reshards(page: Sheet, plan: Plan) -> None:

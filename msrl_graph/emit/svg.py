@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
-from .layers import Extent, draw
+from .layered_layout import Extent, draw
 from .picture import Box, Picture
 
 LETTER, SMALL = 7.7, 6.3  # the width of a letter in pixels: of a name, of what else is said; wide fonts have no more

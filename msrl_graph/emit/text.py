@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ..hardware.cluster import Figure
-from ..hardware.settings import Setting
-from ..ir.ahead import late_states, row_age_bound
+from ..hardware.environment_variables import Setting
+from ..ir.async_schedule import late_states, row_age_bound
 from ..ir.attributes import Generate
 from ..ir.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signature
 from ..ir.graph import Graph, Node, Worker
 from ..ir.plan import EngineChoice, Plan
 from .evaluations import write_evaluations
-from .page import WIDTH, Page, Sheet
-from .placed import placed
+from .humanize import doing, duration, laid, many, size, spread, staleness
+from .placed_graph import placed
 from .resharding import write_reshards
-from .words import doing, duration, laid, many, size, spread, staleness
+from .text_page import WIDTH, Page, Sheet
 
 
 def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
 from . import private
-from .contained import escape
+from .untrusted_folder import escape
 
 T = TypeVar("T")
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.+", re.DOTALL)

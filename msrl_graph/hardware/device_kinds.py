@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from . import masks
-from .settings import Setting, Settings, Wants, nothing
+from . import visibility_masks
+from .environment_variables import Setting, Settings, Wants, nothing
 
 # Where an engine computes: on the cores of a host, or on what is beside them.
 Where = Literal["host", "device"]
@@ -24,10 +24,10 @@ class DeviceKind:
     """`name` is a plan's word for it, `torch` PyTorch's, which knows it once `plugin` is imported, `resource` Ray's.
     `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
     such speak, each with how it is told one by its whole name (NCCL and HCCL take a bare name for a beginning).
-    `visible` is the variable that says which devices a process sees (masks.py), `files` are those of a host's devices
-    in /dev, `cards` what the maker and model of one begin with, as `lspci -n` has them; a host's cores have none of
-    these. `settings` are the variables that its processes want. `adaptors` are the packages that adapt others to it, by
-    these. `kernels` is the file of backends/kernels that layers are computed by."""
+    `visible` is the variable that says which devices a process sees (visibility_masks.py), `files` are those of a
+    host's devices in /dev, `cards` what the maker and model of one begin with, as `lspci -n` has them; a host's cores
+    have none of these. `settings` are the variables that its processes want. `adaptors` are the packages that adapt
+    others to it, by these. `kernels` is the file of backends/kernels that layers are computed by."""
 
     name: str
     torch: str
@@ -40,7 +40,7 @@ class DeviceKind:
     files: str = ""
     cards: tuple[str, ...] = ()
     plugin: str = ""
-    kernels: str = "torch_own"
+    kernels: str = "torch_native"
     is_host: bool = False  # a device is a core of its host: what else runs there takes from it
     shares_host_memory: bool = False  # what a rank holds lies in its host's memory
     runs_ahead: bool = True  # Python goes on while operators run
@@ -61,7 +61,7 @@ class DeviceKind:
         """How many this machine has: of its cores, or of the devices that this process may see."""
         if self.is_host:
             return os.cpu_count() or 1
-        return len(masks.seen(self, os.environ.get(self.visible), self.there()))
+        return len(visibility_masks.seen(self, os.environ.get(self.visible), self.there()))
 
     def there(self) -> int:
         """How many devices this machine has beside its cores, whatever a process may see of them."""

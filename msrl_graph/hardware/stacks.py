@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, product
 
 from .device_kinds import ASCEND, CUDA, HOST
-from .pairs import PYTHON, numbers
+from .version_pairs import PYTHON, numbers
 
 
 @dataclass(frozen=True)

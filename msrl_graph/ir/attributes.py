@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .declared import Declared, OfEdge, OfNode, attr
+from .attribute_schema import Declared, OfEdge, OfNode, attr
 from .graph import Expr, Node
 from .kinds import (
     AGENT,

@@ -158,7 +158,7 @@ class Saying:
 
     @cached_property
     def views(self) -> dict[type, Any]:
-        return {}  # what each declaration made of the attributes (declared.py)
+        return {}  # what each declaration made of the attributes (attribute_schema.py)
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,8 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """An expression that is read with the node that it stands in (dsl/computed.py); `word`: what comes of it is one."""
+    """An expression that is read with the node that it stands in (dsl/node_calls.py); `word`: what comes of it is
+    one."""
 
     takes: str
     word: bool = False

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from ..diagnostics import NOWHERE, Span
 from ..hardware.cluster import DEVICES, NETWORK, Figure
 from ..sharding.layout import Layout
+from .attribute_schema import Declared, attr
 from .attributes import Call, Generate, Infer, ReshardingEdge, SampleEdge, Source, Update, Worker
-from .declared import Declared, attr
 from .evaluation import Draw
 from .kinds import (
     BYTES,
@@ -298,7 +298,7 @@ class EvaluateOptions(Declared):
 @dataclass(frozen=True)
 class Run(Declared):
     """`run { … }`. `save` 0: no checkpoint; `resume` "": a new run. The `warn_…` and `max_drift` are the thresholds of
-    symptoms.py."""
+    health_checks.py."""
 
     iterations: int = attr(COUNT, 1, "How many; `msrl-run --evaluate` does the evaluations alone.")
     seed: int = attr(

@@ -13,16 +13,16 @@ from functools import cached_property
 
 from ..diagnostics import NOWHERE, Span
 from ..hardware.cluster import Cluster, Figure
-from ..hardware.settings import Setting
+from ..hardware.environment_variables import Setting
 from ..model.architecture import Model
+from ..sharding.device_range import Stretch, runs
 from ..sharding.layout import Layout, Tensor
-from ..sharding.stretch import Stretch, runs
 from .attributes import ReshardingEdge
 from .evaluation import Evaluation
 from .graph import Edge, Expr, Graph, Value
 from .instruction import Stream
 from .options import DockOptions, ReshardOptions, Run
-from .searched import Searched
+from .search_record import Searched
 from .views import PlanViews
 
 FORMAT_VERSION = 1

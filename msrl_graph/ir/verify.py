@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations
 
-from ..sharding.stretch import meet, runs
-from .ahead import sparse
+from ..sharding.device_range import meet, runs
+from .async_schedule import sparse
 from .graph import KINDS, Expr, Graph, Node
 from .instruction import Instruction, Stream, Walk, Walker, nodes_run
 from .plan import FUNCTIONS, Plan

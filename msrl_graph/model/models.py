@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
-from ..files import hints, urls
+from ..files import fix_commands, urls
 from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.layout import Tensor
 from . import presets
@@ -119,7 +119,7 @@ def content(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        help = hints.lfs(folder / "config.json")
+        help = fix_commands.lfs(folder / "config.json")
         raise Fault(Diagnostic("unknown-model", f"`{name}/config.json` cannot be read: {error}", span, help)) from None
     if not isinstance(found, dict):
         raise Fault(Diagnostic("unknown-model", f"`{name}/config.json` is not a JSON object", span))

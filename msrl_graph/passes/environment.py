@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..backends.spec import EngineSpec, Situation
-from ..hardware.settings import Setting, Wants
+from ..hardware.environment_variables import Setting, Wants
 from ..ir.plan import FUNCTIONS, Note, Plan, Surroundings
 from .spec import Pass
 

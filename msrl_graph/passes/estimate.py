@@ -12,19 +12,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..backends.spec import EngineSpec
-from ..cost import between as costs
 from ..cost import holdings
-from ..cost.following import followed
+from ..cost import transfers as costs
+from ..cost.followers import followed
 from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..hardware.cluster import Figure, weakest
 from ..ir import verify
-from ..ir.ahead import Sends, leads, row_age_bound
+from ..ir.async_schedule import Sends, leads, row_age_bound
 from ..ir.attributes import Update
 from ..ir.graph import Graph
 from ..ir.plan import FUNCTIONS, Estimate, Note, Phase, Plan, StalenessEstimate
-from .pace import critical, pace
 from .spec import Pass
+from .throughput import critical, pace
 
 EXCHANGE = "gradient exchange"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..backends.spec import BYTES, EngineSpec
 from ..cost import groups, holdings
 from ..ir import verify
-from ..ir.ahead import lanes
+from ..ir.async_schedule import lanes
 from ..ir.attributes import Call
 from ..ir.graph import Graph
 from ..ir.plan import Memory, Plan

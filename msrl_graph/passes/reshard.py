@@ -14,7 +14,7 @@ from ..backends.spec import BYTES, EngineSpec
 from ..cost import holdings
 from ..hardware.cluster import Cluster, Figure, weakest
 from ..ir import verify
-from ..ir.ahead import fetched
+from ..ir.async_schedule import fetched
 from ..ir.graph import Edge
 from ..ir.plan import Plan, Reshard, Step, Way
 from ..sharding.layout import Side, Tensor, TensorKind, elements, nameless, shard, stages

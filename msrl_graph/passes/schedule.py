@@ -16,7 +16,7 @@ from itertools import chain
 
 from ..cost.holdings import update_of
 from ..ir import verify
-from ..ir.ahead import leads, pipelined, sparse, waiting
+from ..ir.async_schedule import leads, pipelined, sparse, waiting
 from ..ir.graph import Node
 from ..ir.instruction import Instruction, Stream
 from ..ir.plan import FUNCTIONS, Plan

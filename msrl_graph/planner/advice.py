@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..backends.dividing import misfits
+from ..backends.divisibility import misfits
 from ..backends.spec import EngineSpec
-from ..emit.words import duration, staleness
+from ..emit.humanize import duration, staleness
 from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Expr, Node
 from ..ir.plan import FUNCTIONS, Deploy, EngineChoice, Memory, Note, Plan

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..backends import runs
-from ..backends.dividing import misfits, rows_in_step
+from ..backends.divisibility import misfits, rows_in_step
 from ..backends.spec import EngineSpec, compiled, compiles
 from ..cost import holdings
 from ..ir.graph import Node

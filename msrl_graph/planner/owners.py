@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from ..backends import runs
-from ..backends.dividing import misfits
+from ..backends.divisibility import misfits
 from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..ir.graph import Node

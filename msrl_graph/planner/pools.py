@@ -13,7 +13,7 @@ from itertools import chain, combinations, product
 from ..ir.attributes import ReshardingEdge
 from ..ir.graph import Edge, Node
 from ..ir.plan import DEVICES, Plan, Pool, shared_staleness
-from ..sharding.stretch import device_range, meet, runs
+from ..sharding.device_range import device_range, meet, runs
 
 # Of so many hosts (or devices of one) up to 4 may make a pool, or all but those; of more, some eighths.
 FINE = 8

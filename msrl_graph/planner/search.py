@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 from ..backends.spec import EngineSpec
 from ..cost import holdings
-from ..cost.between import function
-from ..emit.words import laid, versus
-from ..ir.ahead import fetched, leads
+from ..cost.transfers import function
+from ..emit.humanize import laid, versus
+from ..ir.async_schedule import fetched, leads
 from ..ir.attributes import ReshardingEdge
 from ..ir.plan import FUNCTIONS, Note, Plan
-from ..ir.searched import NOTHING_FITS, Candidate, Rival, Searched
+from ..ir.search_record import NOTHING_FITS, Candidate, Rival, Searched
 from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory, over
 from ..passes.order import passes
@@ -34,7 +34,7 @@ from .candidates import Choice, Choices, undominated
 from .owners import Owner, engines, has_open_layout, owners
 from .place import Decision, Place, Placing
 from .pools import Division, divisions, in_step
-from .space import Space
+from .search_space import Space
 
 # What a search may spend before it tells a gap, in units of about a millisecond: the same on any machine.
 EFFORT = 2500.0

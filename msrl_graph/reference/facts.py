@@ -19,7 +19,7 @@ from ..backends import ENGINES, runs
 from ..dsl import expressions
 from ..hardware.cluster import DEVICES, SHARES, Device, Figure
 from ..hardware.device_kinds import Where
-from ..ir.declared import Attribute
+from ..ir.attribute_schema import Attribute
 from ..ir.graph import ELEMENTS, KINDS, Expr
 from ..ir.kinds import Flag, Form, Quantity, Words, either
 from ..ir.options import STATEMENTS, ClusterOptions

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..diagnostics import NOWHERE, Span
-from .stretch import Stretch
+from .device_range import Stretch
 
 Box = tuple[tuple[int, int], ...]
 # The axes of a mesh, as programs name them.

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 
 from ..backends import ENGINES
 from ..ir.plan import Plan
+from .assumptions import read
 from .result import Simulation
 from .run import Simulator
-from .specs import read
 from .text import simulation_text
 
 

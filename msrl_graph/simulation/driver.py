@@ -12,13 +12,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..cost import between as costs
-from ..ir.ahead import Leading, evaluations, fetched, lanes, opening, pipelined
+from ..cost import transfers as costs
+from ..ir.async_schedule import Leading, evaluations, fetched, lanes, opening, pipelined
 from ..ir.instruction import Instruction, Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.rowsets import looping
+from .iteration import Turn
 from .lanes import Lanes
-from .turn import Turn
 
 Edge = tuple[str, str]  # of resharding, (src, dst)
 IN_STEP = "in step"

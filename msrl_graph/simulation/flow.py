@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ..cost import between as costs
+from ..cost import transfers as costs
 from ..ir.attributes import SampleEdge, Update
-from ..ir.dealing import Units, deal
 from ..ir.graph import Node
 from ..ir.plan import Controller, Plan, Traffic
+from ..ir.row_assignment import Units, deal
 from ..ir.sequences import weighs
 from .rows import Draws
 

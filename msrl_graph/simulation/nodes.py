@@ -13,11 +13,11 @@ from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost.lengths import Rows
 from ..cost.time import Costs
-from ..ir.dealing import split
 from ..ir.graph import Node
 from ..ir.plan import Plan
+from ..ir.row_assignment import split
 from ..ir.sequences import sequences
-from ..ir.work import micro_batches
+from ..ir.workload import micro_batches
 from .flow import Batch, Done, Flow, Lengths
 from .generation import Generated, Sequence, generate
 from .lanes import Lanes, Span

@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
-from ..ir import ahead
+from ..ir import async_schedule
 from ..ir.plan import FUNCTIONS, Plan
+from .assumptions import Specs
 from .lanes import Span
-from .specs import Specs
 
 RESHARD = "reshard"
 
@@ -124,7 +124,7 @@ class Simulation:
         way."""
         return {
             **{p.name: p.devices for p in self.plan.pools},
-            FUNCTIONS: self.plan.cluster.nodes * ahead.lanes(self.plan),
+            FUNCTIONS: self.plan.cluster.nodes * async_schedule.lanes(self.plan),
         }
 
     def idle(self, pool: str) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..cost import holdings
 from ..ir.plan import Plan
 from ..ir.sequences import bound
-from .specs import Distribution, Recorded, Specs
+from .assumptions import Distribution, Recorded, Specs
 
 _MASK = (1 << 64) - 1
 

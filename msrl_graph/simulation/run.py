@@ -12,24 +12,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..backends.spec import EngineSpec
-from ..cost import between as costs
 from ..cost import holdings
+from ..cost import transfers as costs
 from ..cost.time import Costs
 from ..ir.attributes import Generate
 from ..ir.concurrency import concurrent_calls, read_signature
 from ..ir.instruction import Walker
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.sequences import token_columns
+from .assumptions import Specs
 from .driver import Driver
 from .flow import Done, Flow, Lengths
 from .generation import tail
+from .iteration import Turn
 from .lanes import Lanes, Span
 from .nodes import ModelNode, Ran
 from .result import RESHARD, Iteration, Simulation
 from .rollout import Group, Rollout
 from .rows import Draws
-from .specs import Specs
-from .turn import Turn
 
 
 @dataclass

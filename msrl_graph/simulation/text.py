@@ -5,14 +5,14 @@ Invariant: fits 100 columns; the same simulation gives the same bytes.
 
 from __future__ import annotations
 
-from ..emit.page import WIDTH, Page
-from ..emit.words import duration, many
+from ..emit.humanize import duration, many
+from ..emit.text_page import WIDTH, Page
 from ..ir.plan import FUNCTIONS
 from ..ir.sequences import token_columns
 from ..passes.estimate import unfiltered
+from .assumptions import generated
 from .lanes import Span
 from .result import RESHARD, Simulation
-from .specs import generated
 
 
 def simulation_text(found: Simulation, width: int = WIDTH, colour: bool = False) -> str:

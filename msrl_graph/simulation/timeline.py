@@ -9,10 +9,10 @@ from collections import Counter
 
 from ..backends import ENGINES
 from ..emit.html import Stretch, Timeline
-from ..ir.ahead import leads
+from ..ir.async_schedule import leads
 from ..ir.plan import Plan
+from .assumptions import read
 from .run import Simulator
-from .specs import read
 
 # Under staleness and partial rollout the first iterations fill the pipeline, and later ones begin before one has ended.
 SHOWN, AFTER = 3, 2

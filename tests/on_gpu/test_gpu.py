@@ -19,13 +19,13 @@ from stage import EXAMPLE, PROMPTS, same
 from torch import distributed as dist
 from torch import multiprocessing
 
-from msrl_graph.backends import transformer
+from msrl_graph.backends import hf_modules
 from msrl_graph.backends.devices import Device
 from msrl_graph.backends.spec import Sampling, collected
 from msrl_graph.backends.vllm.core import SURROUNDINGS
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import CUDA
-from msrl_graph.ir.work import Work
+from msrl_graph.ir.workload import Work
 from msrl_graph.model import models
 from msrl_graph.sharding.layout import Layout
 
@@ -86,7 +86,7 @@ def generator(of):
 
 
 def filled(engine, of, scale=1.0):
-    transformer.fill(of, shards := engine.allocate())
+    hf_modules.fill(of, shards := engine.allocate())
     for shard in shards:
         if "norm" in shard.name:
             shard.tensor.mul_(scale)

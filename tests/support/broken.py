@@ -19,8 +19,8 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.compiler.pipeline import Compilation, translate
 from msrl_graph.compiler.sources import Source, texts
 from msrl_graph.diagnostics import Diagnostic, Fault, Span, render, render_json
-from msrl_graph.diagnostics.shown import shown
-from msrl_graph.dsl.syntax import ALGORITHM, DEPLOY, RESERVED, SCAN, UNITS
+from msrl_graph.diagnostics.terminal_text import shown
+from msrl_graph.dsl.syntax_errors import ALGORITHM, DEPLOY, RESERVED, SCAN, UNITS
 from msrl_graph.hardware.cluster import DEVICES
 from msrl_graph.ir.options import STATEMENTS, LayoutOptions
 

@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 
 from msrl_graph.runtime.dock.channel import new_key
-from msrl_graph.runtime.dock.lines import Lines, Post, Server
-from msrl_graph.runtime.process.report import RunError
+from msrl_graph.runtime.dock.rpc import Lines, Post, Server
+from msrl_graph.runtime.process.task_report import RunError
 
 KEY = new_key()
 HERE, AWAY = 0, 1  # hosts, as a process of host 0 sees them

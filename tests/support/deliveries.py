@@ -13,9 +13,9 @@ from msrl_graph import backends, compile
 from msrl_graph.backends import hf
 from msrl_graph.backends.spec import Shard
 from msrl_graph.ir.plan import from_json
-from msrl_graph.runtime.process.report import Report, Undelivered
 from msrl_graph.runtime.process.task import Fetch, Task
-from msrl_graph.runtime.rank import proof
+from msrl_graph.runtime.process.task_report import Report, Undelivered
+from msrl_graph.runtime.rank import weight_proof
 from msrl_graph.runtime.rank.rank import Doing, Rank
 from msrl_graph.runtime.rank.training import Training
 from msrl_graph.sharding.layout import slices
@@ -211,8 +211,8 @@ class PrefixesOfOld(Prefixes):
 
 def keeping(rank, folder, plan, engine, out):
     """Three versions for an engine that keeps something, each of them probed; what this rank says of each."""
-    before, share = backends.ENGINES["hf"], proof.SHARE
-    backends.ENGINES["hf"], proof.SHARE = replace(before, build=f"deliveries:{engine}"), 1e9
+    before, share = backends.ENGINES["hf"], weight_proof.SHARE
+    backends.ENGINES["hf"], weight_proof.SHARE = replace(before, build=f"deliveries:{engine}"), 1e9
     try:
         found, told = Delivering(from_json(plan), rank, folder), []
         for version in range(3):
@@ -220,5 +220,5 @@ def keeping(rank, folder, plan, engine, out):
             assert found.proof.generator is None or "probed" in found.report.sums or told[-1]
             found.learn()
     finally:
-        backends.ENGINES["hf"], proof.SHARE = before, share
+        backends.ENGINES["hf"], weight_proof.SHARE = before, share
     Path(out, str(rank)).write_text("\n".join(told))

@@ -24,30 +24,30 @@ from world import Method, Ref, Strand, Stuck, World
 
 from msrl_graph import noise
 from msrl_graph.backends.spec import Response, Sampling
-from msrl_graph.ir.ahead import aged, fetched, lanes
+from msrl_graph.ir.async_schedule import aged, fetched, lanes
 from msrl_graph.ir.attributes import Update
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import Numbers, rowsets
 from msrl_graph.runtime.data.columns import Array, Column, Piece, Verdicts, ragged, texts
-from msrl_graph.runtime.data.wrong import drawn
+from msrl_graph.runtime.data.numerics import drawn
 from msrl_graph.runtime.dock import client
 from msrl_graph.runtime.dock import host as dock
+from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.dock.readers import members, readers
 from msrl_graph.runtime.dock.segments import Room
 from msrl_graph.runtime.dock.warehouse import Warehouse, payload
-from msrl_graph.runtime.dock.wire import Batch
 from msrl_graph.runtime.driver import function_hosts
-from msrl_graph.runtime.driver.carried import Carried
 from msrl_graph.runtime.driver.iterations import Driver
+from msrl_graph.runtime.driver.run_state import Carried
 from msrl_graph.runtime.driver.supervisor import Options
 from msrl_graph.runtime.functions import host as functions
-from msrl_graph.runtime.functions.calling import Results
-from msrl_graph.runtime.functions.note import Note
+from msrl_graph.runtime.functions.crash_journal import Note
+from msrl_graph.runtime.functions.function_node import Results
 from msrl_graph.runtime.functions.values import Filled
 from msrl_graph.runtime.metrics.ports import Ports
-from msrl_graph.runtime.process.report import NextValues, Report
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import NextValues, Report
 from msrl_graph.runtime.rank.rank import Doing, Rank
 from msrl_graph.runtime.rank.training import Training
 
@@ -184,9 +184,9 @@ class Computed:
 
 
 class Versions:
-    """A resharding edge with staleness, as published.py has it: of each of the update's ranks the version of its copy,
-    and how many it has sent; of each of the generation's how many it has asked for, and has. `taken`: by task, the
-    version that it generates with; `told`: the versions in the order in which they are fetched."""
+    """A resharding edge with staleness, as weight_publication.py has it: of each of the update's ranks the version of
+    its copy, and how many it has sent; of each of the generation's how many it has asked for, and has. `taken`: by
+    task, the version that it generates with; `told`: the versions in the order in which they are fetched."""
 
     def __init__(self, allowed: int) -> None:
         self.allowed, self.told = allowed, list[int]()

@@ -18,7 +18,7 @@ from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.spec import Asked
 from msrl_graph.cost.holdings import largest
-from msrl_graph.ir.work import Work
+from msrl_graph.ir.workload import Work
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process import memory

@@ -1,7 +1,7 @@
 """Machines that are none: files, what commands print, packages and an environment, as dictionaries.
 
-What the commands print has the columns of the real ones (runtime/doctor/formats.py says where these were seen), with
-figures of its own. `a2`, `a3`, `h100` and `cpu` are healthy; a test breaks one thing of them.
+What the commands print has the columns of the real ones (runtime/doctor/output_parsers.py says where these were seen),
+with figures of its own. `a2`, `a3`, `h100` and `cpu` are healthy; a test breaks one thing of them.
 """
 
 import sys
@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 
 from msrl_graph.runtime.doctor import ascend, cuda
 from msrl_graph.runtime.doctor.examine import question
-from msrl_graph.runtime.doctor.finding import Host
+from msrl_graph.runtime.doctor.findings import Host
 from msrl_graph.runtime.doctor.machine import ABSENT, PYTHON, Machine, Said, look
 
 GIB, KIB = 1 << 30, 1 << 10

@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 
 from msrl_graph import backends
-from msrl_graph.backends import transformer
+from msrl_graph.backends import hf_modules
 from msrl_graph.backends.spec import EngineSpec, Outputs, Response, Shard
 from msrl_graph.ir.attributes import Generate, Update
 from msrl_graph.sharding.layout import shard
@@ -76,7 +76,7 @@ class Pairs:
     def __init__(self, weights, placement, devices):
         self.held, self.rank = shards(TRAINER, weights, placement, devices), devices.rank
         self.calls, self.told = [], []
-        transformer.fill(weights.model, self.held)
+        hf_modules.fill(weights.model, self.held)
         self.weights = {s.name: s.tensor.detach().requires_grad_() for s in self.held if s.tensor.numel()}
         self.first, self.last = TABLE in self.weights, HEAD in self.weights
         self.group = None if self.first and self.last else devices.axis("pp").get_group()

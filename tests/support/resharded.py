@@ -18,11 +18,11 @@ import ranks
 import torch
 from safetensors.torch import save_file
 
-from msrl_graph.backends import ENGINES, transformer
+from msrl_graph.backends import ENGINES, hf_modules
 from msrl_graph.backends.spec import BYTES
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read
-from msrl_graph.compiler.unready import unready
+from msrl_graph.compiler.unsupported import unready
 from msrl_graph.cost import holdings
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.ir.plan import from_json
@@ -256,7 +256,7 @@ def moving(rank):
 def weights(plan, seed):
     """Whole tensors of an update's model, at random, the same on each rank."""
     model, draw = plan.model(plan.reshards[0].src), torch.Generator().manual_seed(seed)
-    dtype = getattr(torch, transformer.DTYPES[model.dtype])
+    dtype = getattr(torch, hf_modules.DTYPES[model.dtype])
     return {t.name: torch.randn(t.shape, generator=draw).to(dtype) for t in model.tensors}
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 
 from msrl_graph import compile
-from msrl_graph.backends import transformer
+from msrl_graph.backends import hf_modules
 from msrl_graph.runtime.data.columns import Column, Piece, joined, ragged
-from msrl_graph.runtime.dock.wire import Batch, Share
-from msrl_graph.runtime.process.report import Report
+from msrl_graph.runtime.dock.messages import Batch, Share
 from msrl_graph.runtime.process.task import Task
+from msrl_graph.runtime.process.task_report import Report
 from msrl_graph.runtime.rank.rank import Rank
 from msrl_graph.runtime.rank.training import Training
 
@@ -52,7 +52,7 @@ class Stage(Rank):
         self.told = Report("rank")
         self.build()
         for name, generator in self.generators.items():
-            transformer.fill(plan.model(name), generator.allocate())
+            hf_modules.fill(plan.model(name), generator.allocate())
             self.generator = generator
 
     def act(self, name, columns, rows=None, task="train"):

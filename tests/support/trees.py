@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.dsl import ast
-from msrl_graph.dsl.syntax import UNITS
+from msrl_graph.dsl.syntax_errors import UNITS
 
 # Words of the grammar are names where none of its keywords may stand: of what an algorithm declares, and of attributes.
 # Units are too.

@@ -24,7 +24,7 @@ from msrl_graph.ir.plan import from_json
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import Column, offsets_of, ragged
 from msrl_graph.runtime.dock.client import Client
-from msrl_graph.runtime.dock.wire import Batch
+from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.rank.rank import Doing, Rank

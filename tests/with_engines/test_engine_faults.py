@@ -10,7 +10,7 @@ from injected import BROKEN, KILLED, STOPPED, faults, kill_as_they_share, left, 
 from mixture import dense
 from place import EXAMPLE, ONE_RANK, SMALL, metrics, weights
 
-from msrl_graph.runtime.metrics.record import TIMES
+from msrl_graph.runtime.metrics.recorder import TIMES
 
 ENGINE = ("layout actor.generate { tp = 2 }", "layout actor.generate { tp = 2 }\n  engine actor.generate = vllm")
 RUN = ("iterations = 320, seed = 0", "iterations = 4, seed = 0, save = 2")

@@ -15,7 +15,7 @@ from msrl_graph.backends.megatron import engine as megatron
 from msrl_graph.backends.spec import Asked, Calls, Sampling, collected
 from msrl_graph.backends.vllm import engine as vllm
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.ir.work import Work
+from msrl_graph.ir.workload import Work
 from msrl_graph.model import models
 from msrl_graph.runtime.calibrate.probes import operators
 from msrl_graph.runtime.data.columns import ragged

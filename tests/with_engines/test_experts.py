@@ -8,9 +8,9 @@ import ranks
 from mixture import mixture
 
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.spread import Spread
+from msrl_graph.backends.expert_placement import Spread
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.ir.work import Work
+from msrl_graph.ir.workload import Work
 from msrl_graph.model import models
 from msrl_graph.sharding.layout import Layout, Side, elements, shard
 

@@ -15,12 +15,12 @@ from injected import shared
 from mixture import latent, mixture
 from place import THRICE, TRAINED, assert_alike
 
-from msrl_graph.backends import transformer
+from msrl_graph.backends import hf_modules
 from msrl_graph.backends.spec import Sampling, collected
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.ir.work import Work
+from msrl_graph.ir.workload import Work
 from msrl_graph.model import models
 from msrl_graph.runtime.driver import supervisor
 from msrl_graph.sharding.layout import Layout
@@ -42,7 +42,7 @@ def vllm(layout=engines.ALONE, rank=0, rows=2, samples=4, of=None):
 
 
 def filled(engine, of=None):
-    transformer.fill(of or model(), engine.allocate())
+    hf_modules.fill(of or model(), engine.allocate())
     engine.filled()
     return engine
 

@@ -1,2 +1,2 @@
-"""Generation, whichever engine computes the logits: a token's draw (draw.py), batches whose places are filled again
-(continuous.py), where a response stops (stops.py), and responses in stretches (stretches.py)."""
+"""Generation, whichever engine computes the logits: a token's draw (sampling.py), batches whose places are filled again
+(continuous.py), where a response stops (stops.py), and responses in stretches (segments.py)."""

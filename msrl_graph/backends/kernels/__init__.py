@@ -1,6 +1,6 @@
 """The operators that a model's layers are computed by, one table for a kind of device.
 
-Invariant: what a table's functions give is what the plain formulas give (plain.py), values and gradients, up to
+Invariant: what a table's functions give is what the plain formulas give (reference.py), values and gradients, up to
 rounding. A device's table is one file here, which its kind names (hardware/device_kinds.py), and nothing else of an
 engine asks which kind it computes on. Torch-free at import.
 

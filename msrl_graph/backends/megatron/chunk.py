@@ -2,7 +2,7 @@
 
 Invariant: queries, keys and values lie end to end in one parameter of a layer, as gate and up do, so that each of our
 boxes is one piece of it: Megatron's own order, by groups of heads, would cut a box in one piece a group. Tokens come as
-the nodes of a tree (prefixes.py), [nodes, 1, hidden], so that no padding is computed.
+the nodes of a tree (prefix_tree.py), [nodes, 1, hidden], so that no padding is computed.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...model.architecture import HEAD, Model
 from ...sharding.layout import Box, elements
-from .. import prefixes
+from .. import prefix_tree
+from ..hf_modules import DTYPES
 from ..spec import Shard
-from ..transformer import DTYPES
-from . import latent
+from . import latent_attention
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class Nodes:
 
     qkv_format = "nodes"
 
-    def __init__(self, tree: prefixes.Tree, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def __init__(self, tree: prefix_tree.Tree, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.tree, self.angles = tree, angles
 
 
@@ -84,7 +84,7 @@ def stage(
             q, k, v = (x[:, 0].transpose(0, 1)[None] for x in states[:3])  # [1, heads, nodes, size]
             if model.latent is None:  # which turns a part of each head
                 q, k = apply_rotary_pos_emb(q, k, cosines, sines)
-            out, _none = prefixes.attend(self, q, k, v, None, prefixes=tree, scaling=scale)
+            out, _none = prefix_tree.attend(self, q, k, v, None, prefixes=tree, scaling=scale)
             return out[0].flatten(1)[:, None]
 
     class Attention(SelfAttention):  # type: ignore[misc]
@@ -133,7 +133,7 @@ def stage(
             parts.input_layernorm = parts.pre_mlp_layernorm = Norm
             attention.submodules.core_attention = Attend
             if model.latent is not None:
-                latent.put(attention, model, model.latent, theirs, Norm, groups, place)
+                latent_attention.put(attention, model, model.latent, theirs, Norm, groups, place)
                 return layer
             attention.module = Attention
             if config.qk_layernorm:
@@ -143,7 +143,7 @@ def stage(
         def set_input_tensor(self, tensors: list[torch.Tensor]) -> None:
             self.decoder.set_input_tensor(tensors[0])
 
-        def forward(self, tree: prefixes.Tree) -> torch.Tensor:
+        def forward(self, tree: prefix_tree.Tree) -> torch.Tensor:
             """Hidden states: of the last stage those that tokens are asked for of, else all nodes'."""
             hidden = self.look_up(tree.ids)[:, None] if first else None
             cosines, sines = self.rotary(tree.ids.new_zeros(1, dtype=config.params_dtype), tree.depth[None])
@@ -201,7 +201,7 @@ def views(
     dtype = getattr(torch, DTYPES[model.dtype])
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
     found: dict[str, torch.Tensor] = {}
-    names_of = NAMES | (latent.NAMES if model.latent else {})
+    names_of = NAMES | (latent_attention.NAMES if model.latent else {})
     for module, layers in chunks:
         named = dict(module.decoder.named_parameters())
         for layer, number in enumerate(layers):

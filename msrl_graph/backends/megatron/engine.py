@@ -16,16 +16,16 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ...ir.stepping import Optimizer
+from ...ir.optimizer_spec import Optimizer
 from ...model.architecture import copied
 from ...sharding.layout import shard
-from .. import prefixes, spread, transformer, vocabulary
+from .. import expert_placement, hf_modules, prefix_tree, vocab_parallel
 from ..activations import Activations
-from ..context import Context
+from ..context_parallel import Context
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps, calls
 from ..spec import Act, Asked, Calls, EngineSpec, Loss, MicroBatch, Outputs, Shard, Weights, offloads
-from . import chunk, cpu, latent, peaks
+from . import chunk, cpu, latent_attention, peaks
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ SPEC = EngineSpec(
     build="msrl_graph.backends.megatron.engine:Engine",
     options=("micro_batch", "recompute", "dtype", "offload", "activations"),
     zero=(0, 1),
-    spread=spread.MEGATRON,
+    spread=expert_placement.MEGATRON,
     vocabulary_multiple=peaks.PADDED,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     needs=("megatron-core",),
@@ -87,7 +87,7 @@ class Engine:
         at = layout.coordinates(devices.rank)
         self.first, self.last = at.pp == 0, at.pp == layout.pp - 1
         stretches = [range(*s) for s in layout.stage_layers(at.pp, model.layers)]
-        whole = transformer.empty(model)
+        whole = hf_modules.empty(model)
         if devices.device.kind.plugin:
             # Before anything of Megatron is imported: it puts others in the place of its functions.
             import_module("mindspeed.megatron_adaptor")
@@ -103,7 +103,7 @@ class Engine:
                 layout.pp * layout.vpp,
                 pipeline_model_parallel_size=layout.pp,
                 virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-                pipeline_dtype=getattr(torch, transformer.DTYPES[model.dtype]),
+                pipeline_dtype=getattr(torch, hf_modules.DTYPES[model.dtype]),
                 variable_seq_lengths=True,
             )
             self.chunks = []
@@ -121,7 +121,7 @@ class Engine:
         boxes = {t.name: shard(t, SPEC.side(layout), devices.rank) for t in model.tensors}
         pairs = list(zip(self.chunks, stretches, strict=True))
         self._shards = list(chunk.views(pairs, boxes, self.first, self.last, model, self.place))
-        transformer.fill(model, self._shards)
+        hf_modules.fill(model, self._shards)
         self._rules, self._optimizer = weights.optimizer, None
         self._pieces = _pieces(self.chunks, self._shards)
         for module in self.chunks:
@@ -167,7 +167,7 @@ class Engine:
             i = next(numbers)
             micro_batch = micro_batches[i]
             # As many nodes as tensor-parallel ranks can share evenly.
-            tree, known = self.context.share(prefixes.tree(micro_batch), micro_batch, self.layout.tp)
+            tree, known = self.context.share(prefix_tree.tree(micro_batch), micro_batch, self.layout.tp)
             tree = tree.to(self.place)
             with module.passing():
                 hidden = module(tree)
@@ -206,7 +206,7 @@ class Engine:
         logits = torch.nn.functional.linear(hidden, module.head).float()[:, : max(0, stop - module.head_first)]
         logits = logits / here.get("temperature", asked.temperature)
         group = self.groups.tp if self.layout.tp > 1 else None
-        return vocabulary.outputs(logits, module.head_first, here["token"], here.get("given", None), asked, group)
+        return vocab_parallel.outputs(logits, module.head_first, here["token"], here.get("given", None), asked, group)
 
     def step(
         self,
@@ -298,7 +298,7 @@ def _config(model: Model, layout: Layout, stated: Any, layers: int, recompute: b
     from transformers.activations import ACT2FN
 
     if model.latent:
-        more |= latent.sizes(model.latent)
+        more |= latent_attention.sizes(model.latent)
     if found := model.experts:
         more |= {
             "num_moe_experts": found.number,
@@ -312,8 +312,8 @@ def _config(model: Model, layout: Layout, stated: Any, layers: int, recompute: b
             "moe_shared_expert_intermediate_size": found.shared or None,
         }
         if found.corrected:
-            more |= latent.router(found, stated)
-    dtype = getattr(torch, transformer.DTYPES[model.dtype])
+            more |= latent_attention.router(found, stated)
+    dtype = getattr(torch, hf_modules.DTYPES[model.dtype])
     return (MLATransformerConfig if model.latent else TransformerConfig)(
         **more,
         num_layers=layers,

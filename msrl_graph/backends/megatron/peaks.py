@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from ...ir.work import Work, in_flight
+from ...ir.workload import Work, in_flight
 from ...model.architecture import copied
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
 from ..sizes import CHUNK, GRADIENT, Sizes, around, step

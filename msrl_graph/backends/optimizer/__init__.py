@@ -1,2 +1,2 @@
 """An optimizer's step, for whichever engine trains: gradients (gradients.py), the parts of tensors that a rank steps
-(parts.py), whole matrices (muon.py), and a step of all of them (steps.py)."""
+(shards.py), whole matrices (muon.py), and a step of all of them (steps.py)."""

@@ -10,10 +10,10 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from ...ir.stepping import Rule
+from ...ir.optimizer_spec import Rule
 from ...sharding.layout import Box, slices
 from ..spec import Shard
-from .parts import Part
+from .shards import Part
 
 if TYPE_CHECKING:
     import torch

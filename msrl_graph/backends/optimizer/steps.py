@@ -1,4 +1,4 @@
-"""Optimizer steps on the local shards of a model whose ranks are a mesh: torch.optim's own (parts.py), and Muon
+"""Optimizer steps on the local shards of a model whose ranks are a mesh: torch.optim's own (shards.py), and Muon
 (muon.py).
 
 Invariant: offloaded or not, the same steps; what is offloaded is on the device a part at a time, and the next one.
@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...ir.stepping import PARTS, Optimizer, Rule
+from ...ir.optimizer_spec import PARTS, Optimizer, Rule
 from ...sharding.layout import Layout, Side, box_at, elements, stages
 from ..sizes import CHUNK
 from ..spec import Calls, Shard
 from .gradients import add_up
 from .muon import Matrices
-from .parts import MomentTensors, Part, copies
+from .shards import MomentTensors, Part, copies
 
 if TYPE_CHECKING:
     import torch

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ...ir.work import Work, kv_elements
+from ...ir.workload import Work, kv_elements
 from ...model.architecture import Model
 from ...model.config import ROUTER, fields
 from ...sharding.layout import Box, elements
-from ..generation.draw import draw
+from ..generation.sampling import draw
+from ..hf_modules import DTYPES
 from ..spec import BYTES, Sampling, Shard
-from ..transformer import DTYPES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +45,7 @@ STEP = 8192  # tokens that a step computes at most, unless more sequences run
 SURROUNDINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # which has no processors of logits yet
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # generation/draw.py draws: FlashInfer would compile kernels that nobody calls
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # generation/sampling.py samples; FlashInfer would compile unused kernels
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",

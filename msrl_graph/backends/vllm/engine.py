@@ -1,8 +1,8 @@
 """Generation by vLLM in the rank's own process (vllm-ascend on Ascend).
 
 Invariant: the shards are views into vLLM's own parameters, so that resharding fills them box by box; parameters and
-cache have memory only between `allocate` and `release`. Tokens are drawn by generation/draw.py, not by vLLM: what is
-drawn for a row is what the light engine draws, but for the rounding of logits.
+cache have memory only between `allocate` and `release`. Tokens are drawn by generation/sampling.py, not by vLLM: what
+is drawn for a row is what the light engine draws, but for the rounding of logits.
 
 On npu it has never run: none was at hand.
 """
@@ -15,12 +15,12 @@ from copy import copy
 from itertools import count
 from typing import TYPE_CHECKING
 
-from ...hardware.settings import Setting
-from ...ir.work import Work
+from ...hardware.environment_variables import Setting
+from ...ir.workload import Work
 from ...sharding.layout import shard
-from .. import spread, transformer
+from .. import expert_placement, hf_modules
+from ..generation.segments import in_stretches
 from ..generation.stops import joined, looks_for
-from ..generation.stretches import in_stretches
 from ..spec import BYTES, Act, Calls, EngineSpec, Lint, Moments, Response, Sampling, Shard, Situation, Weights
 from .core import (
     BLOCK,
@@ -127,7 +127,7 @@ SPEC = EngineSpec(
     vocabulary_multiple=64,
     pads_whole=True,
     replicates_kv_heads=True,
-    spread=spread.VLLM,
+    spread=expert_placement.VLLM,
     packs_experts=True,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     off_host=("ep",),  # the kernel for the CPU does not know whose experts are whose, and ends the process
@@ -168,7 +168,7 @@ class Engine:
             parameter.requires_grad_(False)
         as_stated(runner.model, kind.is_host)
         # What no run changes, of this stage: it sleeps with the rest.
-        fixed = transformer.fixed(weights.model)
+        fixed = hf_modules.fixed(weights.model)
         self._fixed = [(named.pop(name), value) for name, value in fixed.items() if name in named]
         fused = getattr(runner.model, "packed_modules_mapping", {})
         self._shards = list(views(boxes, named, fused, turned=bool(kind.plugin)))

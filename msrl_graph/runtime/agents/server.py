@@ -1,7 +1,7 @@
 """The endpoint: an HTTP server that takes OpenAI's requests and has the policy answer them.
 
 Invariant: a request belongs to the row whose key it bears, and to no other; who bears no key of a row that is under way
-is refused, and keeps no connection for long (process/gate.py). All runs in one event loop, so that a row's
+is refused, and keeps no connection for long (process/connection_gate.py). All runs in one event loop, so that a row's
 conversations change at one place at a time.
 """
 
@@ -18,11 +18,11 @@ from aiohttp import web
 
 from ...data.characters import half_character_within
 from ..data.columns import Array
-from ..data.pieces import BadPieceError
 from ..data.rendering import BadMessages
-from ..process.gate import Gate, accept, listen
+from ..data.token_pieces import BadPieceError
+from ..process.connection_gate import Gate, accept, listen
+from .api_types import Asked, Refused, Said, read, templated
 from .conversations import Answer, Conversations, Full
-from .requests import Asked, Refused, Said, read, templated
 from .template import Speech
 
 LOOPBACK = "127.0.0.1"

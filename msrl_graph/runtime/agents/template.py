@@ -17,7 +17,7 @@ from ..data import rendering
 from ..data.columns import Array
 from ..data.rendering import BadMessages
 from ..data.tokens import Tokens
-from .calls import Call, Calls, taught
+from .tool_calls import Call, Calls, taught
 
 
 class Speech:

@@ -33,20 +33,20 @@ from ...hardware.cluster import Curve
 from ...hardware.device_kinds import HOST
 from ...ir.plan import Plan, from_json
 from ..data.columns import Column, Piece, ragged
-from ..data.wrong import drawn
+from ..data.numerics import drawn
 from ..dock.client import Client
 from ..dock.host import DockHost
+from ..dock.messages import Batch, Share
 from ..dock.readers import members, readers
 from ..dock.segments import room_name
-from ..dock.wire import Batch, Share
-from ..functions.calling import Function
-from ..metrics.record import Recorder
-from ..process import computing
-from ..process.joining import job_config, own_ray
+from ..functions.function_node import Function
+from ..metrics.recorder import Recorder
+from ..process import compute_setup
+from ..process.cluster_join import job_config, own_ray
+from ..process.environment import waits
 from ..process.processes import MARK, RAY, Temporary, nicer
-from ..process.report import Event, Report
-from ..process.surroundings import waits
 from ..process.task import Task
+from ..process.task_report import Event, Report
 from . import probes
 
 PACKAGES = ("torch", "ray", "transformers")
@@ -96,11 +96,11 @@ class Prober:
     """A rank that does nothing but probes."""
 
     def __init__(self, threads: int) -> None:
-        computing.prepare(threads)
+        compute_setup.prepare(threads)
         self.store: Any = None
 
     def address(self) -> int:
-        self.store = computing.meeting("127.0.0.1")
+        self.store = compute_setup.meeting("127.0.0.1")
         return int(self.store.port)
 
     def join(self, port: int, rank: int, world: int) -> None:

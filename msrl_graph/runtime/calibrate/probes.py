@@ -20,7 +20,7 @@ from torch import distributed as dist
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.profiler import ProfilerActivity, profile
 
-from ...backends import prefixes
+from ...backends import prefix_tree
 from ..data.columns import ragged
 from ..rank.micro_batches import pack
 from ..rank.packing import flat
@@ -173,7 +173,7 @@ def row() -> float:
     rows = np.arange(count)
 
     def once() -> None:
-        prefixes.tree(pack(columns[:1], columns[1:], rows))
+        prefix_tree.tree(pack(columns[:1], columns[1:], rows))
         for _ in range(3):
             flat(values, rows, values.lengths)
         ragged(list(values.values.reshape(count, response)), np.float32)

@@ -25,12 +25,12 @@ from ...diagnostics import Diagnostic, Fault
 from ...ir.graph import Graph
 from ...ir.plan import Data, Plan
 from ...ir.sequences import is_tokens, models, preceding, responses, sequences, speaker, token_columns
-from . import order
+from . import data_order
 from .columns import DTYPES, Array, Column, ragged, texts
-from .pieces import BadPieceError
+from .numerics import outside, vocabulary
 from .rendering import BadMessages
+from .token_pieces import BadPieceError
 from .tokens import Tokens
-from .wrong import outside, vocabulary
 
 LOOKED = 1000  # rows that are tokenised before a run is started
 
@@ -345,12 +345,12 @@ class Dataset:
 
     def indices(self, position: int, count: int) -> Array:
         """`count` rows from `position` on of an endless sequence of passes over the data, each in its own order."""
-        return order.shuffled(self.order, len(self), position, count)
+        return data_order.shuffled(self.order, len(self), position, count)
 
     def drawn(self, weights: Array, iteration: int, position: int, count: int) -> Array:
         """`count` rows from `position` on of an iteration's draw by `weights`, one a usable row, finite and not
         negative: without replacement, those of weight 0 last."""
-        return order.drawn(self.weighted, iteration, weights, position, count)
+        return data_order.drawn(self.weighted, iteration, weights, position, count)
 
     def take(self, indices: Array) -> dict[str, Column]:
         """The columns of these rows, in this order."""

@@ -23,8 +23,8 @@ from threading import Lock
 from typing import Any, Literal
 
 from ...data.chat import Messages
-from ..process import shipped
-from ..process.limits import bound_data, unbound_data
+from ..process import shipped_files
+from ..process.resource_limits import bound_data, unbound_data
 
 SECONDS = 3.0  # of a processor, for one conversation: real templates take some milliseconds
 MEMORY = 512 << 20  # bytes beyond what the process takes anyway
@@ -76,7 +76,7 @@ def with_tools(templates: str | dict[str, str] | None) -> str:
 
 
 def _asked(kind: Kind, folder: str, given: Any = None) -> str:
-    place = shipped.found(folder)
+    place = shipped_files.found(folder)
     answer, text = _process().ask((kind, str(place), given))
     if answer == "fine":
         return text

@@ -17,12 +17,12 @@ from ...data.chat import Messages, messages
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import is_tokens, sequences, speaker
-from ...model.ends import read_end_tokens
-from ..process import shipped
+from ...model.end_tokens import read_end_tokens
+from ..process import shipped_files
 from . import rendering
 from .columns import Array, Column, ragged
-from .pieces import Pieces
 from .rendering import BadMessages
+from .token_pieces import Pieces
 
 
 class Tokens:
@@ -167,7 +167,7 @@ def of_node(plan: Plan, node: Node) -> Tokens:
 def _tokenizer(folder: str) -> Any:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(shipped.found(folder) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(shipped_files.found(folder) / "tokenizer.json"))
     # Many files store how their authors padded and cut batches; here nothing is padded or cut.
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -185,7 +185,7 @@ def _chat(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(shipped.found(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(shipped_files.found(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise BadMessages(f"the tokenizer of {folder} cannot be loaded: {error}") from error
 
@@ -194,7 +194,7 @@ def _chat(folder: str) -> Any:
 def ends(folder: str) -> tuple[int, ...]:
     """The tokens that end a response of the model in a folder, as its files name them; first the one of its
     tokenizer. None where no file names one."""
-    ids, token = read_end_tokens(shipped.found(folder))
+    ids, token = read_end_tokens(shipped_files.found(folder))
     own = _tokenizer(folder).token_to_id(token) if token and len(ids) != 1 else None
     if not ids:
         return () if own is None else (own,)

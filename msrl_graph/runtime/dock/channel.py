@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import NamedTuple
 
-from ..process.gate import PATIENCE, Gate, accept, listen
+from ..process.connection_gate import PATIENCE, Gate, accept, listen
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -18,16 +18,16 @@ import numpy as np
 from ...ir.instruction import Instruction, Walk, Walker
 from ...ir.rowsets import Numbers
 from ..data.columns import Array, Column, Piece, concatenate, joined
-from ..process import log, points, row_progress
-from ..process.report import Event, Report
+from ..process import fault_points, log, row_progress
 from ..process.task import Task
+from ..process.task_report import Event, Report
 from .channel import Address
 from .controller import Again, Question, Take
-from .lines import Lines
+from .messages import Batch, Share, Way
 from .readers import Reader
+from .rpc import Lines
 from .segments import Activity, Room, Segments
 from .warehouse import SPLIT, payload, taken
-from .wire import Batch, Share, Way
 
 T = TypeVar("T")
 OFTEN = 1.0  # seconds between two messages about progress
@@ -59,7 +59,7 @@ class Client:
         row_progress.listen(self.computed)
 
     def _reach(self, what: str, task: Task) -> None:
-        points.reach(self.process, f"{what} in {task.key}")
+        fault_points.reach(self.process, f"{what} in {task.key}")
 
     def _line(self, warehouse: int) -> Any:
         return self.lines.to(self.way.warehouses[warehouse])

@@ -28,13 +28,13 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ... import noise
-from ...ir.dealing import Units, deal
+from ...ir.row_assignment import Units, deal
 from ..data.columns import Array
-from ..process.report import RunError
 from ..process.task import Task
+from ..process.task_report import RunError
+from .messages import News, Part, Round, Share
 from .progress import Progress
 from .readers import Reader
-from .wire import News, Part, Round, Share
 
 T_co = TypeVar("T_co", covariant=True)
 ALL = "nothing: all its rows are there"

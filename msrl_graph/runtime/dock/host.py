@@ -16,18 +16,18 @@ from typing import Any, TypeVar
 import ray
 
 from ..data.columns import Piece
-from ..process import heartbeat, points
+from ..process import fault_points, heartbeat
 from ..process.heartbeat import Heart, Limits
-from ..process.report import RunError
 from ..process.task import Task
+from ..process.task_report import RunError
 from .channel import Address
 from .controller import Controller, Question, Take
-from .lines import Post, Server
+from .dock_status import look
+from .messages import Doing, Known, Member, News, Round, Said, Status, Wait, Way
 from .readers import Reader
-from .seen import look
+from .rpc import Post, Server
 from .segments import Room, Segments
 from .warehouse import SPLIT, Warehouse
-from .wire import Doing, Known, Member, News, Round, Said, Status, Wait, Way
 
 T = TypeVar("T")
 REACH = 3.0  # seconds that other hosts have to say when a row last moved there
@@ -128,7 +128,7 @@ class DockHost:
 
     async def open(self, task: Task) -> None:
         await self._ready()
-        points.reach(self.process, f"open {task.key}")
+        fault_points.reach(self.process, f"open {task.key}")
         self.warehouse.open(task)
         for node, controller in self.controllers.items():
             self._hand(task.key, node, controller.open(task))
@@ -139,7 +139,7 @@ class DockHost:
         await self._ready()
         told, self.told = self.told, []
         await asyncio.gather(*told)
-        points.reach(self.process, f"drop {key}")
+        fault_points.reach(self.process, f"drop {key}")
         for controller in self.controllers.values():
             controller.close(key)
         self.warehouse.drop(key)
@@ -212,27 +212,27 @@ class DockHost:
 
     async def put(self, key: str, node: str, segment: str, pieces: Mapping[str, Piece] | None = None) -> None:
         """A process of this host has written a segment; `pieces` are of one without a warehouse."""
-        points.reach(self.process, f"put of {node} in {key}")
+        fault_points.reach(self.process, f"put of {node} in {key}")
         if pieces is not None:
             self.warehouse.segments.write(key, segment, node, pieces)
         news = self.warehouse.put(key, segment)
-        points.reach(self.process, f"kept {node} in {key}")
+        fault_points.reach(self.process, f"kept {node} in {key}")
         await self._spread(key, news)
-        points.reach(self.process, f"told {node} in {key}")
+        fault_points.reach(self.process, f"told {node} in {key}")
 
     async def heard(self, key: str, news: Sequence[News]) -> None:
         """A warehouse has got rows."""
         await self._ready()
         self._move()
         what = f"{', '.join(n.column for n in news)} of {key}"
-        points.reach(self.process, f"told of {what}")
+        fault_points.reach(self.process, f"told of {what}")
         decided = {node: controller.heard(key, news) for node, controller in self.controllers.items()}
-        points.reach(self.process, f"decided on {what}")
+        fault_points.reach(self.process, f"decided on {what}")
         for node, rounds in decided.items():
             self._hand(key, node, rounds)
         async with self.changed:  # whoever waits, for whatever it asked, may have an answer now
             self.changed.notify_all()
-        points.reach(self.process, f"handed out {what}")
+        fault_points.reach(self.process, f"handed out {what}")
 
     async def ask(self, question: Question[T]) -> T:
         """What the controller of a node answers, as soon as it does. A wait may last the deadline from when a row last
@@ -242,7 +242,7 @@ class DockHost:
         if isinstance(question, Take):
             self.last = question.node
             self._move()
-            points.reach(self.process, f"share of {question.node} in {question.key}")
+            fault_points.reach(self.process, f"share of {question.node} in {question.key}")
         return answer
 
     async def _answer(self, question: Question[T], controller: Controller) -> T:
@@ -300,7 +300,7 @@ class DockHost:
 
     async def get(self, key: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Rows for a process of another host, by segment and column."""
-        points.reach(self.process, f"get in {key}")
+        fault_points.reach(self.process, f"get in {key}")
         return self.warehouse.get(key, wanted)
 
     async def at(self, process: str, what: str, rows: int = 0, of: int = 0, where: str = "") -> None:

@@ -3,8 +3,8 @@
 Invariant: what was found is what a look at all rows would find, and the work of it is that of the prompts of which
 something was heard since the last look, however many rows wait.
 
-A unit is ready when all of its rows are known (tables.py) and all that the node reads of them lies in some warehouse.
-A prompt is settled when all of its rows are known, so that it has no other units.
+A unit is ready when all of its rows are known (row_tables.py) and all that the node reads of them lies in some
+warehouse. A prompt is settled when all of its rows are known, so that it has no other units.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 
 from ..data.columns import Array
 from ..process.task import Task
+from .messages import News, Place
 from .readers import Reader
-from .tables import Table, enumerate_rows, first_prompts
-from .wire import News, Place
+from .row_tables import Table, enumerate_rows, first_prompts
 
 WAITS, READY, DEALT = range(3)  # what becomes of a unit, in this order
 

@@ -14,9 +14,9 @@ from ...ir.attributes import SampleEdge, Update
 from ...ir.plan import Plan
 from ...ir.rowsets import Numbers, Rowset, Sieve, looping, rowsets, upstream
 from ...ir.sequences import as_drawn, beginnings, heating, latest, weighs
-from ..data.wrong import comparison
+from ..data.numerics import comparison
 from ..process.task import Task, numbers
-from .wire import Member, Way
+from .messages import Member, Way
 
 
 @dataclass(frozen=True)

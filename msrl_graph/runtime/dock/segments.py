@@ -35,8 +35,8 @@ from ...files import private
 from ..data import encoding
 from ..data.columns import Array, Column, Piece, Verdicts
 from ..process.processes import NAME, NEW, ROWS, SHARED, go_with
-from ..process.report import RunError
-from .wire import Said
+from ..process.task_report import RunError
+from .messages import Said
 
 T = TypeVar("T")
 _ALIGN = 64

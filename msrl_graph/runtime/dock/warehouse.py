@@ -13,8 +13,8 @@ import numpy as np
 
 from ..data.columns import Array, Column, Piece, Verdicts, joined
 from ..process.task import Task
+from .messages import Known, News, Place, Round
 from .segments import Segments
-from .wire import Known, News, Place, Round
 
 _TASK = "task"  # the name of the note that holds a task
 SPLIT = -1  # rows that fit into no warehouse at once, but in parts

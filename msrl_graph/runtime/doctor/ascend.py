@@ -1,7 +1,7 @@
 """Rules of Ascend machines: driver, CANN and whether it is in the environment, the plug-in of torch, links, dies.
 
 Invariant: told from the bottom up, so that the first that is wrong is the first to mend, and nothing is told that only
-follows from it. Atlas A2 and A3 are known; none of this has run on an NPU, the forms are those of formats.py.
+follows from it. Atlas A2 and A3 are known; none of this has run on an NPU, the forms are those of output_parsers.py.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ...hardware.device_kinds import ASCEND
-from ...hardware.pairs import numbers
-from . import devices, formats
-from .finding import Finding, Host, Rule, asking, failed
+from ...hardware.version_pairs import numbers
+from . import devices, output_parsers
+from .findings import Finding, Host, Rule, asking, failed
 from .machine import ABSENT, DEADLINE, HUNG, LONG, PYTHON, Command
 
 HOMES = (
@@ -67,7 +67,7 @@ def toolkit(host: Host, home: str) -> Toolkit | None:
     """The toolkit in a folder."""
     path = home.replace("$HOME", host.variables.get("HOME", "$HOME"))
     names = (f"{path}/{cpu}-linux/ascend_toolkit_install.info" for cpu in ("aarch64", "x86_64"))
-    version = formats.cann(host.text(*names, f"{path}/version.cfg"))
+    version = output_parsers.cann(host.text(*names, f"{path}/version.cfg"))
     return Toolkit(path, version) if version else None
 
 
@@ -79,11 +79,11 @@ def cann(host: Host) -> Toolkit | None:
 
 def driver_version(host: Host) -> str:
     """By its own file, else, where it is installed in another folder, by its command."""
-    return formats.fields(host.text(DRIVER)).get("Version") or formats.npu_driver(host.said(INFO)["text"])
+    return output_parsers.fields(host.text(DRIVER)).get("Version") or output_parsers.npu_driver(host.said(INFO)["text"])
 
 
-def dies(host: Host) -> list[formats.Die]:
-    return formats.npu_dies(host.said(INFO)["text"])
+def dies(host: Host) -> list[output_parsers.Die]:
+    return output_parsers.npu_dies(host.said(INFO)["text"])
 
 
 def driver(host: Host) -> Iterator[Finding]:
@@ -141,7 +141,7 @@ def kernels(host: Host) -> Iterator[Finding]:
     if (found := cann(host)) is None:
         return
     infos = (f"{found.home}/{cpu}-linux/ascend_ops_install.info" for cpu in ("aarch64", "x86_64"))
-    version = formats.cann(host.text(*infos))
+    version = output_parsers.cann(host.text(*infos))
     there = [p for p in host.paths(f"{found.home}/{KERNELS}/ascend910*/*") if p.rpartition("/")[2] not in STUBS]
     named = "*-ops" if numbers(found.version) >= RENAMED else "kernels-*"
     install = f"bash Ascend-cann-{named}_{found.version}_linux-$(uname -m).run --install"
@@ -156,7 +156,7 @@ def kernels(host: Host) -> Iterator[Finding]:
 
 def nnal(host: Host) -> Iterator[Finding]:
     """The library that vllm-ascend takes its fused operators from."""
-    found, version = cann(host), formats.cann(host.text(f"{NNAL}/latest/version.info"))
+    found, version = cann(host), output_parsers.cann(host.text(f"{NNAL}/latest/version.info"))
     if found is None or not ("vllm-ascend" in host.packages or version):
         return
     install = f"bash Ascend-cann-nnal_{found.version}_linux-$(uname -m).run --install; then source {NNAL}/set_env.sh"
@@ -216,7 +216,7 @@ def health(host: Host) -> Iterator[Finding]:
 def links(host: Host) -> Iterator[Finding]:
     """HCCL's ports, one of each die. Within a host HCCL goes without them, and so it does within an A3's super node."""
     commands = {n: s for n, s in host.seen["said"].items() if n.startswith("hccn_tool")}
-    states = {n.split()[2]: formats.npu_link(s["text"]) for n, s in commands.items()}
+    states = {n.split()[2]: output_parsers.npu_link(s["text"]) for n, s in commands.items()}
     down = [f"port {n}" for n, state in states.items() if state == "DOWN"]
     silent = [f"port {n}" for n, state in states.items() if not state]
     between = host.others > 0

@@ -1,7 +1,7 @@
 """Rules of machines with NVIDIA's devices: driver, torch's build, whose memory it is, faults, links.
 
 Invariant: told from the bottom up, as of Ascend machines. None of this has run beside such a device; the forms are
-those of formats.py.
+those of output_parsers.py.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...hardware.device_kinds import CUDA
-from . import devices, formats
-from .finding import Finding, Host, Rule, asking, failed
+from . import devices, output_parsers
+from .findings import Finding, Host, Rule, asking, failed
 from .machine import ABSENT, DEADLINE, HUNG, LONG, PYTHON, Command
 
 DEVICES = f"/dev/{CUDA.files}"
 SMI = "nvidia-smi"
-QUERY = [SMI, f"--query-gpu={','.join(formats.GPU)}", "--format=csv,noheader,nounits"]
+QUERY = [SMI, f"--query-gpu={','.join(output_parsers.GPU)}", "--format=csv,noheader,nounits"]
 APPS = [SMI, "--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits"]
 TOPOLOGY = [SMI, "topo", "-m"]
 LOG = ["dmesg"]
@@ -40,21 +40,21 @@ WANTS = asking(
 
 
 def driver_version(host: Host) -> str:
-    return next((gpu["driver_version"] for gpu in formats.gpu_fields(host.said(QUERY)["text"])), "")
+    return next((gpu["driver_version"] for gpu in output_parsers.gpu_fields(host.said(QUERY)["text"])), "")
 
 
 def toolkit(host: Host) -> str:
     """The CUDA that torch is built for."""
-    return formats.torch_cuda(host.text(SOURCE))
+    return output_parsers.torch_cuda(host.text(SOURCE))
 
 
-def dies(host: Host) -> list[formats.Die]:
-    return formats.gpus(host.said(QUERY)["text"], host.said(APPS)["text"])
+def dies(host: Host) -> list[output_parsers.Die]:
+    return output_parsers.gpus(host.said(QUERY)["text"], host.said(APPS)["text"])
 
 
 def driver(host: Host) -> Iterator[Finding]:
     there, said = host.devices(CUDA), host.said(QUERY)
-    why = failed(said, SMI, DEADLINE, formats.first_line)
+    why = failed(said, SMI, DEADLINE, output_parsers.first_line)
     if not there and host.seen["contained"]:
         told = "the machine has NVIDIA devices, and this container was given none: /dev has no nvidia*"
         yield Finding("driver", told, "wrong", "docker run --gpus all ... (with nvidia-container-toolkit on the host)")
@@ -91,7 +91,7 @@ def build(host: Host) -> Iterator[Finding]:
 
 
 def persistence(host: Host) -> Iterator[Finding]:
-    gpus = formats.gpu_fields(host.said(QUERY)["text"])
+    gpus = output_parsers.gpu_fields(host.said(QUERY)["text"])
     off = [f"GPU {gpu['index']}" for gpu in gpus if gpu["persistence_mode"] == "Disabled"]
     if off:
         told = f"{devices.listed(off)}: the driver is unloaded where no process has it, and starts take seconds more"
@@ -100,8 +100,8 @@ def persistence(host: Host) -> Iterator[Finding]:
 
 def faults(host: Host) -> Iterator[Finding]:
     """Errors of memory, and what the driver told the kernel's log, where that may be read."""
-    gpus = formats.gpu_fields(host.said(QUERY)["text"])
-    ill = [gpu for gpu in gpus if gpu[formats.GPU[-1]].isdigit() and int(gpu[formats.GPU[-1]])]
+    gpus = output_parsers.gpu_fields(host.said(QUERY)["text"])
+    ill = [gpu for gpu in gpus if gpu[output_parsers.GPU[-1]].isdigit() and int(gpu[output_parsers.GPU[-1]])]
     if ill:
         cards = [f"GPU {gpu['index']}" for gpu in ill]
         told = f"{devices.listed(cards)}: errors of memory that ECC cannot correct"
@@ -111,7 +111,7 @@ def faults(host: Host) -> Iterator[Finding]:
             "wrong",
             f"nvidia-smi -q -d ECC,ROW_REMAPPER -i {ill[0]['index']}; then reset it or restart the host",
         )
-    if found := [x for x in formats.xids(host.said(LOG)["text"]) if x not in PROGRAMS]:
+    if found := [x for x in output_parsers.xids(host.said(LOG)["text"]) if x not in PROGRAMS]:
         told = f"the driver told the kernel of faults since it started: Xid {devices.listed(found)}"
         yield Finding(
             "health", told, "warning", "sudo dmesg | grep Xid, and what NVIDIA's table of Xid errors says of them"
@@ -123,7 +123,7 @@ def faults(host: Host) -> Iterator[Finding]:
 
 def links(host: Host) -> Iterator[Finding]:
     """How devices of a host meet: over NVLink, all of them, or over PCIe."""
-    found = formats.links(host.said(TOPOLOGY)["text"])
+    found = output_parsers.links(host.said(TOPOLOGY)["text"])
     by = [pair for pair, how in found.items() if how.startswith("NV")]
     without = [" and ".join(pair) for pair in found if pair not in by]
     if by and without and len(found) > 1 and _switched(found):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ...emit.words import size
-from ...hardware import masks
+from ...emit.humanize import size
+from ...hardware import visibility_masks
 from ...hardware.device_kinds import DeviceKind
-from .finding import Finding, Host
-from .formats import Die
+from .findings import Finding, Host
+from .output_parsers import Die
 
 NAMED = 3  # things of a list that are named
 IDLE = 0.15  # the share of a die's memory that its own firmware may hold: 2.9 of 32 GB was seen on a 910B4
@@ -23,7 +23,7 @@ def listed(items: Sequence[str]) -> str:
 
 def seen(host: Host, kind: DeviceKind) -> int:
     """How many devices processes see."""
-    return len(masks.seen(kind, host.variables.get(kind.visible), host.devices(kind)))
+    return len(visibility_masks.seen(kind, host.variables.get(kind.visible), host.devices(kind)))
 
 
 def mask(host: Host, kind: DeviceKind) -> Iterator[Finding]:
@@ -31,7 +31,7 @@ def mask(host: Host, kind: DeviceKind) -> Iterator[Finding]:
     there, given = host.devices(kind), host.variables.get(kind.visible)
     if given is None or not there:
         return
-    if told := masks.wrong(kind, given, there):
+    if told := visibility_masks.wrong(kind, given, there):
         usable = sorted({int(i) for i in given.split(",") if i.strip().isdigit() and int(i) < there})
         mend = f"export {kind.visible}={','.join(map(str, usable))}" if usable else f"unset {kind.visible}"
         yield Finding("mask", told, "wrong", host.anew(mend))

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...ir.plan import Plan
-from . import ascend, cuda, host, hosts, program, tried
-from .finding import Finding, Host, asking, judged, merged, together
+from . import ascend, cuda, host, hosts, program, torch_probe
+from .findings import Finding, Host, asking, judged, merged, together
 from .machine import Asked
 
 WANTS = (host.WANTS, ascend.WANTS, cuda.WANTS)
-RULES = (*host.FIRST, *tried.BELOW, *tried.RULES, *ascend.ABOVE, *cuda.ABOVE, *host.RULES)
+RULES = (*host.FIRST, *torch_probe.BELOW, *torch_probe.RULES, *ascend.ABOVE, *cuda.ABOVE, *host.RULES)
 
 
 def examine(address: str, plan: Plan | None) -> tuple[list[Finding], list[str]]:

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 
 from ...backends import ENGINES, UNTRIED, runs
 from ...backends.packages import ALIASES
-from ...emit.words import many, size
-from ...hardware import pairs
+from ...emit.humanize import many, size
+from ...hardware import version_pairs
 from ...hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 from ...hardware.device_kinds import CUDA as NVIDIA
-from ...hardware.pairs import CANN, CANN_DRIVER, CUDA, CUDA_DRIVER, PYTHON
-from ..process.facts import APART
-from . import ascend, cuda, formats
+from ...hardware.version_pairs import CANN, CANN_DRIVER, CUDA, CUDA_DRIVER, PYTHON
+from ..process.host_facts import APART
+from . import ascend, cuda, output_parsers
 from .devices import listed
-from .finding import CARDS, Comparison, Finding, Host, Rule, State, asking
+from .findings import CARDS, Comparison, Finding, Host, Rule, State, asking
 from .machine import OWN
 
 RUN = (
@@ -72,7 +72,7 @@ def versions(host: Host) -> dict[str, str]:
 
 def memory(host: Host) -> tuple[int, int]:
     """Bytes that are free and that there are."""
-    return formats.memory(host.text(MEMINFO), host.text(MOST), host.text(USED))
+    return output_parsers.memory(host.text(MEMINFO), host.text(MOST), host.text(USED))
 
 
 def machine(host: Host) -> Iterator[Finding]:
@@ -92,7 +92,7 @@ def machine(host: Host) -> Iterator[Finding]:
 
 def python(host: Host) -> Iterator[Finding]:
     found = host.seen["python"]
-    if pairs.numbers(found) < pairs.numbers(LEAST):
+    if version_pairs.numbers(found) < version_pairs.numbers(LEAST):
         told = f"Python {found}, and {LEAST} or later is needed"
         yield Finding("python", told, "wrong", f"python{LEAST} -m venv .venv; .venv/bin/pip install '{OWN}[run]'")
     else:
@@ -115,7 +115,7 @@ def packages(host: Host) -> Iterator[Finding]:
 def together(host: Host) -> Iterator[Finding]:
     """Versions that do not go together."""
     known = versions(host)
-    for pair in pairs.broken(known):
+    for pair in version_pairs.broken(known):
         wanted = pair.wanted(known[pair.package])
         told = f"{pair.package} {known[pair.package]} goes with {pair.other} {wanted}, and {known[pair.other]} is here"
         yield Finding("pairs", told, "wrong", _change(pair.other, wanted, host))
@@ -195,7 +195,7 @@ def differing(hosts: Sequence[Host]) -> Iterator[Finding]:
         for odd in dict.fromkeys(v for v in found if v != meant):
             where = tuple(h.title for h, v in zip(those, found, strict=True) if v == odd)
             told = f"{name} is {odd or 'not there'}, and {meant} on {many_have} of {len(those)}"
-            grave = name == OWN or pairs.numbers(odd)[:2] != pairs.numbers(meant)[:2]
+            grave = name == OWN or version_pairs.numbers(odd)[:2] != version_pairs.numbers(meant)[:2]
             slight = name in (CANN_DRIVER, CUDA_DRIVER)
             same = False
             yield Finding("versions", told, "wrong" if grave and not slight else "warning", mend, where)

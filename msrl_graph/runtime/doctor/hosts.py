@@ -16,10 +16,10 @@ from contextlib import suppress
 from typing import Any
 
 from ...diagnostics import Fault
-from ..process import facts
-from ..process.joining import greet, job_config, living
+from ..process import host_facts
+from ..process.cluster_join import greet, job_config, living
 from . import machine
-from .finding import Finding, Host
+from .findings import Finding, Host
 from .machine import Asked, Machine, Prober, look
 
 # Seconds in which Ray has told of all hosts, in which hosts have answered, and that a clock is waited for.
@@ -73,7 +73,7 @@ def _told(address: str, asked: Asked) -> dict[str, Any]:
     except (ConnectionError, RuntimeError) as error:
         said = " ".join(str(error).split())
         return {"refused": f"no Ray cluster could be joined at {address}: {said}", "help": STATUS}
-    for module in (machine, facts):
+    for module in (machine, host_facts):
         ray.cloudpickle.register_pickle_by_value(module)
     nodes = sorted(living(), key=lambda node: str(node["NodeManagerAddress"]))
     actor = ray.remote(num_cpus=0)(Prober)

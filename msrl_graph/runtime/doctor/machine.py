@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypedDict, cast
 
-from ..process.facts import begun_with, own
+from ..process.host_facts import begun_with, own
 
 OWN = "msrl-graph"
 SMALL = 1 << 16  # bytes of a file that are read

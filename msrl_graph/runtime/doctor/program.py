@@ -12,21 +12,21 @@ from collections.abc import Iterator, Sequence
 
 from ...backends import ENGINES
 from ...backends.packages import installing
-from ...compiler.unready import unready, untried
-from ...emit.words import many, size
+from ...compiler.unsupported import unready, untried
+from ...emit.humanize import many, size
 from ...files.paths import hub_name
 from ...hardware.device_kinds import ASCEND, CUDA, DeviceKind
 from ...ir.plan import Plan
 from ...model import presets
 from ..process import interpreters
-from ..process.facts import Versions
-from ..process.takes import RANKS_A_CORE, reads, room
+from ..process.host_facts import Versions
+from ..process.host_requirements import RANKS_A_CORE, reads, room
 from . import ascend, cuda
 from .devices import listed, seen
-from .finding import Finding, Host, asking, failed
-from .formats import Die
+from .findings import Finding, Host, asking, failed
 from .host import SHARED, memory
 from .machine import LONG, Asked, Command
+from .output_parsers import Die
 
 SAME = "the same files belong at the same path on every host: in a folder that they share, or a copy on each"
 DIES = {ASCEND.name: ascend.dies, CUDA.name: cuda.dies}

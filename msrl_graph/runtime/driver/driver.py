@@ -18,22 +18,22 @@ from pathlib import Path
 import msgspec
 
 from ...diagnostics import Fault
-from ...emit.page import WIDTH
+from ...emit.text_page import WIDTH
 from ..dock.host import DockTimeout
 from ..metrics.display import Display, Screen, Tail
-from ..metrics.serve import Watching
+from ..metrics.http_server import Watching
 from ..process.heartbeat import DRIVER, Heart, Limits
-from ..process.report import Lost, RankFailed, RunError, Unjoined
+from ..process.task_report import Lost, RankFailed, RunError, Unjoined
 from ..weights import checkpoint
-from . import words
-from .devices import TooFew
-from .docks import HostLost
+from . import wait_report
+from .cluster_probe import Silent
+from .device_reservation import TooFew
+from .dock_monitor import HostLost
+from .driver_exit import leave, watch, with_parent
 from .iterations import Driver
-from .leaving import leave, watch, with_parent
-from .pool import Pool
-from .probe import Silent
+from .process_pool import Pool
 from .signals import HEEDED, Signals
-from .standstill import Stuck
+from .stalls import Stuck
 from .supervisor import Attempt, Result
 
 
@@ -105,7 +105,7 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
         dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError | Unjoined) else 2.0)
         if dead or isinstance(error, ray.exceptions.RayActorError):
             gone = pool.gone()
-            lost = f"; {words.silent(gone)}" if gone else ""
+            lost = f"; {wait_report.silent(gone)}" if gone else ""
             return Result("died", f"{driver.fate(dead) if dead else 'a process of Ray died'}{lost}{waits}")
         if isinstance(cause, Unjoined):
             return Result("died", str(cause))

@@ -14,13 +14,13 @@ from ...compiler.loading import load
 from ...diagnostics import NOWHERE, Diagnostic, Fault, nearest
 from ...files.paths import is_folder
 from ...files.urls import is_url
-from ...ir.located import absolute, here
 from ...ir.plan import Plan
+from ...ir.plan_paths import absolute, here
 from ...model.architecture import Model
-from ..weights import checkpoint, exported
+from ..weights import checkpoint, hf_export
 from ..weights.checkpoint import Manifest, Source, Unsound
-from . import inputs, mirror
-from .resuming import differences, find_checkpoint, model_shapes
+from . import remote_folder, run_inputs
+from .resume import differences, find_checkpoint, model_shapes
 
 FOLDER = "exported"  # within a run's folder
 
@@ -41,7 +41,7 @@ def export(target: str, program: Plan | None = None, worker: str = "", to: str =
     """
     copies: list[Path] = []
     try:
-        brought = mirror.bring(target, NOWHERE, copies, "export") if is_url(target) else None
+        brought = remote_folder.bring(target, NOWHERE, copies, "export") if is_url(target) else None
         path, manifest = find_checkpoint(str(brought.folder) if brought else target, NOWHERE, "export")
         plan = program or _plan_of(path, target)
         workers = _workers(path, manifest, plan, worker)
@@ -64,7 +64,7 @@ def _refuse(what: str, help: str = "", code: str = "bad-checkpoint") -> Fault:
 
 def _plan_of(path: Path, target: str) -> Plan:
     """The plan in the folder of a checkpoint's run."""
-    file = path.parent.parent / mirror.PLAN
+    file = path.parent.parent / remote_folder.PLAN
     again = f"name the program of the run: msrl-run PROGRAM --export {target}"
     try:
         return load(file.read_bytes(), str(file))
@@ -132,13 +132,13 @@ def _model(plan: Plan, worker: str, path: Path, manifest: Manifest) -> Model:
 def _compared(model: Model, plan: Plan, worker: str, path: Path, manifest: Manifest) -> list[Diagnostic]:
     """Warnings about files of the model's folder that are not what they were; Fault where they make another model."""
     name = plan.graph.worker(worker).model
-    before = inputs.recorded(manifest.inputs)
+    before = run_inputs.recorded(manifest.inputs)
     if before is None:
         return []
-    now = inputs.companions(Path(model.path), name)
+    now = run_inputs.companions(Path(model.path), name)
     of_model = {key: e for key, e in before.files.items() if key.startswith(f"model {name}: ")}
     was = {key: e for key, e in of_model.items() if ".safetensors" not in key}
-    found = inputs.differences(inputs.Inputs(was, {}), inputs.Inputs(now, {}))
+    found = run_inputs.differences(run_inputs.Inputs(was, {}), run_inputs.Inputs(now, {}))
     if found.model:
         what = f"the checkpoint {path} is of another model: {'; '.join(found.model)}"
         raise _refuse(what, "bring back what the run began with, or name the program that says where it is")
@@ -160,9 +160,9 @@ def _write(source: Source, worker: str, model: Model, folder: Path) -> None:
             "copy the files of all hosts into this folder, and export again",
         )
     try:
-        weights = exported.read_weights(source, worker, model)
+        weights = hf_export.read_weights(source, worker, model)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        exported.write_folder(model, weights, folder)
+        hf_export.write_folder(model, weights, folder)
     except Unsound as error:
         raise _refuse(f"the checkpoint {path} cannot be used: {error}") from None
     except OSError as error:

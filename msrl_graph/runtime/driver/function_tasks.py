@@ -11,11 +11,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ...ir.ahead import waiting
+from ...ir.async_schedule import waiting
 from ...ir.plan import Plan
 from ..process.task import Part, Tables, Task
-from .carried import Carried
 from .function_hosts import Call, FunctionHosts, reference
+from .run_state import Carried
 
 
 class FunctionTasks:

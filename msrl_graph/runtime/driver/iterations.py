@@ -13,33 +13,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...diagnostics import Fault
-from ...emit.words import many
+from ...emit.humanize import many
 from ...ir.evaluation import Evaluation
-from ...ir.located import here
 from ...ir.plan import Plan
-from ..dock.wire import Status
+from ...ir.plan_paths import here
+from ..dock.messages import Status
 from ..metrics.best import ending
 from ..metrics.display import Display, comparison, evaluated
-from ..metrics.failures import failures
-from ..metrics.record import METRICS, Recorder, restore
-from ..metrics.symptoms import Symptoms
-from ..process import points
+from ..metrics.health_checks import Symptoms
+from ..metrics.recorder import METRICS, Recorder, restore
+from ..metrics.row_failures import failures
+from ..process import fault_points
 from ..process.heartbeat import Limits
-from ..process.report import Loaded, Report, RunError
 from ..process.task import Task
+from ..process.task_report import Loaded, Report, RunError
 from ..weights import checkpoint
-from . import function_hosts, words
-from .ahead import Ahead
-from .carried import Carried
-from .docks import Docks, HostLost
-from .edited import Edited
+from . import function_hosts, wait_report
+from .async_driver import Ahead
+from .changed_files import Edited
+from .dock_monitor import Docks, HostLost
+from .driver_exit import LOOK
 from .function_hosts import FunctionHosts, reference
 from .function_tasks import FunctionTasks, lane
-from .leaving import LOOK
-from .pool import Pool
-from .resuming import program
+from .process_pool import Pool
+from .resume import program
+from .run_state import Carried
 from .signals import Signals
-from .standstill import LOADING, Fates, Standstill, Stuck, of_the_user
+from .stalls import LOADING, Fates, Standstill, Stuck, of_the_user
 from .supervisor import Attempt, Result
 
 # Seconds that a driver leaves the docks to tell of a wait before it does.
@@ -233,9 +233,9 @@ class Driver:
 
     def _open(self, task: Task) -> None:
         """Makes a task known to the docks."""
-        points.reach("driver", f"open {task.key}")
+        fault_points.reach("driver", f"open {task.key}")
         self._wait([d.open.remote(task) for d in self.pool.docks])  # Ray would wait for ever for one of a lost host
-        points.reach("driver", f"opened {task.key}")
+        fault_points.reach("driver", f"opened {task.key}")
 
     def _begin(self, task: Task, measure: bool = False) -> _Running:
         """Starts the streams of all pools for one task, but for those that were ahead."""
@@ -250,7 +250,7 @@ class Driver:
         else:
             for pool in self.ahead.others:
                 self.ahead.begin(pool, task, task.number, measure)
-        points.reach("driver", f"begun {task.key}")
+        fault_points.reach("driver", f"begun {task.key}")
         return _Running(task, start, [*ranks, *self.ahead.reports.pop(task.key, ()), *self.tasks.take(task)])
 
     def _go_ahead(self, now: int, pools: Sequence[str]) -> None:
@@ -279,13 +279,13 @@ class Driver:
                 break
             self._wait(under_way, training=number)
         self.tasks.end(running.task)
-        points.reach("driver", f"ended {running.task.key}")
+        fault_points.reach("driver", f"ended {running.task.key}")
         return time.perf_counter() - running.start, reports
 
     def _clear(self, task: Task, reports: list[Report]) -> tuple[dict[str, int], int]:
         """Forgets the rows of a task that has ended; bytes moved by the dock, and the messages that it took."""
         pool = self.pool
-        points.reach("driver", f"clear {task.key}")
+        fault_points.reach("driver", f"clear {task.key}")
         for remark in [*(r for report in reports for r in report.remarks), *failures(self.plan, task, reports)]:
             self.display.say(remark)
         if self.attempt.options.record:
@@ -298,7 +298,7 @@ class Driver:
             for what, size in report.moved.items():
                 moved[what] = moved.get(what, 0) + size
         messages = sum(self._wait([d.drop.remote(task.key) for d in pool.docks]))
-        points.reach("driver", f"cleared {task.key}")
+        fault_points.reach("driver", f"cleared {task.key}")
         return moved, messages
 
     def _wait(self, asked: Sequence[Any], deadline: float = 0.0, training: int = -1, disk: bool = False) -> list[Any]:
@@ -372,7 +372,7 @@ class Driver:
         for why in self.fates.beginning("dock", "a process of").values():
             self.display.say(f"{why}; started again" if why.startswith("dock") else why)
         if lost := self.docks.lost(self.pool.nodes):
-            raise HostLost(words.silent(lost))
+            raise HostLost(wait_report.silent(lost))
         for dock in self.docks.silent(self.limits.stopped):
             self.pool.examine(dock, self.limits)
         return True
@@ -386,12 +386,12 @@ class Driver:
 
     def place(self, names: list[str]) -> str:
         """What these processes did when they were last heard of, in words."""
-        told = words.places(self._heard(), names)
+        told = wait_report.places(self._heard(), names)
         return f" {' and '.join(told)}" if told else f", after {self.display.last}" if self.display.last else ""
 
     def words(self, told: str = "") -> str:
         """Who waits for what: the wait-for graph in lines, without the wait that was `told` already."""
-        return "".join(f"\n  {line}" for line in words.waits(self._heard(), told))
+        return "".join(f"\n  {line}" for line in wait_report.waits(self._heard(), told))
 
     def _heard(self) -> list[Status]:
         """What the docks that can still tell say now, and the others said last."""

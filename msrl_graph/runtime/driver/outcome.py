@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from ...diagnostics import Diagnostic, Fault, kind_of, public, render
 from ...files import urls
 from ...ir.plan import Plan
-from ..data.recording import FOLDER as ROWS
+from ..data.row_files import FOLDER as ROWS
 from ..metrics.best import Best, best_figures
-from ..metrics.record import METRICS, read, whole_lines
+from ..metrics.recorder import METRICS, read, whole_lines
 from ..weights import checkpoint
 
 

@@ -12,13 +12,13 @@ import os
 from pathlib import Path
 
 from ...diagnostics import Diagnostic, Fault
-from ...emit.words import size
-from ...files.contained import open_inside
+from ...emit.humanize import size
+from ...files.untrusted_folder import open_inside
 from ...files.urls import is_url
 from ...ir.plan import Plan
-from ..process.joining import called
-from ..process.shipped import File
-from ..weights.saved import beside
+from ..process.cluster_join import called
+from ..process.shipped_files import File
+from ..weights.tensor_files import beside
 from . import user_modules
 
 MOST = 256 << 20  # bytes: some tens are usual, and each host keeps them for as long as the run takes

@@ -26,24 +26,24 @@ import msgspec
 
 from ...compiler.pipeline import with_hosts
 from ...diagnostics import UNFIT, Diagnostic, Fault
-from ...emit.words import many
+from ...emit.humanize import many
 from ...files import private
 from ...ir.plan import Plan
 from ..metrics.display import Screen
 from ..metrics.ports import Doors, Ports
-from ..metrics.record import METRICS, read, whole_lines
-from ..process import shipped
+from ..metrics.recorder import METRICS, read, whole_lines
+from ..process import shipped_files
+from ..process.cluster_join import NoResources, own_ray
 from ..process.heartbeat import Limits
-from ..process.joining import NoResources, own_ray
 from ..process.processes import MARK, Temporary, nicer, stopped, sweep
 from ..weights import checkpoint
-from . import inputs, mirror, shipping, vigil
-from .edited import Edited
-from .folder import DRIVER_MODULE, check_free, check_links, check_own, clear, lock, make
-from .following import CallbackFailed, Follower, OnIteration
-from .inputs import Digesting
+from . import remote_folder, run_inputs, shipping, watchdog
+from .attempt import PLAIN, Options, Prepared, prepare
+from .callbacks import CallbackFailed, Follower, OnIteration
+from .changed_files import Edited
 from .outcome import Interrupted, Outcome, RunFailed, outcome_of
-from .prepared import PLAIN, Options, Prepared, prepare
+from .run_folder import DRIVER_MODULE, check_free, check_links, check_own, clear, lock, make
+from .run_inputs import Digesting
 
 # -P: the folder in which a run is started may be anybody's, and no module is to come from it.
 PROGRAM = ("-P", "-m", DRIVER_MODULE)
@@ -125,7 +125,7 @@ class Supervisor:
         self.ready = Path()  # is there once the driver heeds signals
         self.asked: list[int] = []  # signals so far
         self.killer: threading.Timer | None = None
-        self.files: dict[str, shipped.File] = {}  # those that every process takes as they are now
+        self.files: dict[str, shipped_files.File] = {}  # those that every process takes as they are now
         self.edited: tuple[str, ...] = ()  # those of them that were changed since, and told of
         self.first = made.manifest.iteration if made.manifest else 0  # iteration that the run begins with
         self.follower = Follower(made.folder.absolute() / METRICS, on_iteration, self.first) if on_iteration else None
@@ -148,14 +148,14 @@ class Supervisor:
                 check_free(out)
             try:
                 if self.options.overwrite and self.made.url and not self.made.goes_on:
-                    mirror.clear(self.made.url)
+                    remote_folder.clear(self.made.url)
                 elif self.options.overwrite:
                     clear(out, self.made.begin if self.made.goes_on else None)
                 self._begin(out)
                 self.files = shipping.files(self.plan, shipped=bool(os.environ.get("RAY_ADDRESS")))
                 with suppress(OSError):  # a full disk: checkpoints have no room either
-                    inputs.write(out, self.made.inputs)
-                before = inputs.recorded(self.made.manifest.inputs) if self.made.manifest else None
+                    run_inputs.write(out, self.made.inputs)
+                before = run_inputs.recorded(self.made.manifest.inputs) if self.made.manifest else None
                 with closing(Digesting(out, self.made.inputs, before, self.console.print)):
                     return self._finished(out)
             except Fault:
@@ -181,7 +181,7 @@ class Supervisor:
         wrong = ""
         try:
             if self.made.url:
-                mirror.finish(out, self.made.url)
+                remote_folder.finish(out, self.made.url)
         except (Fault, OSError) as error:
             said = error.diagnostics[0].message if isinstance(error, Fault) else str(error)
             wrong = f"the files of the run are in {out}, and not all of them at {self.made.url}: {said}"
@@ -205,7 +205,7 @@ class Supervisor:
         known, before, died = begin, _size(out / METRICS), ""
         for restarts in itertools.count(1):
             sweep()
-            if restarts > 1 and (other := inputs.edited(made.inputs)):
+            if restarts > 1 and (other := run_inputs.edited(made.inputs)):
                 raise RunFailed(f"{died}, and {other}: the run cannot go on as it began{self._left(out)}")
             result = self._attempt(out, known, restarts - 1, self.plan)
             if restarts > 1 and result.hosts:
@@ -275,12 +275,12 @@ class Supervisor:
         plan: Plan,
         patience: float = 0.0,
     ) -> Result:
-        with closing(Temporary()) as kept, tempfile.TemporaryFile() as answer, vigil.pipe() as parent:
+        with closing(Temporary()) as kept, tempfile.TemporaryFile() as answer, watchdog.pipe() as parent:
             folder = kept.folder
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
             lines = 0 if self.options.evaluate else lines  # the lines so far belong to the evaluated run
-            shipped.lay_in(folder, self.files)
+            shipped_files.lay_in(folder, self.files)
             attempt = Attempt(
                 plan,
                 str(out),
@@ -297,7 +297,7 @@ class Supervisor:
                 parent=parent,
                 lock=self.lock,
                 changed=self.made.changed if known and known[0] == self.made.begin else (),
-                data=inputs.data(self.made.inputs),
+                data=run_inputs.data(self.made.inputs),
             )
             private.write(folder / "attempt.json", msgspec.json.encode(attempt))  # the token of the page is in it
             if self.follower is not None:
@@ -345,9 +345,9 @@ class Supervisor:
         kept.ends(child.pid)
         if self.asked:
             child.send_signal(signal.SIGTERM)
-        with vigil.watched(child.pid, kept, self.limits, self.console.print):
-            status = vigil.wait(child, self.console.file.write, self._follow)
-        return vigil.why(child, kept, status)
+        with watchdog.watched(child.pid, kept, self.limits, self.console.print):
+            status = watchdog.wait(child, self.console.file.write, self._follow)
+        return watchdog.why(child, kept, status)
 
     def _follow(self) -> None:
         """Pass on what iterations have ended. Where that raises, the driver is asked to end after its iteration."""
@@ -376,7 +376,7 @@ class Supervisor:
                     # A driver that is not ready has nothing to save, and would answer SIGINT with a traceback.
                     self.child.send_signal(number if self.ready.exists() else signal.SIGTERM)
                 if stopped(self.child.pid):
-                    vigil.deaf(self.child, len(self.asked) > 1, self.limits, self.console.print)
+                    watchdog.deaf(self.child, len(self.asked) > 1, self.limits, self.console.print)
                 elif (len(self.asked) > 1 or number == signal.SIGHUP) and self.killer is None:
                     self.killer = threading.Timer(PATIENCE, self.child.kill)
                     self.killer.daemon = True

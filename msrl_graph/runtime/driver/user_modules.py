@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...ir.plan import Plan
-from ..process.joining import called
+from ..process.cluster_join import called
 
 _INSTALLED = ("site-packages", "dist-packages")
 _OURS = __name__.partition(".")[0]

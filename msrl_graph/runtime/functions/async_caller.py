@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Generator, Iterable, Sequence
 
 from ...ir.concurrency import MAX_ASYNC_CALLS
-from ..process.report import RunError
 from ..process.task import Task
-from .blame import blame
-from .note import ProcessDied
+from ..process.task_report import RunError
+from .crash_journal import ProcessDied
 from .own_process import guard_exit
 from .units import Unit, UnitFunction, UnitOutcome
+from .user_traceback import blame
 
 
 class AsyncCaller:

@@ -18,19 +18,19 @@ from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ...ir.sequences import is_tokens, of_response
 from ...ir.signatures import classes
-from ..data import wrong
+from ..data import numerics
 from ..data.columns import Array, Column, Verdicts
 from ..data.tokens import of_column
-from ..dock.wire import Batch
-from ..process import shipped
-from ..process.report import Report
+from ..dock.messages import Batch
+from ..process import shipped_files
 from ..process.task import Task
-from .apart import Apart, EnvironmentSpec, parts
-from .blame import BadResult
-from .forked import Nest
+from ..process.task_report import Report
+from .fork_client import Nest
 from .instances import Answer, Ask, Called, Failure, Instances, Reset, Utterance
+from .isolation import Apart, EnvironmentSpec, parts
 from .own_process import guard_exit
-from .standing import Standing
+from .surviving_rows import Standing
+from .user_traceback import BadResult
 from .values import Filled, Returned, imported, seen
 
 AT_ONCE = 64  # instances that are asked side by side: they wait for networks and processes more than they compute
@@ -47,14 +47,14 @@ class Environment:
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
         self.call, self.path, self.name = call, path, name
-        self.signature = classes(shipped.found(path).read_text(encoding="utf-8-sig"))[name]["reset"]
+        self.signature = classes(shipped_files.found(path).read_text(encoding="utf-8-sig"))[name]["reset"]
         # As gymnasium has it, all that the node reads are options, tokens as text.
         seeded, signature = self.signature.seeded, self.signature
         self.reads = [c for c in (node.reads if seeded else signature.columns) if c in node.reads]
         self.text = frozenset(c for c in self.reads if is_tokens(plan.graph, c)) if seeded else signature.text
         self.tokens = {c: of_column(plan, c) for c in self.reads if c in self.text and is_tokens(plan.graph, c)}
         self.filled = Filled(self.signature, node, plan)
-        own = {*wrong.drawn(plan.graph, node), *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
+        own = {*numerics.drawn(plan.graph, node), *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
         self.columns = tuple(c for c in node.writes if c not in own)
         self.returned = Returned(plan, self.columns)
         self.timeout, self.on_failure, self.memory = said.timeout, said.on_failure, said.memory
@@ -66,7 +66,7 @@ class Environment:
     def start(self) -> None:
         """Imports the user's file: here, or where it cannot harm this process."""
         if self.verdicts:
-            folder = shipped.folder()
+            folder = shipped_files.folder()
             of = (self.filled, self.columns, self.timeout, self.gym)
             self.nest = Nest(EnvironmentSpec(folder, self.path, self.name, self.call, *of))
         else:
@@ -167,7 +167,7 @@ class Episodes:
         said: dict[int, tuple[Utterance, bool]] = {}
         stops = not self.environment.verdicts
         assert self.instances is not None
-        where = f"`{self.environment.name}` in {when} of {wrong.listed(self.rows[[*alive]])}"
+        where = f"`{self.environment.name}` in {when} of {numerics.listed(self.rows[[*alive]])}"
         for position, answer in self.instances.answers(alive, stops, where).items():
             if isinstance(answer, Answer):
                 said[position], self.values[position] = (answer.said, answer.over), answer.values

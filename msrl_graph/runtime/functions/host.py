@@ -21,31 +21,31 @@ import ray
 
 from ...algorithms.registry import told
 from ...diagnostics import Diagnostic, Fault
-from ...ir.ahead import opening
+from ...ir.async_schedule import opening
 from ...ir.attributes import Call, Source
 from ...ir.graph import Node, State
 from ...ir.instruction import Instruction, Walker
-from ...ir.located import here
 from ...ir.plan import FUNCTIONS, from_json
+from ...ir.plan_paths import here
 from ...ir.sequences import as_drawn, heating, latest
-from ..data import recording as rows
+from ..data import row_files as rows
 from ..data.columns import Array, Column, Piece, Verdicts
 from ..data.dataset import Dataset
-from ..data.wrong import Watch
+from ..data.numerics import Watch
 from ..dock.client import Client
+from ..dock.messages import Way
 from ..dock.readers import readers
-from ..dock.wire import Way
 from ..metrics.evaluation_figures import evaluation_figures
-from ..metrics.spread import Means
-from ..process import log, shipped
-from ..process.facts import sampled
-from ..process.report import Loaded, NextValues, Report, RunError
-from ..process.surroundings import settle
+from ..metrics.reward_variance import Means
+from ..process import log, shipped_files
+from ..process.environment import settle
+from ..process.host_facts import sampled
 from ..process.task import Tables, Task
-from .blame import blame
-from .calling import Function, Results
-from .note import Note, ProcessDied
-from .weigher import Weigher, scarce
+from ..process.task_report import Loaded, NextValues, Report, RunError
+from .crash_journal import Note, ProcessDied
+from .draw_weights import Weigher, scarce
+from .function_node import Function, Results
+from .user_traceback import blame
 from .workers import Workers, WorkerSpec, uses_workers
 
 OFTEN = 1.0  # seconds after which rows that are done are written, though others of their share are not
@@ -159,7 +159,9 @@ class FunctionHost:
         if count == 1 or not nodes:
             return None
         readers_ = {n.name: self.readers[n.name] for n in nodes}
-        return Workers(count, WorkerSpec(shipped.folder(), self.plan.to_json(), readers_, f"{self.note.path}.worker"))
+        return Workers(
+            count, WorkerSpec(shipped_files.folder(), self.plan.to_json(), readers_, f"{self.note.path}.worker")
+        )
 
     def run(self, task: Task, tables: Tables) -> Report:
         """Does this pool's stream for one task, or a part of it.

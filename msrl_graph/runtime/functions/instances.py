@@ -24,8 +24,8 @@ import numpy as np
 from ...data.characters import half_character, half_character_within
 from ...data.chat import Messages, are_messages
 from ..process import row_progress
-from .blame import BadResult, Told
 from .own_process import ProcessExit, call_of
+from .user_traceback import BadResult, Told
 from .values import Filled, brief, pure_numbers
 
 Reason = Literal["raised", "timeout", "rubbish", "exited", "memory"]

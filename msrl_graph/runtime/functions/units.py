@@ -25,10 +25,10 @@ from ...ir.rowsets import Sieve, rowsets
 from ..data.columns import Array
 from ..dock.readers import Reader
 from ..process.task import Task
-from .blame import BadResult
+from .crash_journal import Note, ProcessDied
 from .instances import Failure
-from .note import Note, ProcessDied
 from .own_process import call_of
+from .user_traceback import BadResult
 from .values import Filled, NotNumbers, Returned, brief, by_row, loaded, pure_numbers, signature_of
 
 

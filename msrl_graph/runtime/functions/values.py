@@ -22,12 +22,12 @@ from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 from ...ir.signatures import GIVEN, CallKind, Signature, called_as
 from ..data.columns import DTYPES, Array, Column, ragged, texts
+from ..data.numerics import vocabulary
 from ..data.tokens import Tokens, of_node
-from ..data.wrong import vocabulary
-from ..process import shipped
-from ..process.report import RunError
-from .blame import BadResult, reason, steps
+from ..process import shipped_files
+from ..process.task_report import RunError
 from .own_process import call_of
+from .user_traceback import BadResult, reason, steps
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -150,14 +150,14 @@ def signature_of(call: Expr, kind: CallKind) -> Signature:
     path, _, function = str(call.value).rpartition(":")
     if not path:
         return algorithms.library()[kind, function][0]
-    return called_as(kind, shipped.found(path).read_text(encoding="utf-8-sig"))[function]
+    return called_as(kind, shipped_files.found(path).read_text(encoding="utf-8-sig"))[function]
 
 
 def imported(path: str, call: Expr) -> Any:
     """The module of a file that a program names in a call."""
     try:
         with call_of(os.getpid()):
-            return shipped.module(path)
+            return shipped_files.module(path)
     except (Exception, SystemExit) as error:
         what = f"{path} ({call.span.place}) cannot be imported: {reason(error)}"
         raise RunError("\n  ".join([what, *steps(error)])) from error

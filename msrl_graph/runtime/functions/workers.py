@@ -1,8 +1,8 @@
 """Worker processes that call a user's function for rows or groups in parallel.
 
 Invariant: results come in the order of the units and equal the results of one process. A call that ended its own
-process is not repeated; a call whose process was killed once is repeated (note.py). When the caller stops iterating,
-no call stays in progress.
+process is not repeated; a call whose process was killed once is repeated (crash_journal.py). When the caller stops
+iterating, no call stays in progress.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ...ir.concurrency import concurrent_calls
 from ...ir.graph import Node
 from ...ir.plan import from_json
 from ..dock.readers import Reader
-from ..process.report import RunError
 from ..process.task import Task
-from .forked import Nest
-from .nest import Serve, receive, send
-from .note import Note
+from ..process.task_report import RunError
+from .crash_journal import Note
+from .fork_client import Nest
+from .fork_server import Serve, receive, send
 from .units import Unit, UnitFunction, UnitOutcome
 from .values import signature_of
 
@@ -51,7 +51,8 @@ def uses_workers(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What the fork server loads for the workers. Each worker has a note (note.py) whose name begins with `note`."""
+    """What the fork server loads for the workers. Each worker has a note (crash_journal.py) whose name begins with
+    `note`."""
 
     folder: str
     plan: str  # as JSON

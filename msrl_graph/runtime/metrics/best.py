@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...emit.words import many
+from ...emit.humanize import many
 from ...ir.evaluation import Evaluation
 
 

@@ -21,16 +21,16 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ...diagnostics.shown import shown
-from ...emit.words import duration, many, size
+from ...diagnostics.terminal_text import shown
+from ...emit.humanize import duration, many, size
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
-from ..dock.wire import Status
-from ..process.report import Report
+from ..dock.messages import Status
 from ..process.task import Task
-from .panel import panel
-from .record import METRICS
-from .watched import Facts
+from ..process.task_report import Report
+from .recorder import METRICS
+from .run_status import Facts
+from .terminal_panel import panel
 
 
 class Screen(Console):

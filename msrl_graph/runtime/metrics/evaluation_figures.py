@@ -14,9 +14,9 @@ from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ..data.columns import Array, Column, Piece
-from ..process.report import RunError
 from ..process.task import Task, numbers
-from .attempts import best_at, majority_at, pass_at
+from ..process.task_report import RunError
+from .pass_at_k import best_at, majority_at, pass_at
 
 MOST_VALUES = 100  # of the column that an evaluation is parted by
 

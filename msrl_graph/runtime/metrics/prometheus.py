@@ -1,6 +1,6 @@
 """What those who watch a run are told, as Prometheus reads it: docs/metrics.md has the names.
 
-Invariant: it shows facts of watched.py and has none of its own. Counters begin anew with an attempt of a run, which
+Invariant: it shows facts of run_status.py and has none of its own. Counters begin anew with an attempt of a run, which
 Prometheus is made for.
 """
 
@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from .watched import Facts
+from .run_status import Facts
 
 PATIENCE = 2.0  # seconds that a scrape waits for a look at the docks
 # Of what is counted: how it is called, what it is, and the labels that its parts are told apart by.

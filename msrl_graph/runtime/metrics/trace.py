@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..process.report import Report
+from ..process.task_report import Report
 
 FIRST = 20  # tasks whose events are kept from the beginning,
 LAST = 180  # and from the end

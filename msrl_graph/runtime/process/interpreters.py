@@ -14,8 +14,8 @@ from ...backends import ENGINES
 from ...backends.packages import ALIASES
 from ...diagnostics import Diagnostic
 from ...ir.plan import FUNCTIONS, Placement, Plan
-from . import facts
-from .facts import Packages, Versions
+from . import host_facts
+from .host_facts import Packages, Versions
 
 NEEDED = ("torch", "ray", "numpy", "msgspec", "tokenizers")
 # What processes of one run must have the same of, and how many of the numbers of a version; None: all of it.
@@ -36,7 +36,7 @@ def packages(plan: Plan, python: str = "") -> Packages:
 def commands(plan: Plan) -> dict[str, list[str]]:
     """Of each interpreter that is not the run's own the command by which it tells what it has of what its processes
     load."""
-    code = Path(facts.__file__).read_text(encoding="utf-8")
+    code = Path(host_facts.__file__).read_text(encoding="utf-8")
     found = dict.fromkeys(s.python for s in plan.surroundings if s.python)
     return {python: [python, "-P", "-c", code, json.dumps(packages(plan, python))] for python in found}
 
@@ -44,9 +44,9 @@ def commands(plan: Plan) -> dict[str, list[str]]:
 def check(plan: Plan) -> Iterator[Diagnostic]:
     """What this machine's other interpreters lack."""
     asked = commands(plan)
-    own = facts.versions(packages(plan)) if asked else {}
+    own = host_facts.versions(packages(plan)) if asked else {}
     for python, command in asked.items():
-        if wrong := lacking(facts.told(command), own):
+        if wrong := lacking(host_facts.told(command), own):
             first = next(placed(plan, python))
             span = first.engine.span if first.engine.span.line else plan.graph.node(first.node).span
             yield Diagnostic("not-installed", f"the interpreter {python} {wrong}", span, MEND)

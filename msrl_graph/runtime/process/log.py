@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ...diagnostics.shown import shown
+from ...diagnostics.terminal_text import shown
 from ...files import private
 
 

@@ -51,8 +51,8 @@ class Task:
     - `fetches`: by resharding edge with `staleness`, the version that its rows are drawn with, and how many its
       generation was told to fetch so far, this one perhaps among them.
     - `sends`: of these edges those over which the updates send the version that they begin it with.
-    - `part`: what the ranks of a pipelined pool, or the functions, are to do of their stream (ir/ahead.py); others do
-      the whole.
+    - `part`: what the ranks of a pipelined pool, or the functions, are to do of their stream (ir/async_schedule.py);
+      others do the whole.
     """
 
     name: str

@@ -19,26 +19,26 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import algorithms
-from ...backends import ENGINES, transformer
-from ...backends.away import Away
+from ...backends import ENGINES, hf_modules
 from ...backends.devices import Device, Devices
+from ...backends.host_offload import Away
 from ...backends.spec import EngineSpec, Generator, Shard, Trainer, Weights
 from ...cost import holdings
-from ...ir.ahead import fetched, sparse
+from ...ir.async_schedule import fetched, sparse
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan, Reshard
 from ...sharding.layout import Box, Side, owns, slices
-from ..weights import checkpoint, exported
+from ..weights import checkpoint, hf_export
 from ..weights.checkpoint import Manifest, Source
-from ..weights.published import Published
 from ..weights.reshard import Resharder, Swap
-from ..weights.routes import blocks
-from ..weights.send import Sender
-from . import objects
-from .failed import BUILT, telling
+from ..weights.transfer_routes import blocks
+from ..weights.weight_publication import Published
+from ..weights.weight_send import Sender
+from . import object_collectives
+from .engine_errors import BUILT, telling
 from .followers import AVERAGE, Follower
-from .proof import Proof, complete
+from .weight_proof import Proof, complete
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class Engines:
         for axis, source in (("tp", 0), ("cp", 0), ("pp", placement.layout.pp - 1)):
             if getattr(placement.layout, axis) > 1:
                 group = self._mesh(placement)[axis].get_group()
-                shared = objects.broadcast(shared, group, source)
+                shared = object_collectives.broadcast(shared, group, source)
         found: T = shared
         return found
 
@@ -148,7 +148,7 @@ class Engines:
             generator = self.generators[node.name] = spec.built(weights, placement, devices)
             if not any(edge.dst == node.name for edge in plan.reshards):
                 # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
-                transformer.fill(model, shards := generator.allocate())
+                hf_modules.fill(model, shards := generator.allocate())
                 complete(node, placement, self.local, spec.side(placement.layout), model.tensors, shards)
                 generator.filled()
         elif node.worker not in self.trainers:
@@ -307,7 +307,7 @@ class Engines:
             with self._held(worker) as shards:
                 copies = worker in self.away  # whose storages go again
                 mine = [(s.name, s.box, s.tensor.clone() if copies else s.tensor) for s in shards]
-        everyone = objects.gather(mine)
+        everyone = object_collectives.gather(mine)
         if everyone is None:
             return
         model = self.plan.model(next(n.name for n in self._changing() if n.worker == worker))
@@ -315,4 +315,4 @@ class Engines:
         whole = {t.name: torch.empty(t.shape, dtype=given[0][2].dtype) for t in model.tensors}
         for name, box, values in given:
             whole[name][slices(box)] = values
-        exported.write_folder(model, whole, Path(folder))
+        hf_export.write_folder(model, whole, Path(folder))

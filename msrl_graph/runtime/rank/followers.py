@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ...backends.away import Away
+from ...backends.host_offload import Away
 from ...backends.spec import Shard, Trainer
 from ...ir.graph import Worker
 

@@ -23,25 +23,25 @@ from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ...ir.sequences import beginnings, heat, of_response, sequences, tempered
+from ..agents.rank_protocol import Begin
 from ..agents.template import Speech
-from ..agents.wire import Begin
-from ..data import wrong
+from ..data import numerics
 from ..data.columns import Array, Column, Piece, Verdicts, ragged
-from ..data.recording import Recording
+from ..data.row_files import Recording
 from ..data.tokens import Tokens, ends, tokenised
-from ..dock.wire import Batch
+from ..dock.messages import Batch
 from ..functions.environments import Environment
-from ..functions.standing import Standing
+from ..functions.surviving_rows import Standing
 from ..functions.values import Returned
-from ..metrics.spread import Means
+from ..metrics.reward_variance import Means
 from ..process import row_progress
-from ..process.report import Report
 from ..process.task import Task
-from .conversing import Conversing
-from .dialogue import BEGINNING, Dialogue
+from ..process.task_report import Report
+from .agent_generation import Conversing
+from .environment_turns import BEGINNING, Dialogue
+from .multi_turn import Responses
 from .packing import distinct, kept
-from .rollout import Rollout
-from .turns import Responses
+from .partial_rollout import Rollout
 
 
 def _counted(ended: Iterator[Response], of: int) -> Iterator[Response]:
@@ -54,7 +54,7 @@ def _counted(ended: Iterator[Response], of: int) -> Iterator[Response]:
 class Generation(Conversing):
     """A rank of one of the pools of devices, as far as it generates: a batch in, the written columns out."""
 
-    watch: wrong.Watch
+    watch: numerics.Watch
     means: Means
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -85,7 +85,7 @@ class Generation(Conversing):
         evaluation, said = self.plan.deploy.evaluation(task.name), Generate.of(node)
         draw = evaluation.draw(graph, node) if evaluation else Draw(node.name)
         samples = draw.samples or said.samples
-        response, as_drawn = wrong.drawn(graph, node)
+        response, as_drawn = numerics.drawn(graph, node)
         sampling = Sampling(
             samples=samples,
             max_tokens=graph.bound(response) if said.max_tokens is None else said.max_tokens,
@@ -170,7 +170,7 @@ class Generation(Conversing):
         if self.recording is None:
             taken = rollout.run(self.generators[node.name])
         else:
-            columns = (*wrong.drawn(self.plan.graph, node), *([known] if known else []))
+            columns = (*numerics.drawn(self.plan.graph, node), *([known] if known else []))
             taken = rollout.replay(self.recording, node, columns)
         if self._first(node):
             report.cut = rollout.cut(taken)
@@ -226,7 +226,7 @@ class Generation(Conversing):
     ) -> dict[str, Piece]:
         """The columns of responses that nobody but the policy wrote in, of its `versions` or the one that it has."""
         graph = self.plan.graph
-        response, as_drawn = wrong.drawn(graph, node)
+        response, as_drawn = numerics.drawn(graph, node)
         ids, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
         self.watch.response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
         made = {response: ids, as_drawn: logp}
@@ -294,7 +294,7 @@ class Generation(Conversing):
             going = responses.told(going[on], [ids for ids in told if ids is not None])
             if not len(going):
                 break
-        response, _ = wrong.drawn(self.plan.graph, node)
+        response, _ = numerics.drawn(self.plan.graph, node)
         stay = self._shared(node, episodes.end, {response: responses.lengths})
         verdicts, rows = episodes.verdicts(report, head), rows[stay]
         found = [column.take(np.flatnonzero(stay)) for column in responses.columns()]
@@ -343,7 +343,7 @@ class Generation(Conversing):
     ) -> dict[str, Column]:
         """What the node writes of rows in which another wrote too: of the response `found` its tokens, their
         log-probabilities, the mask and of an agent's where conversations begin, and the `values` of other columns."""
-        response, as_drawn = wrong.drawn(self.plan.graph, node)
+        response, as_drawn = numerics.drawn(self.plan.graph, node)
         ids, logp, mask, *begins = found
         self.watch.response(node, task, report, rows, ids, kept(logp, mask), self.plan.model(node.name).vocabulary)
         report.count(f"{head}turns", float(answers), len(rows))

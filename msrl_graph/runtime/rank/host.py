@@ -8,13 +8,13 @@ from typing import Any
 
 import ray
 
-from ...hardware.settings import Setting, applied
-from ..dock.wire import Way
-from ..process import points
-from ..process.report import Report
-from ..process.surroundings import settle, waits
+from ...hardware.environment_variables import Setting, applied
+from ..dock.messages import Way
+from ..process import fault_points
+from ..process.environment import settle, waits
 from ..process.task import Task
-from ..weights import parts
+from ..process.task_report import Report
+from ..weights import checkpoint_parts
 from ..weights.checkpoint import Manifest
 
 
@@ -51,14 +51,14 @@ class RankHost:
 
     def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[Any], dict[str, int], str]:
         process, number = f"rank {self.rank.rank}", Path(folder).stem.lstrip(".0")
-        points.reach(process, f"write checkpoint {number}")
+        fault_points.reach(process, f"write checkpoint {number}")
         found = self.rank.checkpoint(folder, says)
-        points.reach(process, f"written checkpoint {number}")
+        fault_points.reach(process, f"written checkpoint {number}")
         return found
 
     def part(self, act: str, *arguments: Any) -> Any:
         """What the driver asks of this host's part of checkpoints."""
-        return parts.ACTS[act](*arguments)
+        return checkpoint_parts.ACTS[act](*arguments)
 
     def where(self) -> tuple[str, str]:
         """This host's address, and Ray's name of it."""

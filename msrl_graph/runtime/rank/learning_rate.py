@@ -14,9 +14,9 @@ from ...cost.holdings import row_count
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ..functions.blame import BadResult, blame
+from ..functions.user_traceback import BadResult, blame
 from ..functions.values import brief, called
-from ..process.report import RunError
+from ..process.task_report import RunError
 
 
 def rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> float:

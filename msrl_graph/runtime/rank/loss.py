@@ -1,8 +1,8 @@
 """The loss of an update: an expression of named terms, and how tokens are reduced.
 
 Invariant: neither the micro-batch nor the layout changes the loss or its gradient: a term gives each row what it would
-give it alone (split.py holds a user's to that), or is of the whole mini-batch (ahead.py); and each micro-batch
-contributes a sum that is divided by a count of the whole mini-batch, all ranks and micro-batches together.
+give it alone (loss_split_check.py holds a user's to that), or is of the whole mini-batch (joint_loss.py); and each
+micro-batch contributes a sum that is divided by a count of the whole mini-batch, all ranks and micro-batches together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...ir.graph import Column, Expr, Graph, Node
 from ...ir.sequences import sequences
 from ...ir.signatures import ROUNDING, Signature
 from ..data.columns import Array
-from ..functions.blame import BadResult
+from ..functions.user_traceback import BadResult
 from ..functions.values import brief, called
 from .packing import Given, flat
 

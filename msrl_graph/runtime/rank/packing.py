@@ -14,9 +14,9 @@ import torch
 from ...ir import graph as ir
 from ...ir.graph import Graph, Node
 from ...ir.sequences import as_drawn, beginnings, heating, sequences
-from ..data import wrong
+from ..data import numerics
 from ..data.columns import DTYPES, Array, Column, offsets_of
-from ..dock.wire import Batch
+from ..dock.messages import Batch
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[st
     states = (*node.states, *map(as_drawn, heating(graph, node)))
     columns |= {s: Column(np.zeros(0)) for s in states} | batch.columns
     names = [*read.context, *read.scored]
-    tokens, strange = wrong.known_tokens([columns.pop(c) for c in names], vocabulary)
+    tokens, strange = numerics.known_tokens([columns.pop(c) for c in names], vocabulary)
     found = dict(zip(names, tokens, strict=True))
     held = {c: columns.pop(name, None) for c, name in beginnings(graph, node).items()}
     begins = {c: column for c, column in held.items() if column is not None}  # a group without rows has none

@@ -22,27 +22,27 @@ from torch._C._distributed_c10d import TCPStore
 
 from ...backends.devices import Device
 from ...backends.spec import Shard
-from ...hardware import masks
-from ...ir.ahead import opening
+from ...hardware import visibility_masks
+from ...ir.async_schedule import opening
 from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.instruction import Instruction, Stream, Walker
-from ...ir.located import here
 from ...ir.plan import Plan, from_json
+from ...ir.plan_paths import here
 from ...ir.sequences import as_drawn, heating, latest
 from ..data.columns import Column, Piece
 from ..dock.client import Client
+from ..dock.messages import Batch, Way
 from ..dock.readers import readers
-from ..dock.wire import Batch, Way
-from ..process import computing, memory
-from ..process.joining import speak
-from ..process.report import Report, Unjoined
+from ..process import compute_setup, memory
+from ..process.cluster_join import speak
 from ..process.task import Task
-from ..weights.published import Published
+from ..process.task_report import Report, Unjoined
 from ..weights.reshard import Swap
-from ..weights.send import Sender
-from . import objects
-from .failed import telling
+from ..weights.weight_publication import Published
+from ..weights.weight_send import Sender
+from . import object_collectives
+from .engine_errors import telling
 from .generation import Generation
 from .training import Training
 
@@ -164,15 +164,15 @@ class Rank(Training, Generation):
 
     def __init__(self, plan: str, rank: int, threads: int, given: Mapping[str, Sequence[str]]) -> None:
         """`given`: by resource the devices that Ray has given this process, by their host's numbers."""
-        computing.prepare(threads)
+        compute_setup.prepare(threads)
         super().__init__(from_json(plan), rank)
         kind = self.plan.cluster.device.kind
-        self.device = Device(kind, masks.index(given.get(kind.resource, ()), os.environ.get(kind.visible)))
+        self.device = Device(kind, visibility_masks.index(given.get(kind.resource, ()), os.environ.get(kind.visible)))
 
     def address(self) -> tuple[str, int]:
         """Opens the meeting point of all ranks (called on rank 0): its host and a port that the system chose."""
         host = speak(self.plan.cluster)
-        self.store = computing.meeting(host)
+        self.store = compute_setup.meeting(host)
         return host, self.store.port
 
     def start(self, address: tuple[str, int], way: Way) -> None:
@@ -183,7 +183,7 @@ class Rank(Training, Generation):
         speak(plan.cluster)
         self.device.claim()
         self.client = Client(f"rank {self.rank}", readers(plan), way, host)
-        objects.seal_with(way.token)
+        object_collectives.seal_with(way.token)
         # Later than the dock's own deadline, which says who waits for what; a collective can only say that it waited.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         world = plan.cluster.devices

@@ -24,16 +24,16 @@ from ...ir.attributes import Update
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import heat, scores_texts, temperature, whole
-from ...ir.work import micro_batches
-from ..data import wrong
+from ...ir.workload import micro_batches
+from ..data import numerics
 from ..data.columns import Array, Column, Piece, offsets_of
 from ..data.tokens import tokenised
-from ..dock.wire import Batch
-from ..functions.blame import blame
-from ..metrics.spread import Means
-from ..process.report import Report, RunError
+from ..dock.messages import Batch
+from ..functions.user_traceback import blame
+from ..metrics.reward_variance import Means
 from ..process.task import Task
-from . import ahead, loss
+from ..process.task_report import Report, RunError
+from . import joint_loss, loss
 from . import learning_rate as rates
 from .engines import Engines
 from .micro_batches import MicroBatches, pack
@@ -47,7 +47,7 @@ class Training(Engines):
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
-        self.watch, self.means = wrong.Watch(plan), Means(plan)
+        self.watch, self.means = numerics.Watch(plan), Means(plan)
         self.stepped = False  # whether weights have changed since the task began
 
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
@@ -81,7 +81,7 @@ class Training(Engines):
         known = seen.strange
         for name, column in seen.columns.items():
             if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
-                known = known | wrong.not_finite(column)
+                known = known | numerics.not_finite(column)
         known = self.watch.unscored(node, task, report, batch.rows, seen.lengths, known)
         trainer = self.trainers[node.worker]
         whole = self._whole(node, batch, seen)
@@ -219,12 +219,12 @@ class Training(Engines):
         known: Array,
         whole: loss.Whole,
         passed: list[Outputs],
-    ) -> ahead.Joint:
+    ) -> joint_loss.Joint:
         """The loss of the whole mini-batch, of what forward passes over its micro-batches gave."""
         placement = self.plan.placement(node.name)
         group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
         held = {c: seen.columns[c] for c in sorted(loss.columns(node)[0] & seen.columns.keys())}
-        joint = ahead.Joint(replace(seen, columns=held, strange=known), batch.rows, micro, passed, group)
+        joint = joint_loss.Joint(replace(seen, columns=held, strange=known), batch.rows, micro, passed, group)
         rng = self._rng(node, task, batch.share.epoch, int(joint.numbers[0]))
         everyone = np.arange(len(joint.numbers))
         of = (self.plan.graph, node, joint.seen, everyone, joint.outputs, rng, self._rounding(node))
@@ -270,7 +270,7 @@ class Training(Engines):
 
     # What is looked at.
 
-    def _as_drawn(self, node: Node, seen: Given, column: ir.Column, order: Array) -> wrong.Drawn | None:
+    def _as_drawn(self, node: Node, seen: Given, column: ir.Column, order: Array) -> numerics.Drawn | None:
         """The log-probabilities that those of a column's tokens, or a column of those, are to be compared with: none
         once a step has changed the weights."""
         compared = self.watch.comparison
@@ -278,7 +278,7 @@ class Training(Engines):
             return None
         if compared.response != _of(column, seen) or len(column.dims) != 1:
             return None
-        return wrong.Drawn(
+        return numerics.Drawn(
             seen.columns[compared.column].take(order), self._heat(seen, compared.response, order).astype(np.float64)
         )
 
@@ -289,7 +289,7 @@ class Training(Engines):
         report: Report,
         rows: Array,
         made: Column,
-        as_drawn: wrong.Drawn | None,
+        as_drawn: numerics.Drawn | None,
         known: Array,
     ) -> Array:
         """The rows that are `known` to be wrong, or hold what is."""

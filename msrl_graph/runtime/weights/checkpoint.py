@@ -5,7 +5,8 @@ names every file with its size and SHA-256, a file beside it has the manifest's 
 no byte changes unseen. (That tells of accidents and of edits by hand; it is no signature against who makes all of them
 again.) A tensor lies in it in the boxes in which ranks held it, each box once, and whoever reads takes the boxes that
 it needs. What is not in it (the order of the data, mini-batches, noise) is a function of seed and iteration. Hosts that
-do not see the run's folder have their parts at the same path (parts.py); the manifest says which host has what.
+do not see the run's folder have their parts at the same path (checkpoint_parts.py); the manifest says which host has
+what.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import msgspec
 
 from ...files import urls
 from ...sharding.layout import Box, elements, overlap, slices, within
-from . import saved
+from . import tensor_files
 
 if TYPE_CHECKING:
     # The supervisor of a run reads manifests, and starts without torch.
@@ -69,7 +70,7 @@ class Manifest:
     """`iteration`: how many are done. `lines`: how many lines of metrics belong to them. `steps`: optimizer steps by
     update. `position`: how many rows of the data's endless sequence were drawn (-1: as many as the iterations have
     prompts). `hosts`: none where all of it lies in one folder. `inputs`: digests of the files that the run read, and
-    versions (driver/inputs.py); nothing of a version that kept none."""
+    versions (driver/run_inputs.py); nothing of a version that kept none."""
 
     format_version: int
     iteration: int
@@ -103,13 +104,13 @@ def taken(steps: Mapping[str, int]) -> dict[str, str]:
 def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], says: Mapping[str, str]) -> File:
     """One file of a checkpoint, on the disk when this returns. OSError where that fails."""
     held = {f"{prefix}/{s.name}": s for prefix, s in pieces if elements(s.box)}
-    saved.tensors(folder / name, {key: s.tensor.detach().contiguous() for key, s in held.items()}, says)
+    tensor_files.tensors(folder / name, {key: s.tensor.detach().contiguous() for key, s in held.items()}, says)
     return written(folder / name, tuple(Piece(key, s.box) for key, s in held.items()))
 
 
 def write_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any]], says: Mapping[str, str]) -> File:
     """A file of arrays that every rank may read whole, on the disk when this returns. OSError where that fails."""
-    saved.arrays(folder / name, arrays, says)
+    tensor_files.arrays(folder / name, arrays, says)
     return written(folder / name, ())
 
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ...backends import devices
-from ...backends.away import Away
+from ...backends.host_offload import Away
 from ...backends.spec import Shard
 from ...ir.plan import Reshard
 from ...model.architecture import Model
 from ...sharding.layout import Side, Tensor
-from .routes import Block, Load, Route
+from .transfer_routes import Block, Load, Route
 
 
 class Swap:

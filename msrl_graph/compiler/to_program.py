@@ -1,0 +1,193 @@
+"""A plan's graph and deploy as the program that says the same.
+
+Invariant: lowering `restated(plan)` gives the plan's graph and deploy again, for every plan that the compiler makes, so
+that a plan from a file is checked by what checks programs. Left out is what only a search reads: `place` and `apart`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from ..diagnostics import NOWHERE
+from ..dsl import ast
+from ..hardware.device_kinds import HOST
+from ..ir.attribute_schema import Declared
+from ..ir.graph import Edge, Expr, Graph, Node
+from ..ir.kinds import Counts, Draws, Flag, Name, Quantity, String, ValueKind, Words
+from ..ir.options import DockOptions, EngineOptions, EvaluateOptions, LayoutOptions, ReshardOptions, Run
+from ..ir.plan import Deploy, EngineChoice, Plan
+from ..sharding.layout import Layout
+
+
+def restated(plan: Plan) -> ast.File:
+    """The program; its models are named by what the workers call them, and its cluster says nothing."""
+    graph, deploy = plan.graph, plan.deploy
+    items = (
+        _algorithm(graph),
+        ast.Cluster(_name(plan.cluster.name), (ast.Attr(_name("device"), _string(HOST.name), NOWHERE),), NOWHERE),
+        _deploy(graph, deploy, plan.cluster.name),
+    )
+    return ast.File("", items, NOWHERE)
+
+
+def _name(text: str) -> ast.Name:
+    return ast.Name(text, NOWHERE)
+
+
+def _names(texts: tuple[str, ...]) -> tuple[ast.Name, ...]:
+    return tuple(map(_name, texts))
+
+
+def _algorithm(graph: Graph) -> ast.Algorithm:
+    body: list[ast.AlgorithmStatement] = []
+    body += [ast.Param(_name(key), literal(value), NOWHERE) for key, value in graph.params.items()]
+    body.append(ast.Columns(tuple(_column(graph, c.name) for c in graph.columns), NOWHERE))
+    for state in graph.states:
+        per = _name(state.per) if state.per else None
+        column = ast.Column(_name(state.name), ast.Type(_name(state.element), (), per, NOWHERE), NOWHERE)
+        body.append(ast.State(column, expression(state.initial), NOWHERE))
+    for worker in graph.workers:
+        stated = {"model": Expr("word", worker.model)} if worker.model else {}
+        if worker.follows:
+            stated["follows"] = Expr("word", worker.follows)
+        if worker.every != 1:
+            stated["every"] = Expr("number", worker.every)
+        if worker.decay:
+            stated["decay"] = Expr("number", worker.decay)
+        attrs = _attrs(stated)
+        body.append(ast.Worker(_name(worker.name), _name(worker.kind), worker.frozen, attrs, NOWHERE))
+    body += [_source(node) if node.verb == "source" else _node(node) for node in graph.nodes]
+    body += [_edge(edge) for edge in graph.edges]
+    return ast.Algorithm(_name(graph.name), None, tuple(body), NOWHERE)
+
+
+def _column(graph: Graph, name: str) -> ast.Column:
+    column = graph.column(name)
+    dims = tuple(
+        ast.Dim(d.ragged, ast.NameExpr(d.like, NOWHERE) if d.like else literal(d.size), NOWHERE) for d in column.dims
+    )
+    per = _name(column.per) if column.per else None
+    return ast.Column(_name(name), ast.Type(_name(column.element), dims, per, NOWHERE), NOWHERE)
+
+
+def _source(node: Node) -> ast.Source:
+    stated = dict(node.attributes)
+    count = stated.pop("count")  # stands before the block, and may be wrong in a plan from a file
+    return ast.Source(expression(count), _names(node.writes), _attrs(stated), NOWHERE)
+
+
+def _node(node: Node) -> ast.Node:
+    label = None if node.name == f"{node.worker}.{node.verb}" else _name(node.name)
+    said = dict(node.attributes) | ({"per": Expr("word", node.per)} if node.per != Node.per else {})
+    reads = _names((*node.reads, *node.states))
+    writes = _names(node.gives or node.writes)
+    return ast.Node(label, _name(node.worker), _name(node.verb), reads, writes, _attrs(said), NOWHERE, NOWHERE)
+
+
+def _edge(edge: Edge) -> ast.Edge:
+    groups = ((ast.Ref(edge.src, NOWHERE),), (ast.Ref(edge.dst, NOWHERE),))
+    return ast.Edge(edge.kind, groups, _attrs(edge.attributes), NOWHERE)
+
+
+def _attrs(said: Mapping[str, Expr]) -> tuple[ast.Attr, ...]:
+    return tuple(ast.Attr(_name(key), expression(value), NOWHERE) for key, value in said.items())
+
+
+# Where and how it runs.
+
+
+def _deploy(graph: Graph, deploy: Deploy, cluster: str) -> ast.Deploy:
+    body: list[ast.DeployStatement] = []
+    body += [ast.Model(_name(name), _string(name), (), NOWHERE) for name in deploy.models]
+    for data in deploy.data.values():
+        fields = {column: Expr("string", name) for column, name in data.fields.items()}
+        body.append(ast.Data(_name(data.name), _string(data.path), _attrs(fields), NOWHERE))
+    body += [_layout(node, layout) for node, layout in deploy.layouts.items()]
+    body += [_engine(node, engine) for node, engine in deploy.engines.items()]
+    options: tuple[tuple[Literal["dock", "reshard", "run"], DockOptions | ReshardOptions | Run], ...]
+    options = (("dock", deploy.dock), ("reshard", deploy.reshard), ("run", deploy.run))
+    body += [ast.Options(kind, _attrs(dict(_said(type(value), value))), NOWHERE) for kind, value in options]
+    for evaluation in deploy.evaluations:
+        stated = dict(_said(EvaluateOptions, evaluation))
+        if not evaluation.name:
+            del stated["data"]
+        body.append(ast.Evaluate(_name(evaluation.task), _attrs(stated), NOWHERE))
+    return ast.Deploy(_name(graph.name), _name(cluster), _name(deploy.name), tuple(body), NOWHERE)
+
+
+def _layout(node: str, layout: Layout) -> ast.Layout:
+    return ast.Layout((ast.Ref(node, NOWHERE),), _attrs(dict(_said(LayoutOptions, layout))), NOWHERE)
+
+
+def _engine(node: str, engine: EngineChoice) -> ast.Engine:
+    # Not what it is by default: an engine has not all of these options.
+    given = {key: _value(EngineOptions.kinds()[key], value) for key, value in engine.options.items()}
+    return ast.Engine((ast.Ref(node, NOWHERE),), _name(engine.name), _attrs(given), NOWHERE)
+
+
+def _said(declared: type[Declared], values: Any) -> Iterator[tuple[str, Expr]]:
+    """What a statement has to state for a part: values that are not as by default, and those that it must."""
+    for key, attribute in declared.declared().items():
+        if (value := getattr(values, key)) != attribute.default or attribute.must:
+            yield key, _value(attribute.kind, value)
+
+
+def _value(kind: ValueKind, value: Any) -> Expr:
+    if isinstance(kind, Draws):
+        return kind.expr(value)
+    if isinstance(value, tuple):
+        one = Name() if isinstance(kind, Name) else String() if isinstance(kind, String) else Counts()
+        return Expr("list", args=tuple(_value(one, part) for part in value))
+    if isinstance(kind, Words | Name):
+        return Expr("word", value)
+    if isinstance(kind, Quantity):
+        return Expr("quantity", value, unit=kind.unit)
+    return Expr({Flag: "bool", String: "string"}.get(type(kind), "number"), value)
+
+
+# Expressions.
+
+
+def expression(expr: Expr) -> ast.Expr:
+    """An evaluated expression as it stands in a program."""
+    if expr.kind in ("word", "column", "state"):
+        return ast.NameExpr(str(expr.value), NOWHERE)
+    if expr.kind == "list":
+        return ast.List(tuple(map(expression, expr.args)), NOWHERE)
+    if expr.kind == "call":
+        return _call(expr)
+    if expr.kind == "neg":
+        return ast.Neg(expression(expr.args[0]), NOWHERE)
+    if expr.args:
+        left, right = map(expression, expr.args)
+        return ast.Binary(expr.kind, left, right, NOWHERE)
+    return literal(expr.value, expr.unit)
+
+
+def _call(expr: Expr) -> ast.Expr:
+    name = str(expr.value)
+    quoted = ":" in name
+    if quoted and not expr.args:
+        return _string(name)
+    args = tuple(
+        ast.Arg(_name(key) if key else None, expression(value), NOWHERE)
+        for key, value in zip(expr.keys, expr.args, strict=True)
+    )
+    return ast.Call(_name(name), args, NOWHERE, quoted=quoted)
+
+
+def literal(value: Any, unit: str = "") -> ast.Expr:
+    """A number, a text or a truth value as it stands in a program."""
+    if isinstance(value, bool):
+        return ast.Literal_("bool", value, NOWHERE)
+    if isinstance(value, str):
+        return _string(value)
+    number = 0 if value is None else value
+    kind: Any = "quantity" if unit else "float" if isinstance(number, float) else "int"
+    plain = ast.Literal_(kind, abs(number), NOWHERE, unit)
+    return ast.Neg(plain, NOWHERE) if number < 0 else plain
+
+
+def _string(text: str) -> ast.Literal_:
+    return ast.Literal_("string", text, NOWHERE)

@@ -1,0 +1,361 @@
+"""Attributes that say what a node computes: functions, filters, environments, agents, losses and optimizers, of the
+package or of a file.
+
+Invariant: what stands in a user's file is read, never run; a call of it is named `path/to/file.py:name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, NoReturn, TypeVar
+
+from .. import algorithms
+from ..diagnostics import nearest
+from ..ir.graph import Expr
+from ..ir.kinds import (
+    AGENT,
+    CALL,
+    COUNT,
+    ENVIRONMENT,
+    KEEP,
+    LOSS,
+    OPTIMIZER,
+    PER,
+    REDUCE,
+    TEMPERATURE,
+    TOOL_CALLS,
+    Form,
+    Number,
+    Words,
+)
+from ..ir.signatures import CallKind, Signature, called_as
+from . import ast, foreign_names
+from .attributes import Reader, fit, origin, read_as, shown
+from .calls import Caller, Library
+from .environments import Agent, Environment, ToolCalls
+from .expressions import TOLD, Names, evaluate, fold, mistake, negate
+from .user_functions import call_in, functions, in_file
+
+T = TypeVar("T")
+FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
+# What is called in another attribute than a function's `call`, as a message says it.
+KINDS: dict[CallKind, str] = {
+    "function": "function",
+    "loss": "loss term",
+    "schedule": "schedule",
+    "optimizer": "optimizer",
+}
+PLACES: dict[CallKind, str] = {
+    "function": "it is a function, for `call`",
+    "loss": "it is a term of a loss",
+    "schedule": "it is a schedule, for `lr` of an optimizer",
+    "optimizer": "it is an optimizer",
+}
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """`call = NAME(…)` or `"file.py:function"`."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        caller = self.caller
+        if quoted := call_in(expr):
+            return _call_in_file(caller, quoted, "function", names, awaited=key != "weights")
+        if not isinstance(expr, ast.Call):
+            text = expr.text if isinstance(expr, ast.NameExpr) else ""
+            help = foreign_names.called(text, functions(caller.library)) or (f"write `{text}()`" if text else "")
+            message = f'`{key}` takes a call, as in `math_verify()`, or a function, as in `"file.py:name"`'
+            raise mistake("bad-value", message, expr.span, help)
+        signature = _find(caller.library, "function", expr.name)
+        return caller.call(expr, signature, names)
+
+
+@dataclass(frozen=True)
+class Per:
+    """`per`: `row`, `batch` or a column."""
+
+    columns: Collection[str]
+    above: str = ""  # a column of the source's rows
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if isinstance(expr, ast.NameExpr) and (expr.text in self.columns or expr.text in ("row", "batch")):
+            return Expr("word", expr.text, span=expr.span)
+        text = expr.text if isinstance(expr, ast.NameExpr) else ""
+        help = foreign_names.groups(text, self.above) or nearest(text, (*self.columns, "row", "batch"))
+        raise mistake(
+            "unknown-column",
+            f"`per` takes `row`, `batch` or a column{f', not `{text}`' if text else ''}",
+            expr.span,
+            help,
+        )
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """A number of 0 or more, or a column or state that the node reads."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.NameExpr) or expr.text in names.params or expr.text not in self.caller.columns:
+            return read_as(Number(0), key, expr, names)
+        found = self.caller.column(expr, key)
+        return replace(found, kind="state") if expr.text in self.caller.states else found
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """`tokens`, `sequences` or `constant(n)`."""
+
+    WORDS: ClassVar = Words(("tokens", "sequences", "constant"))
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.Call):
+            bare = isinstance(expr, ast.NameExpr) and expr.text == "constant"
+            return self._no_constant(expr) if bare else read_as(self.WORDS, key, expr, names)
+        if expr.name.text != "constant":
+            help = nearest(expr.name.text, self.WORDS.words)
+            raise mistake("unknown-option", f"`{expr.name.text}` is no word for `reduce`", expr.name.span, help)
+        if len(expr.args) != 1 or (expr.args[0].key is not None and expr.args[0].key.text != "n"):
+            return self._no_constant(expr)
+        n = read_as(COUNT, "constant", expr.args[0].value, names)
+        return Expr("call", "constant", (n,), ("n",), span=expr.span)
+
+    def _no_constant(self, expr: ast.Expr) -> NoReturn:
+        raise mistake("bad-value", "`constant` takes one number", expr.span, "write `constant(1024)`")
+
+
+def forms(caller: Caller, columns: Collection[str] = (), above: str = "") -> dict[Form, Reader]:
+    """How the forms are read that need the node; `above` is a column of the source's rows."""
+    return {
+        CALL: FunctionCall(caller),
+        KEEP: Keep(caller),
+        PER: Per(columns, above),
+        TEMPERATURE: Temperature(caller),
+        ENVIRONMENT: Environment(caller),
+        AGENT: Agent(caller),
+        TOOL_CALLS: ToolCalls(caller),
+        LOSS: Loss(caller),
+        OPTIMIZER: Optimizer(caller),
+        REDUCE: Reduce(),
+    }
+
+
+def _call_in_file(caller: Caller, expr: ast.Call, kind: CallKind, names: Names, awaited: bool = False) -> Expr:
+    """The call of a function of a user's file, of a term of a loss, or of a schedule. `awaited`: it may be `async`."""
+    read = partial(called_as, kind)
+    path, name, found = in_file(caller, expr.name.text, expr.name.span, "function", read, awaited)
+    called = f"{path}:{name}"
+    caller.used[kind, called] = (found[name], str(path))
+    return replace(caller.call(expr, found[name], names), value=called)
+
+
+@dataclass(frozen=True)
+class Keep:
+    """A comparison of a column or state with a number, or a call."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.Binary) or expr.op not in FLIPPED:
+            if isinstance(expr, ast.Call) or (isinstance(expr, ast.Literal_) and expr.kind == "string"):
+                return FunctionCall(self.caller).read(key, expr, names)
+            named = expr.text if isinstance(expr, ast.NameExpr) and expr.text not in names.params else "reward"
+            raise mistake(
+                "bad-value", f"`{key}` takes a comparison or a call", expr.span, f"write `{key} = {named} > 0.5`"
+            )
+        sides = [self._is_column(side, names) for side in (expr.left, expr.right)]
+        if sides.count(True) != 1:
+            raise mistake(
+                "bad-value", "a column is compared with a number here", expr.span, f"write `{key} = reward > 0.5`"
+            )
+        column, other = (expr.left, expr.right) if sides[0] else (expr.right, expr.left)
+        value = evaluate(other, names)
+        if value.kind == "quantity":
+            raise mistake("bad-unit", "a column holds plain numbers, and this has a unit", other.span)
+        if value.kind not in ("number", "bool"):
+            raise mistake("bad-value", f"a column is compared with a number here, not with {shown(value)}", other.span)
+        operands = (self.caller.column(column, key), value)
+        return Expr(expr.op if sides[0] else FLIPPED[expr.op], args=operands, span=expr.span)
+
+    def _is_column(self, expr: ast.Expr, names: Names) -> bool:
+        return isinstance(expr, ast.NameExpr) and expr.text not in names.params
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Arithmetic over terms, of the package or of a file, numbers, and states that the node reads."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        value = self._part(expr, names)
+        if not _has_term(value):
+            raise mistake(
+                "bad-value", "a loss has at least one term", expr.span, f"terms are {_terms(self.caller.library)}"
+            )
+        return value
+
+    def _part(self, expr: ast.Expr, names: Names) -> Expr:
+        """A number, or an Expr of + - * neg over numbers and calls."""
+        if quoted := call_in(expr):
+            return _call_in_file(self.caller, quoted, "loss", names)
+        if isinstance(expr, ast.Call):
+            return self.caller.call(expr, _find(self.caller.library, "loss", expr.name), names)
+        if isinstance(expr, ast.Neg):
+            inner = self._part(expr.operand, names)
+            return negate(inner, expr.span) if inner.kind == "number" else Expr("neg", args=(inner,), span=expr.span)
+        if not isinstance(expr, ast.Binary):
+            if (
+                isinstance(expr, ast.NameExpr)
+                and expr.text not in names.params
+                and ("loss", expr.text) in self.caller.library
+            ):
+                raise mistake(
+                    "bad-value", f"the loss term `{expr.text}` is a call", expr.span, f"write `{expr.text}()`"
+                )
+            if isinstance(expr, ast.NameExpr) and names.others.get(expr.text) == "state":
+                if expr.text in self.caller.states:
+                    return Expr("state", expr.text, span=expr.span)
+                what = f"`{self.caller.node}` does not read the state `{expr.text}`"
+                raise mistake("term-column", what, expr.span, f"add `{expr.text}` to what `{self.caller.node}` reads")
+            value = evaluate(expr, names)
+            if value.kind == "quantity":
+                raise mistake("bad-unit", "a loss takes plain numbers, and this has a unit", expr.span)
+            if value.kind != "number":
+                raise mistake("bad-value", f"a loss is made of terms and numbers, not of {shown(value)}", expr.span)
+            return value
+        found = len(self.caller.problems.found)
+        sides: list[Expr] = []
+        for side in (expr.left, expr.right):
+            with self.caller.problems.catching():
+                sides.append(self._part(side, names))
+        if len(sides) < 2 or len(self.caller.problems.found) > found:
+            raise TOLD
+        left, right = sides
+        if left.kind == right.kind == "number":
+            return fold(expr.op, left, right, expr.span)
+        if expr.op == "/" and right.kind == "number":
+            return Expr("*", args=(fold("/", Expr("number", 1), right, expr.span), left), span=expr.span)
+        if expr.op not in ("+", "-", "*"):
+            raise mistake(
+                "bad-value", f"a loss is made of `+`, `-` and `*`; `{expr.op}` has no meaning between terms", expr.span
+            )
+        terms = _has_term(left), _has_term(right)
+        if expr.op != "*" and terms[0] != terms[1]:
+            alone = right if terms[0] else left
+            help = "multiply a term by it, or leave it out: a constant changes no gradient"
+            raise mistake("bad-value", f"`{alone}` is a number, which is no term of a loss", alone.span, help)
+        return Expr(expr.op, args=(left, right), span=expr.span)
+
+
+def _has_term(expr: Expr) -> bool:
+    return expr.kind == "call" or any(map(_has_term, expr.args))
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """The call of an optimizer."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        if not isinstance(expr, ast.Call) or expr.quoted:
+            raise mistake("bad-value", f"`{key}` takes a call", expr.span, "write `adamw(lr = 1e-6)`")
+        signature = _find(self.caller.library, "optimizer", expr.name)
+        found = len(self.caller.problems.found)
+        call = replace(self.caller, kinds={"Rate": Rate(self.caller)}).call(expr, signature, names)
+        if len(self.caller.problems.found) > found:
+            return call
+        given = dict(zip(call.keys, call.args, strict=True))
+        if "lr" in given and given["lr"].kind == "call" and "warmup" in given:  # without: the argument is reported
+            name = str(given["lr"].value).rpartition(":")[2]
+            help = f"write `{name}(…, warmup = {given['warmup']})`" if name == given["lr"].value else "leave it out"
+            raise mistake(
+                "bad-value", f"`warmup` is of a rate that stays, and `{name}` is a schedule", given["warmup"].span, help
+            )
+        try:
+            algorithms.optimizer(call)
+        except ValueError as error:  # options that do not go together
+            raise mistake("bad-value", f"`{signature.name}`: {error}", call.span) from None
+        return call
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A learning rate: a number of 0 or more, a state that the update reads, or the call of a schedule, of the package
+    or of a file."""
+
+    caller: Caller
+
+    def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
+        caller = self.caller
+        quoted = call_in(expr)
+        if quoted is not None and (quoted is expr or ".py:" in quoted.name.text):
+            return self._bound(_call_in_file(caller, quoted, "schedule", names))
+        if isinstance(expr, ast.Call):
+            found = len(caller.problems.found)
+            call = self._bound(caller.call(expr, _find(caller.library, "schedule", expr.name), names))
+            if len(caller.problems.found) == found:
+                try:
+                    algorithms.scheduled(call)
+                except ValueError as error:  # options that do not go together
+                    raise mistake("bad-value", f"`{call.value}`: {error}", call.span) from None
+            return call
+        if not isinstance(expr, ast.NameExpr) or expr.text in names.params:
+            return fit(Number(0), key, evaluate(expr, names), origin(expr, names))
+        if expr.text in caller.states:
+            return Expr("state", expr.text, span=expr.span)
+        if ("schedule", expr.text) in caller.library:
+            raise mistake("bad-value", f"the schedule `{expr.text}` is a call", expr.span, f"write `{expr.text}(1e-6)`")
+        if names.others.get(expr.text) == "state":
+            help = f"add `{expr.text}` to what `{caller.node}` reads"
+            raise mistake("term-column", f"`{caller.node}` does not read the state `{expr.text}`", expr.span, help)
+        if expr.text in names.others:
+            what = f"{key} takes a number, a state or a schedule, and `{expr.text}` is a {names.others[expr.text]}"
+            raise mistake("bad-value", what, expr.span)
+        raise mistake(
+            "unknown-name",
+            f"nothing is called `{expr.text}`",
+            expr.span,
+            nearest(expr.text, (*names.params, *caller.states)),
+        )
+
+    def _bound(self, call: Expr) -> Expr:
+        """The call of a schedule, whose parameters are what it is filled with, options, and states that the update
+        reads."""
+        caller, name = self.caller, str(call.value)
+        signature = (caller.used if ("schedule", name) in caller.used else caller.library)["schedule", name][0]
+        binds = {p: call.columns().get(p, p) for p in signature.columns}
+        for parameter, state in binds.items():
+            if state not in caller.states and parameter not in signature.optional:
+                what = (
+                    f"`{signature.name}` needs `{parameter}`, which is neither `step` nor `last` nor a state that "
+                    f"`{caller.node}` reads"
+                )
+                help = f"read it, or make it an option: `def {signature.name}(step, *, {parameter})`"
+                raise mistake("term-column", what, call.span, help)
+        return call
+
+
+def _find(library: Library, kind: CallKind, name: ast.Name) -> Signature:
+    if (kind, name.text) in library:
+        return library[kind, name.text][0]
+    other = next((k for k in PLACES if (k, name.text) in library), None)
+    if other is not None:
+        help = PLACES[other]
+    else:
+        help = nearest(name.text, (n for k, n in library if k == kind))
+        if kind == "loss" and (meant := foreign_names.term(name.text)):
+            help = meant
+        elif not help.startswith("did") and kind != "optimizer":
+            help = "; ".join(filter(None, (help, f'one of your own is `"file.py:{name.text}"`')))
+    raise mistake("unknown-function", f"no {KINDS[kind]} is called `{name.text}`", name.span, help)
+
+
+def _terms(library: Library) -> str:
+    return ", ".join(f"`{n}`" for k, n in sorted(library) if k == "loss")

@@ -1,0 +1,77 @@
+"""Numbers and layouts in words.
+
+Invariant: nothing here draws: who only checks a program loads it too.
+"""
+
+from __future__ import annotations
+
+from ..ir.async_schedule import leads, opening
+from ..ir.instruction import Stream
+from ..ir.plan import FUNCTIONS, Plan
+from ..ir.search_record import Rival, Searched
+from ..model.architecture import Experts
+from ..sharding.layout import Layout
+
+
+def size(number: float) -> str:
+    """Bytes, decimal units, three digits."""
+    for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= one:
+            return f"{number / one:.3g} {unit}" if number < 999.5 * one else f"{number / one:,.0f} {unit}"
+    return f"{number:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    if seconds == 0:
+        return "0"
+    for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= one:
+            return f"{seconds / one:,.0f} {unit}" if seconds >= 100 * one else f"{seconds / one:.3g} {unit}"
+    return "< 1 us"
+
+
+def many(number: int, noun: str) -> str:
+    """So many of a thing, in words: `1 host`, `2 hosts`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def doing(plan: Plan, stream: Stream) -> str:
+    """What the processes of a pool do of an iteration, in order."""
+    steps, first = [*map(str, stream.instructions)], opening(plan, stream)
+    if not first:
+        return ", ".join(steps)
+    if stream.pool == FUNCTIONS:
+        return f"{', '.join(steps[:first])}; after those of the iteration before {', '.join(steps[first:])}"
+    lead = leads(plan)[stream.pool]
+    of = "the next iteration" if lead == 1 else f"the iteration {lead} after this"
+    return f"of {of} {', '.join(steps[:first])}; then of this one {', '.join(steps[first:])}"
+
+
+def staleness(mean: float, bound: int) -> str:
+    """Describe how old the weights that generate are, and how old a row can be."""
+    return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, and rows at most {bound}"
+
+
+def laid(layout: Layout) -> str:
+    """A layout in words."""
+    return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
+
+
+def spread(experts: Experts, layout: Layout) -> str:
+    """What a rank has of a layer's experts, and the mesh that they lie in on the devices of a stage."""
+    part = f"1/{layout.etp} of each of " if layout.etp > 1 else ""
+    number = f"{experts.number // layout.ep} of {experts.number}" if layout.ep > 1 else f"all {experts.number}"
+    return f"{part}{number} a rank; ep {layout.ep} x etp {layout.etp} x edp {layout.edp}"
+
+
+def versus(found: Searched, rival: Rival) -> str:
+    """What staleness gains or would cost, where the file leaves open whether any pool is ahead."""
+    kind = "with pools that are ahead of the updates" if rival.ahead else "with all pools in step"
+    if not rival.seconds:
+        return f"{kind} nothing fits"
+    best = f"{kind} the best that was found takes {duration(rival.seconds)}"
+    old = staleness(rival.mean, rival.bound)
+    if rival.ahead:
+        more = rival.seconds / found.seconds - 1
+        return f"{best}, {f'{100 * more:.3g} % more' if more > 0 else 'as long'}, from weights {old}"
+    return f"{best}, of which staleness saves {100 * (1 - found.seconds / rival.seconds):.3g} %; weights are {old}"

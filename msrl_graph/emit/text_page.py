@@ -1,0 +1,75 @@
+"""What text for a person is written on: a page of headings, lines and tables; and how figures read there.
+
+Invariant: without a terminal there is no colour, and nothing that a program holds can steer the terminal (`shown`).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..diagnostics.terminal_text import shown
+
+WIDTH = 100
+
+
+class Sheet(Protocol):
+    """What sections are written on: headings, and under each lines and tables."""
+
+    def heading(self, text: str, more: str = "") -> None: ...
+    def line(self, text: str) -> None: ...
+    def table(
+        self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)
+    ) -> None:
+        """`right` are the columns of figures, `keep` those that are never wrapped."""
+
+    def closing(self, text: str) -> None:
+        """What it comes to, in a sentence."""
+
+
+class Page:
+    """A sheet as text."""
+
+    def __init__(self, width: int, colour: bool) -> None:
+        self.out = io.StringIO()
+        self.console = Console(
+            file=self.out,
+            width=width,
+            force_terminal=colour,
+            force_jupyter=False,  # it would show each line in a cell of its own, and give no text
+            color_system="standard" if colour else None,
+            highlight=False,
+            emoji=False,
+        )
+
+    def heading(self, text: str, more: str = "") -> None:
+        self.console.print()
+        self.console.print(Text.assemble((shown(text), "bold"), f"  {shown(more)}" if more else ""))
+
+    def line(self, text: str) -> None:
+        self.console.print(Padding(Text(shown(text)), (0, 0, 0, 2)))
+
+    def table(
+        self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)
+    ) -> None:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="dim")
+        for i, name in enumerate(head):
+            figure = i in right
+            table.add_column(name, justify="right" if figure else "left", no_wrap=figure or i in keep, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(shown(cell)) for cell in row))
+        self.console.print(Padding(table, (0, 0, 0, 2)))
+
+    def closing(self, text: str) -> None:
+        self.console.print()
+        self.console.print(Text(shown(text), style="bold"))
+
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self.out.getvalue().strip("\n").split("\n")) + "\n"

@@ -1,0 +1,315 @@
+"""How often an iteration ends: what each piece takes, followed along the streams of all pools, which run side by side
+while rows come by the edges.
+
+Invariant: only composition, and never less where a piece takes more. In step an iteration is as long as its critical
+path. Where pools may be ahead it is as long as they need in the long run: the pools go round, each as often as the
+others, and no circle of what waits for what can be gone round quicker than its seconds over the iterations that it
+leads through (a maximum cycle mean; Baccelli et al., Synchronization and Linearity, 1992). Where not every version is
+sent, iterations differ by where they stand between two that are: each such place is a point of its own on a way round.
+The first iterations, which fill the pipeline, count for nothing, nor do checkpoints and evaluations.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..cost import transfers as costs
+from ..ir.async_schedule import Sends, awaits, fetched, leads, opening, pipelined
+from ..ir.instruction import Instruction, Walk, Walker
+from ..ir.plan import FUNCTIONS, Plan
+
+Edge = tuple[str, str]  # of resharding, (src, dst)
+Seconds = Mapping[tuple[str, str], float]  # of RUN, RESHARD, SWAP_IN by node, of PUBLISH by resharding edge's end
+UPDATES = "the updates"  # all pools that are in step, as one
+ROUNDS = 50  # iterations, by how many may be under way, after which the staleness is that of the long run
+
+
+@dataclass(frozen=True)
+class _Arc:
+    """What `dst` begins an iteration so many seconds after at the earliest: `src` having begun the one that many
+    `iterations` before. It is of the iterations that stand at a `place` between two versions that are sent."""
+
+    src: str
+    dst: str
+    iterations: int
+    seconds: float
+    path: str
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """`seconds` between the ends of two iterations, and `why`. `arcs`: what waits for what, where pools may be ahead,
+    of so many `places` between two versions that are sent."""
+
+    seconds: float
+    why: str
+    arcs: tuple[_Arc, ...] = ()
+    places: int = 1
+
+    def mean_staleness(self, plan: Plan) -> float:
+        """Return the age of the weights that generate, in versions: the long-run mean over their resharding edges."""
+        sends, run, turns = Sends(plan), plan.deploy.run, pipelined(plan)
+        ahead, many = (
+            [p for p in sends.leads if p not in turns],
+            ROUNDS * self.places * (1 + max(sends.leads.values(), default=0)),
+        )
+        begins: dict[str, list[float]] = {name: [] for name in (*ahead, UPDATES)}
+        behind: list[int] = []
+        for number in range(many):
+            for name in (UPDATES, *ahead):
+                some = [a for a in self.arcs if (a.dst, a.place) == (name, number % self.places)]
+                after = [begins[a.src][number - a.iterations] + a.seconds for a in some if number >= a.iterations]
+                if name != UPDATES:
+                    after.append(begins[UPDATES][sends.after(name, number)])
+                begins[name].append(max(after, default=0.0))
+            for pool, edges in sends.into.items() if number >= many // 2 else ():
+                if pool in turns:
+                    behind += [sends.leads[pool]] * len(edges)
+                    continue
+                now = bisect_right(begins[UPDATES], begins[pool][number]) - 1
+                now = sends.after(pool, number) if run.deterministic else now
+                behind += [number - sends.newest(edge, now) for edge in edges]
+        return sum(behind) / len(behind) if behind else 0.0
+
+
+def critical(plan: Plan, seconds: Seconds) -> tuple[float, str]:
+    """When the last of an iteration is done where all pools begin it at once, and the chain that leads there."""
+    found = _Clock(plan, seconds, _streams(plan), {p.name: 0.0 for p in plan.pools})
+    return found.length, found.path()
+
+
+def pace(plan: Plan, seconds: Seconds, around: float) -> Pace:
+    """`around` is what begins and ends an iteration, for whoever goes on by itself."""
+    if not leads(plan):
+        length, path = critical(plan, seconds)
+        return Pace(length + around, f"critical path: {path}")
+    deploy = replace(plan.deploy, run=replace(plan.deploy.run, save=0), evaluations=())
+    sends = Sends(replace(plan, deploy=deploy))
+    places = math.lcm(*(sends.sparse.values()))
+    arcs = _arcs(plan, seconds, around, sends, places)
+    circle = _slowest(arcs, places)
+    whole, iterations = math.fsum(a.seconds for a in circle), sum(a.iterations for a in circle)
+    chain = " > ".join(dict.fromkeys(a.path for a in circle))
+    why = f"{iterations} iterations at a time: {chain}"
+    if all((a.src, a.iterations) == (a.dst, 1) for a in circle):
+        why = f"the slowest, {circle[0].src}: {chain}"
+    return Pace(whole / iterations, f"in the long run {why}", tuple(arcs), places)
+
+
+def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:
+    """Between the pools that may be ahead, each by itself, and all others, which begin together when all of the
+    iteration before has ended."""
+    edges, turns, parts = frozenset(fetched(plan)), pipelined(plan), _parts(plan)
+    ahead = {pool: lead for pool, lead in sends.leads.items() if pool not in turns}
+    in_step = {p.name: 0.0 for p in plan.pools if p.name not in ahead}
+    found, back = list[_Arc](), dict[str, float]()
+    for pool in turns:  # first the opening of a later iteration, then the rest of this one
+        own = _Clock(plan, seconds, parts, {_opening(pool): 0.0}, edges)
+        in_step[pool], back = own.clock[_opening(pool)], back | own.back
+        ends = own.ends(ahead)
+        found += [
+            _Arc(UPDATES, dst, 1 + sends.leads[pool], end + around, path, place)
+            for dst, (end, path) in ends.items()
+            for place in range(places)
+        ]
+    alone = _Clock(plan, seconds, parts, in_step, edges, opened=-math.inf, back=back)
+    once = [_Arc(UPDATES, UPDATES, 1, alone.length + around, alone.path(), place) for place in range(places)]
+    found = once + found
+    if chain := [n for n in _after_opening(plan) if alone.functions[n]]:  # each waits for those of the iteration before
+        whole = math.fsum(alone.functions[n] for n in chain)
+        found += [_Arc(FUNCTIONS, FUNCTIONS, 1, whole, " > ".join(chain), place) for place in range(places)]
+    waits = awaits(plan, sends.leads)
+    for pool, lead in ahead.items():
+        opened = -math.inf if waits[pool] else 0.0  # else by those that it waits for
+        # By its own devices, or by the weights that are as old as they may be.
+        for src, copies in ((pool, {}), (UPDATES, alone.copied)):
+            own = _Clock(plan, seconds, parts, {pool: 0.0}, edges, copies, opened)
+            ends = own.ends(ahead)
+            for place in range(places):
+                # Of an iteration that stands there, long after the first.
+                number = places * (1 + lead) + place
+                iterations = 1 if src == pool else number + 1 - sends.after(pool, number)
+                found += [
+                    _Arc(src, dst, iterations, end + around, path, (place + 1) % places)
+                    for dst, (end, path) in ends.items()
+                    if end > -math.inf
+                ]
+    return found
+
+
+def _slowest(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
+    """The circle that takes the most seconds an iteration: while another takes more than the best so far, that one."""
+    best = [arcs[0]] * places  # the updates, one after the other
+    while True:
+        rate = math.fsum(a.seconds for a in best) / sum(a.iterations for a in best)
+        if (better := _above(arcs, places, rate)) is None:
+            return best
+        best = better
+
+
+def _above(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
+    """A circle that takes more seconds an iteration than `rate`, if there is one: of the longest ways, as Bellman and
+    Ford find them, only those round such a circle grow for ever."""
+    rounding = 1e-12 * max(a.seconds for a in arcs)
+    ends = {a: ((a.src, (a.place - a.iterations) % places), (a.dst, a.place)) for a in arcs}
+    longest = {dst: 0.0 for _, dst in ends.values()}
+    last: dict[tuple[str, int], _Arc] = {}  # of the longest way to a place
+    at: tuple[str, int] | None = None
+    for _ in longest:
+        at = None
+        for arc, (src, dst) in ends.items():
+            length = longest[src] + arc.seconds - rate * arc.iterations
+            if length > longest[dst] + rounding:
+                longest[dst], last[dst], at = length, arc, dst
+        if at is None:
+            return None
+    assert at is not None
+    for _ in longest:  # back until it is on the circle
+        at = ends[last[at]][0]
+    circle = [last[at]]
+    while (before := ends[circle[0]][0]) != at:
+        circle.insert(0, last[before])
+    return circle
+
+
+def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
+    """What pools do of an iteration, each all in one go."""
+    return {s.pool: s.instructions for s in plan.schedule if s.task == "train" and s.pool != FUNCTIONS}
+
+
+def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
+    """The same, with the opening of a pipelined pool apart from the rest."""
+    found: dict[str, Sequence[Instruction]] = {}
+    for stream in plan.schedule:
+        if stream.task == "train" and stream.pool != FUNCTIONS:
+            first = opening(plan, stream)
+            found |= {_opening(stream.pool): stream.instructions[:first]} if first else {}
+            found[stream.pool] = stream.instructions[first:]
+    return found
+
+
+def _after_opening(plan: Plan) -> list[str]:
+    """The functions that begin when those of the iteration before have ended, in order."""
+    stream = next(s for s in plan.schedule if (s.pool, s.task) == (FUNCTIONS, "train"))
+    first = opening(plan, stream)
+    return [x.node for x in stream.instructions[first:] if x.op == "RUN"] if first else []
+
+
+def _opening(pool: str) -> str:
+    return f"the opening of {pool}"
+
+
+class _Clock(Walker):
+    """The time in each pool while an iteration goes by. A function starts when its rows are there; a node on devices
+    has its turn in its stream. The ranks of a CPU cluster have all cores, so what functions take is taken from them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        seconds: Seconds,
+        streams: Mapping[str, Sequence[Instruction]],
+        begins: Mapping[str, float],
+        fetches: Collection[Edge] = (),
+        copies: Mapping[Edge, float] | None = None,
+        opened: float = 0.0,
+        back: Mapping[str, float] | None = None,
+    ) -> None:
+        """What follows of `begins`, when `streams` begin: of others nothing is waited for but their rows. `back` is
+        when weights are that are swapped in. The source has its rows when the iteration is `opened`. Weights of the
+        edges `fetches` are copied by the update, and fetched when the `copies` are there; at others two pools meet."""
+        self.plan, self.seconds, self.fetches, self.copies = plan, seconds, fetches, copies or {}
+        self.edges = {(t.src, t.dst): t.seconds.value for t in plan.traffic}
+        shared = plan.cluster.device.kind.is_host
+        self.functions = {p.node: seconds.get(("RUN", p.node), 0.0) for p in plan.placements if p.pool == FUNCTIONS}
+        self.taken = sum(self.functions.values()) if shared else 0.0
+        self.functions = dict.fromkeys(self.functions, 0.0) if shared else self.functions
+        self.handover = costs.handover(plan).value
+        # By node: of the nodes that its rows come from, how many are not done.
+        self.waits = {n.name: len(plan.graph.into(n.name)) for n in plan.graph.nodes}
+        self.clock = dict.fromkeys(streams, -math.inf) | dict(begins)
+        self.before = dict.fromkeys(streams, "")  # by pool: what it ran last
+        self.opened = opened
+        self.done: dict[str, float] = {}
+        self.cause: dict[str, str] = {}
+        self.back: dict[str, float] = {}
+        self.swapped = back or {}
+        self.copied: dict[Edge, float] = {}  # when each copy was there
+        for name in [n for n in self.functions if not self.waits[n]]:
+            self._start(name)
+        Walk(streams).finish(self)
+        self.length = max(self.done.values(), default=0.0) + self.taken
+
+    def path(self, pool: str = "") -> str:
+        """The chain of nodes that leads to the last one, of a pool or of all."""
+        last = self.before[pool] if pool else max(self.done, key=lambda n: (self.done[n], n), default="")
+        chain = []
+        while last:
+            chain.append(last)
+            last = self.cause.get(last, "")
+        return " > ".join(reversed(chain))
+
+    def ends(self, pools: Iterable[str]) -> dict[str, tuple[float, str]]:
+        """When some pools, and the updates, are done, and the chain that leads there."""
+        found = {pool: (self.clock[pool] + self.taken, self.path(pool)) for pool in pools}
+        return found | {UPDATES: (self.length, self.path())}
+
+    def _arrival(self, name: str) -> tuple[float, str]:
+        done, edges, handover = self.done, self.edges, self.handover
+        into = [(done[e.src] + edges.get((e.src, name), 0.0) + handover, e.src) for e in self.plan.graph.into(name)]
+        return max(into, default=(self.opened, ""))
+
+    def _start(self, name: str) -> None:
+        """A function, and all that start when it is done."""
+        ready = [name]
+        while ready:
+            name = ready.pop()
+            self.done[name], self.cause[name] = self._arrival(name)
+            self.done[name] += self.functions[name]
+            ready += self._follow(name)
+
+    def _follow(self, name: str) -> list[str]:
+        """The functions for which a node that is done was the last to wait for."""
+        after = [e.dst for e in self.plan.graph.out_of(name)]
+        for other in after:
+            self.waits[other] -= 1
+        return [other for other in after if not self.waits[other] and other in self.functions]
+
+    def ready(self, pool: str, node: str) -> bool:
+        return not self.waits[node]
+
+    def run(self, pool: str, node: str) -> None:
+        arrived, by = self._arrival(node)
+        self.cause[node] = by if arrived > self.clock[pool] else self.before[pool]
+        self.clock[pool] = max(self.clock[pool], arrived) + self.seconds.get(("RUN", node), 0.0)
+        self.done[node], self.before[pool] = self.clock[pool], node
+        for name in self._follow(node):
+            self._start(name)
+
+    def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
+        if (src, dst) in self.fetches:
+            here, there = (self.plan.placement(node).pool for node in (src, dst))
+            self.clock[here] += self.seconds.get(("PUBLISH", dst), 0.0)
+            self.copied[src, dst] = self.clock[here]
+            self.clock[there] = max(self.clock[there], self.copies.get((src, dst), -math.inf))
+            self.clock[there] += self.seconds.get(("RESHARD", dst), 0.0)
+            return
+        slowest = max(sorted(pools), key=lambda p: self.clock[p])
+        self.clock.update(dict.fromkeys(pools, self.clock[slowest] + self.seconds.get(("RESHARD", dst), 0.0)))
+        self.before.update(dict.fromkeys(pools, self.before[slowest]))
+
+    def release(self, pool: str, node: str) -> None:
+        """It takes no time."""
+
+    def swap_in(self, pool: str, node: str) -> None:
+        self.back[node] = self.swapped.get(node, self.clock[pool] + self.seconds.get(("SWAP_IN", node), 0.0))
+
+    def wait(self, pool: str, node: str) -> None:
+        self.clock[pool] = max(self.clock[pool], self.back.get(node, 0.0))
+
+    def again(self, pool: str, node: str, rounds: int) -> bool:
+        """Nobody knows how many rounds of prompts filters ask for: one is counted, and a note says so."""
+        return False

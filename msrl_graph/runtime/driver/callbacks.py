@@ -1,0 +1,88 @@
+"""A function of the caller's that hears of each iteration of a run.
+
+Invariant: it is called once for each iteration, in order, in the thread that called `run`, however often the run is
+restarted. The run does not wait for it. When it raises, it is not called again, and the run ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..metrics.recorder import read, whole_lines
+
+OnIteration = Callable[[dict[str, Any]], object]
+
+
+class CallbackFailed(Exception):
+    """The function raised `error`, and the run was ended because of it."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Follower:
+    """Reads the metrics of a run as they are written."""
+
+    def __init__(self, metrics: Path, call: OnIteration, begin: int) -> None:
+        """`begin`: the first iteration that the run computes."""
+        self.metrics = metrics
+        self.call = call
+        self.next = begin
+        self.error: BaseException | None = None
+        self.calling = False
+        self.start = 0  # bytes of the lines that an attempt goes on after
+        self.offset = 0  # bytes that were read
+        self.stale = 0  # size of a file with lines that the attempt is going to remove
+
+    def attempt(self, lines: int) -> None:
+        """Get ready for an attempt that goes on after the first `lines` lines."""
+        kept, _ = whole_lines(self.metrics)
+        self.start = self.offset = sum(map(len, kept[:lines]))
+        size = self._size()
+        self.stale = size if size > self.start else 0
+
+    def look(self) -> None:
+        """Call the function for all iterations that have ended since the last look."""
+        size = self._size()
+        if self.error is not None or (self.stale and size >= self.stale):
+            return
+        self.stale = 0
+        if size < self.offset:
+            self.offset = self.start
+        if size <= self.offset:
+            return
+        with self.metrics.open("rb") as file:
+            file.seek(self.offset)
+            new = file.read()
+        for text in new[: new.rfind(b"\n") + 1].splitlines(keepends=True):
+            self.offset += len(text)
+            line = read(text)
+            if line.get("iteration", -1) >= self.next:
+                self.next = line["iteration"] + 1
+                self._tell(line)
+            if self.error is not None:
+                return
+
+    def has(self, iteration: int) -> bool:
+        """Whether the metrics of this iteration are written."""
+        lines, _ = whole_lines(self.metrics)
+        return any(read(line).get("iteration") == iteration for line in lines)
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        try:
+            self.calling = True
+            self.call(line)
+        except BaseException as error:  # whatever the user's function raises ends the run
+            error.add_note(f"raised by `on_iteration` after iteration {line['iteration']}")
+            self.error = error
+        finally:
+            self.calling = False
+
+    def _size(self) -> int:
+        return self.metrics.stat().st_size if self.metrics.is_file() else 0
+
+
+__all__ = ["CallbackFailed", "Follower", "OnIteration"]

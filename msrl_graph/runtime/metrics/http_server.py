@@ -1,0 +1,164 @@
+"""Where a run can be watched from: its page, and what Prometheus reads.
+
+Invariant: nothing of the page is told to who does not know its token, and who does not know it keeps no connection for
+long (process/connection_gate.py). Who watches asks for looks at the docks; that nobody does costs nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from ...emit.run_page import watch_html
+from ...ir.plan import Plan
+from ..process.connection_gate import PAUSE, Gate
+from .ports import Ports
+from .run_status import EVERY, Facts
+
+PATIENCE = 1.0  # seconds that who watches waits for a look at the docks
+FAREWELL = 1.0  # seconds that an open page has to hear how the run ended
+
+
+class Watching:
+    """Serves what is asked at the ports of a run, in threads that nobody waits for."""
+
+    def __init__(self, plan: Plan, facts: Facts, ports: Ports) -> None:
+        self.facts, self.token = facts, ports.token
+        self.streams = 0  # pages that are open
+        self.gates: list[Gate] = []  # of the page, and of the metrics
+        self.html = watch_html(plan).encode() if ports.page >= 0 else b""
+        if ports.page >= 0:
+            self._serve(ports.page, type("Page", (_Page,), {"watching": self}))
+        if ports.metrics >= 0:
+            from .prometheus import handler
+
+            self._serve(ports.metrics, type("Metrics", (_Handler, handler(facts)), {}))
+
+    def _serve(self, descriptor: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        listening = socket.socket(fileno=descriptor)
+        listening.set_inheritable(False)  # Ray's processes would keep it open
+        server = _Server(listening, handler)
+        self.gates.append(server.gate)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def end(self, kind: str, reason: str) -> None:
+        """Tells open pages how the attempt ended."""
+        self.facts.end(kind, reason)
+        until = threading.Event()
+        for _ in range(int(FAREWELL / 0.02)):
+            if not self.streams:
+                return
+            until.wait(0.02)
+
+
+class _Server(ThreadingHTTPServer):
+    """A server at a socket that listens already. A connection has some seconds until it has asked something, and some
+    more for the answer, unless it knows the token; the two do not push each other out."""
+
+    daemon_threads = True
+
+    def __init__(self, listening: socket.socket, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("", 0), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.gate = Gate()
+        self.asked = Gate()
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            self.gate.make_room()
+            time.sleep(PAUSE)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self.gate.enter(request)
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        self.gate.expire()
+        self.asked.expire()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # else who asked is gone
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def parse_request(self) -> bool:
+        heard = super().parse_request()
+        if heard:
+            self.server.gate.prove(self.connection.fileno())
+            self.server.asked.enter(self.connection)
+        return heard
+
+
+class _Page(_Handler):
+    """`/` is the page, `/facts` a stream of events of what is known, `/curve?key=K` a metric so far."""
+
+    watching: Watching
+
+    def do_GET(self) -> None:
+        where = urlsplit(self.path)
+        asked = parse_qs(where.query)
+        if not hmac.compare_digest(asked.get("token", [""])[0].encode(), self.watching.token.encode()):
+            self._send(403, "text/plain", b"the address of this page has a token, which msrl-run printed\n")
+            return
+        self.server.asked.prove(self.connection.fileno())
+        if where.path == "/":
+            self._send(200, "text/html; charset=utf-8", self.watching.html)
+        elif where.path == "/curve":
+            found = {key: self.watching.facts.curve(key) for key in asked.get("key", [])}
+            self._send(200, "application/json", msgspec.json.encode(found))
+        elif where.path == "/facts":
+            self._stream()
+        else:
+            self._send(404, "text/plain", b"there is no such page\n")
+
+    def _send(self, status: int, kind: str, body: bytes) -> None:
+        with suppress(OSError):  # who asked is gone
+            self._head(status, kind)
+            self.wfile.write(body)
+
+    def _head(self, status: int, kind: str) -> None:
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", kind),
+            ("Cache-Control", "no-store"),
+            ("Referrer-Policy", "no-referrer"),
+            ("X-Content-Type-Options", "nosniff"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+
+    def _stream(self) -> None:
+        facts, watching = self.watching.facts, self.watching
+        watching.streams += 1
+        try:
+            self._head(200, "text/event-stream")
+            self.wfile.write(b"retry: 1000\n\n")
+            while True:
+                now = facts.fresh(PATIENCE)
+                self.wfile.write(b"data: " + msgspec.json.encode(now) + b"\n\n")
+                if now.ended:
+                    break
+                facts.over.wait(EVERY)
+        except OSError:
+            pass  # who watched is gone
+        finally:
+            watching.streams -= 1
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass  # its lines would have the token in them

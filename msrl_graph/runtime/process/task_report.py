@@ -1,0 +1,122 @@
+"""What a process tells of one task: seconds by phase, events for the trace, and sums for the metrics.
+
+Invariant: plain data, no tensors; metrics are (sum, weight) pairs, so that ranks add up, or maxima.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .task import Cut
+
+# perf_counter is the same clock in all processes of a host; its distance from wall time is taken once.
+_EPOCH = time.time() - time.perf_counter()
+
+
+class RunError(Exception):
+    """Something went wrong in a process of the run; the message is for the user."""
+
+
+class RankFailed(RunError):
+    """An engine raised. `joint`: in a collective, and so it may be because another process has died."""
+
+    def __init__(self, message: str, joint: bool = False) -> None:
+        super().__init__(message, joint)
+        self.message, self.joint = message, joint
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Unjoined(RunError):
+    """A rank has not found the others as they started: what lies between them failed, or one is lost."""
+
+
+class Lost(RunError):
+    """A process that a rank needs was killed, by nobody of the run: it may be tried again."""
+
+
+class Undelivered(RunError):
+    """A rank does not hold, or does not compute with, the weights that it was to get."""
+
+
+@dataclass
+class NextValues:
+    """The next values of a state that functions have computed: of which units (rows, groups or, where there is one
+    value, the batch)."""
+
+    units: list[int] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+class Event(NamedTuple):
+    """A stretch of time, for the trace: from `start` (wall clock). `facts` are what there is to say of it; `beside`
+    names the part of the process that did it while others went on."""
+
+    name: str
+    start: float
+    seconds: float
+    facts: Mapping[str, str | int] = {}
+    beside: str = ""
+
+    @classmethod
+    def since(cls, start: float, name: str, beside: str = "", **facts: str | int) -> Event:
+        """From `start` (perf_counter) to now."""
+        return cls(name, start + _EPOCH, time.perf_counter() - start, facts, beside)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A data file as a process has loaded it: how many rows can be used, and which others were left out, in words."""
+
+    rows: int
+    left_out: str = ""
+
+
+@dataclass
+class Report:
+    process: str
+    seconds: dict[str, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict)
+    peaks: dict[str, float] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)  # what a person should hear of
+    failed: dict[str, dict[str, str]] = field(default_factory=dict)  # by generation and reason, the first such row
+    groups: dict[str, list[Any]] = field(default_factory=dict)  # by metric, figures of each prompt's rows
+    bytes: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)  # by what was done with rows, as `node get away`: bytes
+    loads: dict[str, list[int]] = field(default_factory=dict)  # by node, the tokens of each share that it was given
+    states: dict[str, NextValues] = field(default_factory=dict)  # by the state's name
+    cut: list[Cut] | None = None  # prompts that the next iteration goes on with; None: it does not know
+    rounds: int = 0  # of prompts that it knows that its task took; 0: it does not know
+    drawn: Any = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # of the data's rows those that became prompts, in order
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.add(name, start)
+
+    def add(self, name: str, start: float) -> None:
+        """A stretch from `start` (perf_counter) to now."""
+        self.events.append(event := Event.since(start, name))
+        self.more(name, event.seconds)
+
+    def more(self, name: str, seconds: float) -> None:
+        """Seconds that lie within another stretch, or beside one."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def count(self, name: str, total: float, weight: float) -> None:
+        old = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = (old[0] + total, old[1] + weight)
+
+    def peak(self, name: str, value: float) -> None:
+        self.peaks[name] = max(self.peaks.get(name, value), value)

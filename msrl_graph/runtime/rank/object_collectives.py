@@ -1,0 +1,90 @@
+"""Objects that ranks give each other by collectives.
+
+Invariant: only what a rank of this run has pickled is unpickled. Collectives prove nobody (neither gloo nor NCCL asks
+who connects), so what travels bears a digest that takes the run's token to make, and that is compared first.
+"""
+
+from __future__ import annotations
+
+import hmac
+import pickle
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import distributed as dist
+
+from ..process.task_report import RunError
+
+T = TypeVar("T")
+_DIGEST = 32  # bytes, of SHA-256
+_token = b""
+
+
+def seal_with(token: bytes) -> None:
+    """Set the token of the run that this process is a rank of."""
+    global _token
+    _token = token
+
+
+def seal(value: Any) -> torch.Tensor:
+    """Return the bytes of a value behind their digest."""
+    data = pickle.dumps(value, protocol=5)
+    sealed = bytearray(hmac.digest(_token, data, "sha256") + data)
+    return torch.from_numpy(np.frombuffer(sealed, np.uint8))
+
+
+def unseal(sealed: torch.Tensor) -> Any:
+    """Return the value. Raises RunError where no rank of this run has made these bytes."""
+    data = sealed.numpy().data
+    if not hmac.compare_digest(data[:_DIGEST], hmac.digest(_token, data[_DIGEST:], "sha256")):
+        raise RunError("what a rank was sent by a collective is not of this run: somebody else speaks there")
+    return pickle.loads(data[_DIGEST:])
+
+
+def broadcast(value: T, group: dist.ProcessGroup, source: int) -> T:
+    """Return on each rank of a group the value that its rank `source` has."""
+    mine = dist.get_rank(group) == source
+    sealed = seal(value) if mine else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([len(sealed)])
+    dist.broadcast(size, group=group, group_src=source)
+    if not mine:
+        sealed = torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(sealed, group=group, group_src=source)
+    if mine:
+        return value
+    found: T = unseal(sealed)
+    return found
+
+
+def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return on each rank the values of all ranks of a group, in their order."""
+    sealed = seal(value)
+    told = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(told, torch.tensor([len(sealed)]), group=group)
+    sizes = [int(size) for size in told]
+    padded = torch.nn.functional.pad(sealed, (0, max(sizes) - len(sealed)))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return [unseal(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def gather(value: T) -> list[T] | None:
+    """Return on rank 0 the values of all ranks, in their order; None on the others.
+
+    Values go to rank 0 alone, one after another: they may be all the weights of a model.
+    """
+    if dist.get_rank() > 0:
+        sealed = seal(value)
+        dist.send(torch.tensor([len(sealed)]), 0)
+        dist.send(sealed, 0)
+        return None
+    return [value, *(_received(rank) for rank in range(1, dist.get_world_size()))]
+
+
+def _received(rank: int) -> Any:
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, rank)
+    sealed = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(sealed, rank)
+    return unseal(sealed)

@@ -1,0 +1,53 @@
+"""Weights of a trained worker as a Hugging Face folder.
+
+Invariant: a folder has its name when all of it is written. A run and `--export` write through this module, so the same
+weights give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...backends import hf_modules
+from ...model.architecture import Model
+from ...sharding.layout import full
+from . import tensor_files
+from .checkpoint import Source
+
+if TYPE_CHECKING:
+    import torch
+
+
+def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write whole tensors, by the names of `model.tensors`, in place of `folder`. OSError where that fails."""
+    named = {
+        name: weights[tensor.name][index] if index else weights[tensor.name]
+        for tensor in model.tensors
+        for name, index, _ in tensor.in_files(full(tensor.shape))
+    } | hf_modules.fixed(model)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        tensor_files.tensors(partial / "model.safetensors", named, {"format": "pt"})
+        tensor_files.companions(Path(model.path), partial)
+        if model.scores:
+            config = partial / "config.json"
+            config.write_text(json.dumps(hf_modules.scoring(json.loads(config.read_text())), indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was resumed
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def read_weights(source: Source, worker: str, model: Model) -> dict[str, torch.Tensor]:
+    """Read the whole tensors of a worker from a checkpoint, in the type in which they were saved. Raises Unsound."""
+    names = {tensor.name: f"{worker}/weights/{tensor.name}" for tensor in model.tensors}
+    return {
+        tensor.name: source.read(names[tensor.name], full(tensor.shape), source.dtype(names[tensor.name]))
+        for tensor in model.tensors
+    }
