@@ -30,7 +30,7 @@ import smoke
 
 from msrl_graph.checks import check
 from msrl_graph.compiler.pipeline import CHECKS, PASSES, context, translate
-from msrl_graph.compiler.sources import Source
+from msrl_graph.compiler.sources import ProgramSource
 from msrl_graph.dsl.lower import lower
 from msrl_graph.ir.graph import Graph
 from msrl_graph.ir.plan import Plan
@@ -118,12 +118,12 @@ def steps(text: str) -> dict[str, float]:
     """Seconds of each step; of all but parsing in one go, as a compile does it; and of networkx."""
     for cached in [c for c in gc.get_objects() if isinstance(c, functools._lru_cache_wrapper)]:
         cached.cache_clear()
-    source = Source("bench.rlg", text, Path())
+    source = ProgramSource("bench.rlg", text, Path())
     found: dict[str, float] = {}
     found["parse"], result = timed(lambda: translate(source, until="ast"))
     found["lower"], lowered = timed(lambda: lower(result.tree, context(source)))
     found["checks"], _ = timed(lambda: check(lowered.graph, lowered.library, lowered.warnings))
-    parsed = Source(source.name, text, Path(), result.tree)
+    parsed = ProgramSource(source.name, text, Path(), result.tree)
     found["all but parse"], result = timed(lambda: translate(parsed))
     plan, verify = Plan(lowered.graph, lowered.cluster, lowered.deploy), 0.0
     for step in PASSES:
@@ -162,7 +162,7 @@ def devices() -> float:
     text = text.replace("prompts      = 256", "prompts      = 1250")
     for cached in [c for c in gc.get_objects() if isinstance(c, functools._lru_cache_wrapper)]:
         cached.cache_clear()
-    seconds, result = timed(lambda: translate(Source("bench.rlg", text, Path())))
+    seconds, result = timed(lambda: translate(ProgramSource("bench.rlg", text, Path())))
     assert result.plan.cluster.devices == 10_000
     return seconds
 

@@ -17,13 +17,13 @@ import smoke
 
 from msrl_graph.ir.rowsets import Rowset, Sieve
 from msrl_graph.runtime.dock.controller import Controller
-from msrl_graph.runtime.dock.messages import News, Place
-from msrl_graph.runtime.dock.readers import Read, Reader
+from msrl_graph.runtime.dock.messages import RowLocation, RowsReady
+from msrl_graph.runtime.dock.readers import ColumnRead, NodeReads
 from msrl_graph.runtime.process.task import Task
 
 FAN, HOSTS = 16, 8
 COLUMNS = ("response", "old_logp", "ref_logp", "advantage")
-READS = (Read("prompt", 0, "source"), *(Read(c, 1, "n") for c in COLUMNS))
+READS = (ColumnRead("prompt", 0, "source"), *(ColumnRead(c, 1, "n") for c in COLUMNS))
 SETS = (Rowset(0), Rowset(1, 0, FAN))
 FILTER = Sieve("mixed", 1, 1)
 CASES = {
@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-def reader(case: str) -> Reader:
+def reader(case: str) -> NodeReads:
     fields = {
         "node": "n",
         "reads": READS,
@@ -46,7 +46,7 @@ def reader(case: str) -> Reader:
         "seed": 1,
         "tokens": {"prompt": 1, "response": 1},
     }
-    return Reader(**(fields | {"at": tuple(range(HOSTS))} | CASES[case]))
+    return NodeReads(**(fields | {"at": tuple(range(HOSTS))} | CASES[case]))
 
 
 def rate(case: str, rows: int, at_once: int, last: int) -> float:
@@ -56,9 +56,9 @@ def rate(case: str, rows: int, at_once: int, last: int) -> float:
     controller.open(task)
     number = iter(range(1 << 40))
 
-    def news(column: str, some: np.ndarray) -> list[News]:
-        place = Place(draw.randrange(HOSTS), f"{next(number)}")
-        return [News(column, some, some % 1000 + 1, place, verdicts=column == FILTER.column)]
+    def news(column: str, some: np.ndarray) -> list[RowsReady]:
+        place = RowLocation(draw.randrange(HOSTS), f"{next(number)}")
+        return [RowsReady(column, some, some % 1000 + 1, place, verdicts=column == FILTER.column)]
 
     for column in ("prompt", *COLUMNS[:-1]):
         some = np.arange(rows // FAN if column == "prompt" else rows)

@@ -105,7 +105,7 @@ def main() -> None:
 
 def fate_of(iteration: int, row: int) -> str:
     """What a row's instance draws."""
-    return fate(noise.Stream(0, "function", "actor.generate", "train").generator(iteration, row))
+    return fate(noise.RandomStream(0, "function", "actor.generate", "train").generator(iteration, row))
 
 
 def compared(iteration: int, rows: int, line: dict[str, float], recorded: Path) -> tuple[Counter[str], list[str]]:

@@ -28,7 +28,7 @@ from msrl_graph import compile
 from msrl_graph.runtime.data.columns import ragged, texts
 from msrl_graph.runtime.dock.messages import Batch, Share
 from msrl_graph.runtime.dock.readers import readers
-from msrl_graph.runtime.functions.function_node import Function
+from msrl_graph.runtime.functions.function_node import FunctionNode
 from msrl_graph.runtime.functions.workers import Workers, WorkerSpec
 from msrl_graph.runtime.process.task import Task
 
@@ -92,7 +92,7 @@ def measured(folder: Path, name: str, workers: int, rows: int, rounds: int) -> f
     plan = compile(program)
     found, reader = plan.graph.node("host.reward"), next(r for r in readers(plan) if r.node == "host.reward")
     spec = WorkerSpec("", plan.to_json(), {found.name: reader}, f"{folder}/note")
-    function = Function(found, plan, reader, workers=Workers(workers, spec) if workers > 1 else None)
+    function = FunctionNode(found, plan, reader, workers=Workers(workers, spec) if workers > 1 else None)
     numbers = np.arange(rows)
     share = Share(numbers, np.ones(rows, np.int64), numbers, {}, (), rows, rows, {}, 0, True)
     answers = [str(number) for number in range(rows)]

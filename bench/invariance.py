@@ -95,7 +95,7 @@ def execute(how: How, out: Path, iterations: int, replay: str = "") -> None:
     plan = compile(EXAMPLE / "grpo.rlg", text=text, sets=SIZES)
     deploy = replace(plan.deploy, evaluations=())
     plan = replace(plan, deploy=deploy, schedule=tuple(s for s in plan.schedule if s.task == "train"))
-    options = supervisor.Options(record=True, replay=replay)
+    options = supervisor.WatchOptions(record=True, replay=replay)
     driver = (str(Path(__file__).with_name("shuffled.py")),) if how.shuffled else supervisor.PROGRAM
     log = out.with_suffix(".log")
     with log.open("w") as words:

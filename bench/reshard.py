@@ -34,7 +34,7 @@ from msrl_graph.backends.spec import Shard
 from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.process.memory import Peak
-from msrl_graph.runtime.weights.reshard import Resharder, Swap
+from msrl_graph.runtime.weights.reshard import HostSwap, Resharder
 from msrl_graph.runtime.weights.transfer_routes import blocks
 from msrl_graph.sharding.layout import elements, shard
 
@@ -106,7 +106,7 @@ def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
         for piece in wanted:
             release(piece.tensor)
 
-    swap = Swap(given)
+    swap = HostSwap(given)
     ours, naive = (
         Resharder(e, model, rank, (source, target), neighbours, swap)
         for e in (edge, replace(edge, mode="naive", buckets=(tuple(t.name for t in model.tensors),)))

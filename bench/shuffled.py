@@ -18,7 +18,7 @@ import numpy as np
 import ray
 
 from msrl_graph.runtime.dock import host
-from msrl_graph.runtime.dock.messages import News
+from msrl_graph.runtime.dock.messages import RowsReady
 from msrl_graph.runtime.driver import driver
 
 LONGEST = 0.1  # seconds
@@ -29,7 +29,7 @@ class Shuffled(host.DockHost.__ray_metadata__.modified_class):  # type: ignore[m
         super().__init__(members, index, *others)
         self.chance = random.Random(index)
 
-    async def _spread(self, key: str, news: Sequence[News]) -> None:
+    async def _spread(self, key: str, news: Sequence[RowsReady]) -> None:
         told = [(post.send, member.hears) for member, post in self.others]
         for tell, columns in [*told, (self._here, self.hears)]:
             for n in news:
@@ -43,11 +43,11 @@ class Shuffled(host.DockHost.__ray_metadata__.modified_class):  # type: ignore[m
                     delay = self.chance.uniform(0, LONGEST)
                     self.told.append(asyncio.ensure_future(self._later(tell, key, piece, delay)))
 
-    async def _later(self, tell: Any, key: str, news: News, delay: float) -> None:
+    async def _later(self, tell: Any, key: str, news: RowsReady, delay: float) -> None:
         await asyncio.sleep(delay)
         await tell("heard", key, [news])
 
-    async def _here(self, _: str, key: str, news: Sequence[News]) -> None:
+    async def _here(self, _: str, key: str, news: Sequence[RowsReady]) -> None:
         await self.heard(key, news)
 
 

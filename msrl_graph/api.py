@@ -25,7 +25,7 @@ from .ir.plan import Plan
 from .runtime.driver import supervisor
 from .runtime.driver.callbacks import CallbackFailed, OnIteration
 from .runtime.driver.outcome import Interrupted, RunFailed
-from .runtime.driver.supervisor import Options, Outcome
+from .runtime.driver.supervisor import Outcome, WatchOptions
 from .runtime.process.cluster_join import called
 from .runtime.process.processes import MARK
 
@@ -87,7 +87,7 @@ def run(
             known, iterations=stated.get("iterations", known.iterations), seed=stated.get("seed", known.seed)
         )
         plan = replace(plan, deploy=replace(plan.deploy, run=asked))
-        options = Options(
+        options = WatchOptions(
             measure_memory,
             verbose,
             record,

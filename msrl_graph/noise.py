@@ -35,7 +35,7 @@ Purpose = Literal["token", "function", "episode", "loss", "mini_batch", "order",
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Stream:
+class RandomStream:
     """The random numbers of one user of them."""
 
     def __init__(self, seed: int, purpose: Purpose, *names: str) -> None:

@@ -16,10 +16,10 @@ from torch import distributed as dist
 
 from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
-from msrl_graph.runtime.data.columns import Column, ragged, texts
+from msrl_graph.runtime.data.columns import ColumnData, ragged, texts
 from msrl_graph.runtime.data.row_files import check
 from msrl_graph.runtime.data.tokens import Tokens
-from msrl_graph.runtime.process.task_report import Lost, RunError
+from msrl_graph.runtime.process.task_report import ProcessLost, RunError
 
 CALCULATOR = Path(__file__).parents[1] / "examples" / "calculator"
 ASKS = """
@@ -137,7 +137,7 @@ def test_the_trainer_scores_what_the_generator_drew_from_what_it_drew_it(alone, 
     infer = stage.act("actor.infer", written)
     assert np.allclose(infer["old_logp"].values[mask], logp[mask], atol=1e-4)
     assert stage.told.sums["logp_drift"][1] == mask.sum()
-    ones = Column(np.ones(len(mask), np.float32), written["mask"].offsets)
+    ones = ColumnData(np.ones(len(mask), np.float32), written["mask"].offsets)
     before = stage.whole()
     stage.act("actor.update", {**written, **infer, "advantage": ones})
     assert stage.told.sums["updates"] == (1, 0)
@@ -256,7 +256,7 @@ def test_all_conversations_of_a_row_are_trained_on_each_by_itself(alone, tmp_pat
         assert np.allclose(infer["old_logp"].values[mask], logp[mask], atol=1e-4)
         assert stage.told.sums["logp_drift"][1] == mask.sum() == sums["policy_tokens"][0]
         before = stage.whole()
-        ones = Column(np.ones(len(mask), np.float32), written["mask"].offsets)
+        ones = ColumnData(np.ones(len(mask), np.float32), written["mask"].offsets)
         stage.act("actor.update", {**written, **infer, "advantage": ones})
         assert not all(map(torch.equal, before[0], stage.whole()[0]))
         asked = 4 + np.array([int(ANSWERS[i // 2]) % 2 for i in range(8)])
@@ -316,7 +316,7 @@ def test_what_goes_wrong_is_told_with_its_row(body, rows, message, alone, tmp_pa
     heads = [f"row {row} of iteration 3: {said}" for row in rows] or [said]
     assert any(head in str(told.value) for head in heads)
     assert str(told.value).startswith("`actor.generate` (line ")
-    assert isinstance(told.value, Lost) == ("SIGKILL" in message)  # by which the run is started anew
+    assert isinstance(told.value, ProcessLost) == ("SIGKILL" in message)  # by which the run is started anew
     assert time.monotonic() - begin < 200
 
 

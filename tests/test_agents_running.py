@@ -9,7 +9,7 @@ from templates import PLAIN
 
 from msrl_graph.runtime.agents import agent_runner
 from msrl_graph.runtime.agents.agent_runner import Agents, address
-from msrl_graph.runtime.agents.rank_protocol import Begin, Drawn, Next, Over
+from msrl_graph.runtime.agents.rank_protocol import AgentsFinished, BatchStart, SampleReplies, SampleReply
 from msrl_graph.runtime.data.columns import texts
 from msrl_graph.runtime.dock.messages import Batch
 
@@ -56,17 +56,17 @@ def batch(questions):
     rows = np.arange(len(questions))
     columns = {"out_question": texts(questions)}
     contexts = [np.zeros(0, np.int32)] * len(questions)
-    return Begin("train", 3, Batch(None, rows, columns), rows, contexts, 40)
+    return BatchStart("train", 3, Batch(None, rows, columns), rows, contexts, 40)
 
 
 async def played(agents, questions):
     """The places of each batch that was handed out, and what comes of it all; each draw is one token."""
     await agents.begin(batch(questions))
-    found, batches = await agents.next(Next()), []
-    while not isinstance(found, Over):
+    found, batches = await agents.next(SampleReplies()), []
+    while not isinstance(found, AgentsFinished):
         batches.append([w.place for w in found])
-        drawn = [Drawn(w.number, np.array([7], np.int32), np.zeros(1, np.float32)) for w in found]
-        found = await agents.next(Next(drawn))
+        drawn = [SampleReply(w.number, np.array([7], np.int32), np.zeros(1, np.float32)) for w in found]
+        found = await agents.next(SampleReplies(drawn))
     await agents.endpoint.stop()
     return batches, found
 

@@ -31,7 +31,7 @@ from msrl_graph.ir.async_schedule import Sends, aged, fetched
 from msrl_graph.ir.instruction import Instruction
 from msrl_graph.ir.plan import Plan
 from msrl_graph.passes.throughput import critical, pace
-from msrl_graph.simulation.lanes import Span
+from msrl_graph.simulation.lanes import LaneSpan
 from msrl_graph.simulation.result import RESHARD
 
 NONE = Figure(0.0, "stated")
@@ -103,7 +103,7 @@ def plan(
     return replace(made.plan, cluster=replace(made.plan.cluster, device=device), traffic=traffic, reshards=edges)
 
 
-def done(spans: tuple[Span, ...], name: str, number: int) -> tuple[float, float]:
+def done(spans: tuple[LaneSpan, ...], name: str, number: int) -> tuple[float, float]:
     own = [s for s in spans if (s.name, s.iteration) == (name, number)]
     return min(s.begin for s in own), max(s.end for s in own)
 

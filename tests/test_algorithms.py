@@ -98,7 +98,7 @@ def update(ratio="token", **attributes):
 
 
 def inputs(logp, lengths, columns):
-    return loss.Inputs({"logp": logp, "lengths": lengths}, columns)
+    return loss.LossInputs({"logp": logp, "lengths": lengths}, columns)
 
 
 @given(
@@ -115,7 +115,7 @@ def test_micro_batches_change_neither_loss_nor_gradient(lengths, cut, reduce, ra
     torch.manual_seed(seed)
     n = sum(lengths)
     values = {c: torch.randn(n, dtype=torch.float64) * 0.1 for c in ("old_logp", "ref_logp", "advantage")}
-    whole = loss.Whole(n, len(lengths))
+    whole = loss.LossNormalizer(n, len(lengths))
     starts = np.concatenate([[0], np.cumsum(lengths)])
 
     def total(parts):

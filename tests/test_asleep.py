@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from msrl_graph.backends import devices
 from msrl_graph.backends.vllm.core import views
-from msrl_graph.backends.vllm.memory import Asleep
+from msrl_graph.backends.vllm.memory import SleepingMemory
 
 HIDDEN, INNER, EXPERTS = 4, 3, 2
 
@@ -32,7 +32,7 @@ class Model(torch.nn.Module):
 def made(nz=False):
     model = Model().requires_grad_(False)
     worker = Worker(runner(model), nz)
-    return model, worker, Asleep(worker)
+    return model, worker, SleepingMemory(worker)
 
 
 @given(st.lists(st.sampled_from(["weights", "cache", "give"]), max_size=12))

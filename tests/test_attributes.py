@@ -18,9 +18,26 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.dsl.attributes import read_as
 from msrl_graph.dsl.expressions import Names
 from msrl_graph.dsl.parse import parse_set
-from msrl_graph.ir.attributes import Call, Generate, ReshardingEdge, SampleEdge, Source, Update, Worker
+from msrl_graph.ir.attributes import (
+    CallAttributes,
+    GenerateAttributes,
+    ReshardingEdgeAttributes,
+    SampleEdgeAttributes,
+    SourceAttributes,
+    UpdateAttributes,
+    WorkerAttributes,
+)
 from msrl_graph.ir.graph import Expr, Node
-from msrl_graph.ir.kinds import Counts, Flag, Form, Name, Number, Quantity, String, Words
+from msrl_graph.ir.kinds import (
+    CountsKind,
+    FlagKind,
+    FormKind,
+    NameKind,
+    NumericKind,
+    QuantityKind,
+    StringKind,
+    WordsKind,
+)
 from msrl_graph.ir.options import STATEMENTS, DockOptions, EngineOptions, LayoutOptions, ReshardOptions, Run
 from msrl_graph.reference import facts
 from msrl_graph.sharding.layout import Layout
@@ -58,7 +75,7 @@ def test_the_default_is_what_the_reference_shows(of, name, attribute):
         else:
             default = attribute.default
         text = shown.strip("`")
-        if isinstance(attribute.kind, Form):
+        if isinstance(attribute.kind, FormKind):
             assert str(default) == text
         else:
             assert attribute.kind.value(read_as(attribute.kind, name, parse_set("x", text)[1], Names({}))) == default
@@ -74,7 +91,19 @@ def names(path):
     return {n.id for n in nodes if isinstance(n, ast.Name)}, {n.attr for n in nodes if isinstance(n, ast.Attribute)}
 
 
-@pytest.mark.parametrize("said", [Worker, Source, Generate, Update, Call, SampleEdge, ReshardingEdge, LayoutOptions])
+@pytest.mark.parametrize(
+    "said",
+    [
+        WorkerAttributes,
+        SourceAttributes,
+        GenerateAttributes,
+        UpdateAttributes,
+        CallAttributes,
+        SampleEdgeAttributes,
+        ReshardingEdgeAttributes,
+        LayoutOptions,
+    ],
+)
 def test_each_attribute_is_read_by_somebody(said):
     """By a file that names the declaration, or by a rule of its own."""
     others = [names(path) for path in trees() if path not in ("ir/attributes.py", "ir/options.py")]
@@ -89,7 +118,7 @@ def test_each_attribute_is_read_by_somebody(said):
         for n in ast.walk(own)
         if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "self"
     }
-    handed = {f.name for f in dataclasses.fields(Node)} if said is Call else set()
+    handed = {f.name for f in dataclasses.fields(Node)} if said is CallAttributes else set()
     if said is LayoutOptions:  # handed on whole
         handed = {f.name for f in dataclasses.fields(Layout)}
     assert {*said.declared()} - found - handed == set()
@@ -163,26 +192,26 @@ def test_what_is_not_declared_is_refused(of):
 def written(kind):
     """Texts of a program and the values that they mean."""
     match kind:
-        case Number(low, high, whole=True):
+        case NumericKind(low, high, whole=True):
             return st.integers(int(low), int(min(high, 10**6))).map(lambda n: (str(n), n))
-        case Number(low, high):
+        case NumericKind(low, high):
             low, high = max(low, 0), min(high, 100)
             return (
                 st.floats(low, high, exclude_min=kind.above)
                 .filter(lambda x: x == 0 or x > 1e-6)
                 .map(lambda x: (f"{x:.9f}", float(f"{x:.9f}")))
             )
-        case Flag():
+        case FlagKind():
             return st.sampled_from([("true", True), ("false", False)])
-        case Words(words):
+        case WordsKind(words):
             return st.sampled_from(words).map(lambda w: (w, w))
-        case String(several=True):
+        case StringKind(several=True):
             return st.lists(st.sampled_from(["a", "</x>", "b c"]), min_size=1, max_size=3).map(
                 lambda texts: ("[" + ", ".join(f'"{t}"' for t in texts) + "]", tuple(texts))
             )
-        case Quantity("s"):
+        case QuantityKind("s"):
             return st.integers(1, 90).map(lambda n: (f"{n} min", 60.0 * n))
-        case Quantity("B"):
+        case QuantityKind("B"):
             return st.integers(1, 90).map(lambda n: (f"{n} GB", n * 10**9))
     return None
 
@@ -193,7 +222,12 @@ def stated(said, *, leave=()):
     return st.fixed_dictionaries({}, optional={name: s for name, s in known.items() if s is not None})
 
 
-SAID = {"generate": Generate, "update": Update, "sample_edge": SampleEdge, "resharding_edge": ReshardingEdge}
+SAID = {
+    "generate": GenerateAttributes,
+    "update": UpdateAttributes,
+    "sample_edge": SampleEdgeAttributes,
+    "resharding_edge": ReshardingEdgeAttributes,
+}
 SAID |= {"dock": DockOptions, "reshard": ReshardOptions, "run": Run}
 NEED = ("turns", "conversations", "timeout", "on_failure", "memory", "cuts", "overdue")  # another attribute
 LEAVE = {"generate": NEED, "dock": ("mode",)}
@@ -207,10 +241,10 @@ def test_what_is_stated_is_what_is_said(given):
     graph, deploy = found.graph, found.deploy
     edges = {(e.kind, e.src, e.dst): e for e in graph.edges}
     said = {
-        "generate": Generate.of(graph.node("actor.generate")),
-        "update": Update.of(graph.node("actor.update")),
-        "sample_edge": SampleEdge.of(edges["sample", "actor.generate", "actor.infer"]),
-        "resharding_edge": ReshardingEdge.of(edges["reshard", "actor.update", "actor.generate"]),
+        "generate": GenerateAttributes.of(graph.node("actor.generate")),
+        "update": UpdateAttributes.of(graph.node("actor.update")),
+        "sample_edge": SampleEdgeAttributes.of(edges["sample", "actor.generate", "actor.infer"]),
+        "resharding_edge": ReshardingEdgeAttributes.of(edges["reshard", "actor.update", "actor.generate"]),
         "dock": deploy.dock,
         "reshard": deploy.reshard,
         "run": deploy.run,
@@ -233,16 +267,16 @@ def test_what_is_stated_is_what_is_said(given):
 
 def test_a_scope_is_the_nodes_own_field():
     graph = lowered(program()).graph
-    assert {n.per for n in graph.nodes} > {"row"} and all(Call.of(n).per == n.per for n in graph.nodes)
+    assert {n.per for n in graph.nodes} > {"row"} and all(CallAttributes.of(n).per == n.per for n in graph.nodes)
 
 
 def test_a_view_is_made_once_and_stays_out_of_a_plan():
     node = Node("actor.update", "actor", "update", attributes={"mini_batch": Expr("number", 8)})
     before = msgspec.json.encode(node)
-    assert Update.of(node) is Update.of(node) and Generate.of(node).samples == 1
+    assert UpdateAttributes.of(node) is UpdateAttributes.of(node) and GenerateAttributes.of(node).samples == 1
     assert msgspec.json.encode(node) == before
     changed = dataclasses.replace(node, attributes={"mini_batch": Expr("number", 9)})
-    assert (Update.of(node).mini_batch, Update.of(changed).mini_batch) == (8, 9) and changed != node
+    assert (UpdateAttributes.of(node).mini_batch, UpdateAttributes.of(changed).mini_batch) == (8, 9) and changed != node
 
 
 def test_what_a_plan_edited_by_hand_says_beside_the_kind_is_left_out():
@@ -252,7 +286,7 @@ def test_what_a_plan_edited_by_hand_says_beside_the_kind_is_left_out():
         "clip_grad": Expr("number", 1),
         "nobody": Expr("number", 1),
     }
-    said = Update.of(Node("actor.update", "actor", "update", attributes=odd))
+    said = UpdateAttributes.of(Node("actor.update", "actor", "update", attributes=odd))
     assert said.mini_batch is None and (said.epochs, type(said.epochs)) == (2, int) and type(said.clip_grad) is float
 
 
@@ -265,18 +299,18 @@ def test_what_a_plan_edited_by_hand_says_beside_the_kind_is_left_out():
     st.integers(0, 40),
 )
 def test_the_steps_of_a_run_are_those_of_its_iterations(rows, mini_batch, epochs, after, every, iterations):
-    said = Update(mini_batch=mini_batch, epochs=epochs, after=after, every=every)
+    said = UpdateAttributes(mini_batch=mini_batch, epochs=epochs, after=after, every=every)
     each = epochs * len(range(0, rows, mini_batch or max(rows, 1)))
     assert said.steps(rows) == each and said.step_rows(rows) == (mini_batch or rows)
     assert said.steps_in_run(rows, iterations) == each * sum(map(said.due, range(iterations)))
 
 
 def test_a_response_is_as_long_as_its_column_and_its_bound_allow():
-    assert [Generate(max_tokens=n).longest(8) for n in (None, 3, 8, 20)] == [8, 3, 8, 8]
+    assert [GenerateAttributes(max_tokens=n).longest(8) for n in (None, 3, 8, 20)] == [8, 3, 8, 8]
 
 
 def test_names_and_counts_are_read():
-    assert Name(several=True).value(Expr("list", args=(Expr("word", "a"), Expr("word", "b")))) == ("a", "b")
-    assert Name(several=True).value(Expr("word", "a")) == ("a",) and Counts().value(
+    assert NameKind(several=True).value(Expr("list", args=(Expr("word", "a"), Expr("word", "b")))) == ("a", "b")
+    assert NameKind(several=True).value(Expr("word", "a")) == ("a",) and CountsKind().value(
         Expr("list", args=(Expr("number", 3),))
     ) == (3,)

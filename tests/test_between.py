@@ -15,7 +15,7 @@ from stage import Stage
 
 from msrl_graph import Fault, algorithms, compile
 from msrl_graph.ir.plan import Plan
-from msrl_graph.runtime.data.columns import Column, texts
+from msrl_graph.runtime.data.columns import ColumnData, texts
 from msrl_graph.runtime.data.tokens import Tokens
 
 ALGORITHM = """
@@ -134,7 +134,7 @@ def test_a_reader_predicts_after_the_text_in_its_own_tokens(tmp_path: Path, alon
             logits = net(torch.tensor([[*before, *reply]])).logits[0, len(before) - 1 : -1].log_softmax(-1)
         assert np.allclose(logits[range(len(reply)), reply], old[i], atol=1e-4)
     # Nothing of the text is in the loss: it has a term for each token of the reply.
-    others = Column(np.ones(len(old.values), np.float32), old.offsets)
+    others = ColumnData(np.ones(len(old.values), np.float32), old.offsets)
     stage.act("critic.update", rows | {"old": old, "others": others})
     assert stage.told.sums["loss/clip"][1] == len(drawn["reply"].values)
 

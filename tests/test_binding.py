@@ -10,7 +10,7 @@ from language import TESTS, diagnose, lowered
 from msrl_graph import algorithms
 from msrl_graph.checks.terms import term_worker
 from msrl_graph.compiler.pipeline import translate
-from msrl_graph.compiler.sources import Source
+from msrl_graph.compiler.sources import ProgramSource
 from msrl_graph.compiler.unsupported import unready, untried
 from msrl_graph.ir.graph import Expr, Worker
 from msrl_graph.ir.signatures import Option, signatures
@@ -171,7 +171,7 @@ def test_a_plan_notes_what_a_run_would_refuse_or_warn_of(body: str, device: str,
     deploy = deploy.replace(
         "SETS", "\n".join(f"set {p}" for p in ("prompts = 8", "group = 2", "prompt_len = 6", "response_len = 5"))
     )
-    source = Source("program.rlg", head + deploy, TESTS.parent / "examples" / "arithmetic")
+    source = ProgramSource("program.rlg", head + deploy, TESTS.parent / "examples" / "arithmetic")
     plan = translate(source).plan
     assert plan is not None
     assert [n.text for n in plan.notes if n.about == "run"] == note

@@ -14,7 +14,7 @@ from msrl_graph.backends.spec import BYTES
 from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import EngineChoice
 from msrl_graph.model.models import load
-from msrl_graph.runtime.weights.transfer_routes import PADDING, Block, Route
+from msrl_graph.runtime.weights.transfer_routes import PADDING, Block, TransferRoute
 from msrl_graph.sharding.layout import Layout
 from msrl_graph.sharding.redistribute import gatherers
 
@@ -62,7 +62,9 @@ def test_a_plan_counts_the_buffer_that_ranks_take(case: tuple[Layout, Layout, in
         routes = []
         for way in edge.ways:
             (ranks,) = (r for r in gatherers(sides[0], way.across, way.block) if rank in r)
-            routes.append(Route(way, [t for t in model.tensors if edge.way(t) is way], Block(ranks), rank, sides))
+            routes.append(
+                TransferRoute(way, [t for t in model.tensors if edge.way(t) is way], Block(ranks), rank, sides)
+            )
         for names in edge.buckets:
             at = 0
             for route in routes:

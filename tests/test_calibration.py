@@ -19,8 +19,8 @@ from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read
 from msrl_graph.diagnostics import Diagnostic
 from msrl_graph.hardware import calibration
-from msrl_graph.hardware.calibration import CURVES, VERSION, Busy, Calibration
-from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure, rate_at
+from msrl_graph.hardware.calibration import CURVES, VERSION, BusyRates, Calibration
+from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure, rate_at
 
 CURVE = ((1e3, 1e9), (1e6, 5e10), (1e9, 1e11))
 KINDS = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "broadcast"), (1e-4, 2e9))
@@ -36,7 +36,7 @@ FOUND = Calibration(
     share=2e-3,
     function=1e-5,
     busy={
-        n: Busy(max(1, 2 // n), 6e-6 * n, 5e-6 * n, 4e9 / n, dict.fromkeys(CURVES, CURVE), KINDS if n > 1 else {})
+        n: BusyRates(max(1, 2 // n), 6e-6 * n, 5e-6 * n, 4e9 / n, dict.fromkeys(CURVES, CURVE), KINDS if n > 1 else {})
         for n in (1, 2, 4)
     },
 )
@@ -138,7 +138,7 @@ def test_what_a_program_states_comes_before_what_was_measured(file: Path) -> Non
         compile("p.rlg", text=text).cluster, device=replace(device, memory_bandwidth=Figure(1.0, "assumed"))
     )
     assert calibration.applied(cluster)[0].device == device
-    other = Cluster("far", DEVICES["h100"], 1, 8, Figure(1e9, "assumed"))
+    other = ClusterSpec("far", DEVICES["h100"], 1, 8, Figure(1e9, "assumed"))
     assert calibration.applied(other) == (other, [])
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from msrl_graph import Fault, compile
 from msrl_graph.runtime.driver.adaptive_draw import prompts_for
-from msrl_graph.runtime.driver.run_state import Carried, _cut
+from msrl_graph.runtime.driver.run_state import RunState, _cut
 from msrl_graph.runtime.driver.run_state import _arrays as carried_arrays
-from msrl_graph.runtime.process.task import Cut, Task
+from msrl_graph.runtime.process.task import CutPrompt, Task
 from msrl_graph.runtime.process.task_report import NextValues, Report, RunError
 from msrl_graph.runtime.weights import checkpoint
 
@@ -69,7 +69,7 @@ def report(states=None, drawn=(), prompts_drawn=0, prompts_kept=0):
 def test_prompts_go_on_where_the_last_iteration_ended(states):
     """With a refill by as many as were drawn; the next iteration is known beforehand where there is neither that nor a
     state."""
-    plain, refilling = Carried(planned(states), 10), Carried(planned(states, refill=True), 10)
+    plain, refilling = RunState(planned(states), 10), RunState(planned(states, refill=True), 10)
     assert plain.known is not states and not refilling.known
     positions: list[tuple[int, int]] = []
     for i, rounds in enumerate((1, 3, 2)):
@@ -83,7 +83,7 @@ def test_the_last_prompt_of_a_row_counts_whoever_tells_of_it_first():
     host = report({"level": ([0], [7.0])}, drawn=[4, 8, 4])  # the first and the third prompt are of one row
     parts = [report({"rate": ([0], [0.1])}), report({"rate": ([2, 1], [0.3, 0.2])}), host]
     for order in itertools.permutations(parts):
-        carried = Carried(planned(states=True), 10)
+        carried = RunState(planned(states=True), 10)
         assert carried.task(0).states == {"level": 2.0} and carried.tables(0).states["rate"].tolist() == [0.5] * 10
         carried.after(carried.task(0), list(order))
         assert carried.task(1).states == {"level": 7.0}
@@ -91,7 +91,7 @@ def test_the_last_prompt_of_a_row_counts_whoever_tells_of_it_first():
 
 
 def test_what_is_begun_early_draws_by_older_states_and_waits_for_those_of_the_iteration_before():
-    carried, begun = Carried(planned(states=True), 10), report({"level": ([0], [7.0])}, drawn=[4, 8, 4])
+    carried, begun = RunState(planned(states=True), 10), report({"level": ([0], [7.0])}, drawn=[4, 8, 4])
     first, second = carried.task(0), carried.task(1)
     assert not carried.knows(1) and (second.draws, second.states) == ({"level": 2.0}, {})
     assert carried.tables(1).states == {} and carried.tables(1).draws["rate"].tolist() == [0.5] * 10
@@ -104,11 +104,11 @@ def test_what_is_begun_early_draws_by_older_states_and_waits_for_those_of_the_it
 
 
 def test_a_checkpoint_holds_no_state_of_functions_that_are_ahead(tmp_path):
-    carried = Carried(planned(states=True), 10)
+    carried = RunState(planned(states=True), 10)
     tasks = [carried.task(i) for i in range(2)]
     carried.after(tasks[0], [report({"level": ([0], [3.0])}, drawn=[0])])
     carried.learn(1, [report({"level": ([0], [4.0])}, drawn=[0])])
-    path, again = saved(carried, tmp_path, 1), Carried(planned(states=True), 10)
+    path, again = saved(carried, tmp_path, 1), RunState(planned(states=True), 10)
     again.restore(path, checkpoint.manifest_of(path))
     assert again.task(1).states == {"level": 3.0}
 
@@ -122,18 +122,18 @@ def saved(carried, folder, iteration):
 
 def test_a_checkpoint_holds_positions_and_states(tmp_path):
     plan = planned(states=True, refill=True)
-    carried = Carried(plan, 10)
+    carried = RunState(plan, 10)
     carried.after(
         carried.task(0), [report({"level": ([0], [7.25]), "rate": ([5], [0.1])}, drawn=range(6), prompts_drawn=6)]
     )
     path = saved(carried, tmp_path, 1)
-    again = Carried(plan, 10)
+    again = RunState(plan, 10)
     again.restore(path, checkpoint.manifest_of(path))
     assert again.task(1) == carried.task(1) and again.task(1).position == 6
     assert again.tables(1).states["rate"].tolist() == [0.5] * 5 + [0.1] + [0.5] * 4
     with pytest.raises(RunError, match="holds 10 values of the state `rate`, and the data has 11 rows"):
-        Carried(plan, 11).restore(path, checkpoint.manifest_of(path))
-    without = saved(Carried(planned(), 10), tmp_path, 2)
+        RunState(plan, 11).restore(path, checkpoint.manifest_of(path))
+    without = saved(RunState(planned(), 10), tmp_path, 2)
     shutil.copy(path / "states.safetensors", without)  # what its manifest does not name is not of it
     with pytest.raises(RunError, match="holds no value of the state `rate`: it is a checkpoint of another program"):
         again.restore(without, checkpoint.manifest_of(without))
@@ -141,7 +141,9 @@ def test_a_checkpoint_holds_positions_and_states(tmp_path):
 
 def test_responses_that_go_on_keep_the_row_that_they_began_as_also_from_an_older_checkpoint():
     response = (np.array([5, 6], np.int32), np.zeros(2, np.float32), np.array([3, 4], np.int32), False)
-    cut = tuple(Cut(position, (response,) * 2, 1, began, row) for position, began, row in ((17, 3, 5), (20, 4, 0)))
+    cut = tuple(
+        CutPrompt(position, (response,) * 2, 1, began, row) for position, began, row in ((17, 3, 5), (20, 4, 0))
+    )
     held = carried_arrays(cut)
     for one, other in zip(_cut(held, 5), cut, strict=True):
         assert one[0] == other[0] and one[2:] == other[2:] and one.responses[1][0].tolist() == [5, 6]
@@ -150,10 +152,10 @@ def test_responses_that_go_on_keep_the_row_that_they_began_as_also_from_an_older
 
 
 def test_a_changed_program_reads_on_where_the_old_one_ended(tmp_path):
-    refilling = Carried(planned(refill=True), 10)
+    refilling = RunState(planned(refill=True), 10)
     refilling.after(refilling.task(0), [report(prompts_drawn=9)])
     path = saved(refilling, tmp_path, 1)
-    plain = Carried(planned(), 10)
+    plain = RunState(planned(), 10)
     plain.restore(path, checkpoint.manifest_of(path))
     assert plain.known and [plain.task(i).position for i in (1, 2)] == [9, 12]
 
@@ -186,7 +188,7 @@ def test_an_adaptive_draw_where_nearly_all_is_known():
 
 def test_an_adaptive_draw_follows_the_share_that_passed_and_a_checkpoint_holds_it(tmp_path):
     plan = planned(refill=True, adaptive=True)
-    carried = Carried(plan, 100)
+    carried = RunState(plan, 100)
     sizes, expected = [], []
     passed = drawn = 0.0
     for i, (part, rounds) in enumerate([(1, 1), (0.84, 2), (0.8, 1), (1, 1), (1, 1), (0.9, 1)]):
@@ -204,14 +206,14 @@ def test_an_adaptive_draw_follows_the_share_that_passed_and_a_checkpoint_holds_i
         assert carried.position == position + task.prompts * rounds
     assert sizes == expected and sizes[:2] == [3, 3] and len({*sizes}) > 1
     path = saved(carried, tmp_path, 6)
-    again = Carried(plan, 100)
+    again = RunState(plan, 100)
     again.restore(path, checkpoint.sound(path))
     assert again.task(6).prompts == carried.task(6).prompts and again.task(6).position == carried.task(6).position
     # A checkpoint of a run that did not adapt: the counts begin anew.
-    plain = Carried(planned(refill=True), 100)
+    plain = RunState(planned(refill=True), 100)
     plain.after(plain.task(0), [report(prompts_drawn=3, prompts_kept=1)])
     path = saved(plain, tmp_path, 1)
-    again = Carried(plan, 100)
+    again = RunState(plan, 100)
     again.restore(path, checkpoint.sound(path))
     assert again.task(1).prompts == 3
 

@@ -17,7 +17,7 @@ from called import AWAY, HERE, KEY, Place
 
 from msrl_graph.runtime.dock import rpc
 from msrl_graph.runtime.dock.channel import Address, Impostor, connect, new_key
-from msrl_graph.runtime.dock.rpc import Lines, framed, greeting
+from msrl_graph.runtime.dock.rpc import RpcConnections, framed, greeting
 from msrl_graph.runtime.process.connection_gate import MOST
 from msrl_graph.runtime.process.task_report import RunError
 
@@ -94,7 +94,7 @@ def test_a_false_server_is_told_nothing_and_not_believed(tmp_path, monkeypatch, 
     false = False_(hello, Bomb(tmp_path / "harm"))
     false.start()
     with closing(false.listening):
-        line = Lines(lambda name: at(false.listening), HERE, KEY).to("there")
+        line = RpcConnections(lambda name: at(false.listening), HERE, KEY).to("there")
         with pytest.raises(RunError, match="is not the there of this run"):
             line.send("echo", b"a secret of the run").get()
     assert not (tmp_path / "harm").exists()
@@ -166,7 +166,7 @@ def test_what_a_relay_changes_is_neither_heard_nor_believed(place, act, way):
     relay = Relay(place.address[-2:])
     relay.start()
     with closing(relay):
-        line = Lines(relay.found, HERE, KEY).to("there")
+        line = RpcConnections(relay.found, HERE, KEY).to("there")
         place.lines.append(line)
         assert line.send("echo", "first").get() == "first"
         relay.act[way] = ACTS[act]
@@ -187,7 +187,7 @@ def test_what_was_said_once_is_not_heard_again(place):
     relay = Relay(place.address[-2:])
     relay.start()
     with closing(relay):
-        place.lines.append(line := Lines(relay.found, HERE, KEY).to("there"))
+        place.lines.append(line := RpcConnections(relay.found, HERE, KEY).to("there"))
         assert line.send("echo", "once").get() == "once"
         with socket.create_connection(place.address[-2:]) as again:
             again.sendall(b"".join(relay.passed["in"]))

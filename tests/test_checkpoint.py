@@ -18,15 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl_graph import compile
-from msrl_graph.backends.spec import Asked, Shard
+from msrl_graph.backends.spec import ForwardRequest, Shard
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.driver.resume import program, resumed
 from msrl_graph.runtime.weights import checkpoint, checkpoint_parts
 from msrl_graph.runtime.weights.checkpoint import (
+    CheckpointSource,
+    CorruptCheckpoint,
     Manifest,
-    Source,
-    Unsound,
     begin,
     commit,
     found,
@@ -90,7 +90,7 @@ def test_a_pickle_in_a_checkpoint_is_no_file_of_tensors(tmp_path, plan):
         whole = (path / name).read_bytes()
         (path / name).write_bytes(pickle.dumps(Path(tmp_path)))
         forge(path)
-        with pytest.raises(Unsound, match=f"its file {name} holds no tensors"):
+        with pytest.raises(CorruptCheckpoint, match=f"its file {name} holds no tensors"):
             sound(path)
         (path / name).write_bytes(whole)
 
@@ -100,7 +100,7 @@ def test_a_manifest_names_files_of_its_folder_only(tmp_path, plan, name):
     """Hosts are sent files by these names."""
     path = save(tmp_path, plan, 3)
     forge(path, name=name)
-    with pytest.raises(Unsound, match="is not the name of a file in its folder"):
+    with pytest.raises(CorruptCheckpoint, match="is not the name of a file in its folder"):
         sound(path)
 
 
@@ -222,7 +222,7 @@ def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_
     damage, message = DAMAGE[how]
     older, path = save(tmp_path, plan, 10), save(tmp_path, plan, 20)
     damage(path)
-    with pytest.raises(Unsound, match=message):
+    with pytest.raises(CorruptCheckpoint, match=message):
         sound(path)
     for target in (tmp_path, path):
         with pytest.raises(Fault) as fault:
@@ -248,7 +248,7 @@ def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_
 )
 def test_a_manifest_that_cannot_be_right_is_refused_whoever_wrote_it(tmp_path, plan, written, told):
     path = save(tmp_path, plan, 10, written=written).rename(tmp_path / "checkpoints" / "000010")
-    with pytest.raises(Unsound, match=f"^{told}$"):
+    with pytest.raises(CorruptCheckpoint, match=f"^{told}$"):
         sound(path)
 
 
@@ -330,7 +330,7 @@ def read_whole(run, plan):
 
     found = resumed(plan, str(run), NOWHERE)
     path, manifest, warnings = found.path, found.manifest, found.warnings
-    tensor = Source(path, manifest).read("actor/weights/w", ((0, 4), (0, 3)), torch.float32)
+    tensor = CheckpointSource(path, manifest).read("actor/weights/w", ((0, 4), (0, 3)), torch.float32)
     return (
         manifest,
         checkpoint.metrics_copy(path, manifest),
@@ -402,12 +402,12 @@ def test_a_box_is_read_from_however_many_files(tmp_path, plan):
     import torch
 
     path = save(tmp_path, plan, 1)
-    source = Source(path, checkpoint.manifest_of(path))
+    source = CheckpointSource(path, checkpoint.manifest_of(path))
     whole = torch.stack([torch.arange(3.0), torch.arange(3.0) + 3, torch.arange(3.0) + 1, torch.arange(3.0) + 4])
     assert torch.equal(source.read("actor/weights/w", ((0, 4), (0, 3)), torch.float32), whole)
     assert torch.equal(source.read("actor/weights/w", ((1, 3), (1, 3)), torch.float32), whole[1:3, 1:3])
     assert source.read("actor/weights/w", ((2, 2), (0, 3)), torch.float32).shape == (0, 3)
-    with pytest.raises(Unsound, match="it holds 6 of 9 elements of actor/weights/w"):
+    with pytest.raises(CorruptCheckpoint, match="it holds 6 of 9 elements of actor/weights/w"):
         source.read("actor/weights/w", ((2, 5), (0, 3)), torch.float32)
 
 
@@ -448,7 +448,7 @@ def step(engine, layout, rank):
     mine = BATCH if layout.dp == 1 else [BATCH[layout.coordinates(rank).dp]]
     first, rest = (ragged([np.array(row[part]) for row in mine], np.int32) for part in (slice(1), slice(1, None)))
     packed = pack([first], [rest], np.arange(len(mine)))
-    engine.train([packed], lambda made, _: -made.logp.sum() / 10, Asked())
+    engine.train([packed], lambda made, _: -made.logp.sum() / 10, ForwardRequest())
     return engine.step(1e-3, 1.0)
 
 
@@ -473,7 +473,7 @@ def _go_on(rank, folder, layout, dtype, target, same):
     import torch
 
     _, engine = engine_on(layout, rank, dtype)
-    source = Source(Path(target), checkpoint.manifest_of(Path(target)))
+    source = CheckpointSource(Path(target), checkpoint.manifest_of(Path(target)))
     with torch.no_grad():
         for s in engine.shards():
             s.tensor.copy_(source.read(f"actor/weights/{s.name}", s.box, s.tensor.dtype))
@@ -525,8 +525,10 @@ def test_optimizer_and_weights_go_on_on_any_layout(tmp_path, plan, old, new, dty
     files = []
     for r in range(2):
         given = json.loads((partial / f"{r}.json").read_text())
-        pieces = tuple(checkpoint.Piece(p["name"], tuple(tuple(x) for x in p["box"])) for p in given.pop("pieces"))
-        files.append(checkpoint.File(**given, pieces=pieces))
+        pieces = tuple(
+            checkpoint.CheckpointPiece(p["name"], tuple(tuple(x) for x in p["box"])) for p in given.pop("pieces")
+        )
+        files.append(checkpoint.CheckpointFile(**given, pieces=pieces))
     path = commit(partial, Manifest(checkpoint.FORMAT, 3, 0, {}, program(plan), tuple(files)), 2)
     assert sound(path).iteration == 3
     ranks.run(2, _go_on, LAYOUTS[new], dtype, str(path), old == new)
@@ -561,10 +563,12 @@ def test_a_host_says_what_is_wrong_with_its_part_and_takes_a_file_in_pieces(tmp_
 
 
 def test_a_checkpoint_whose_files_are_other_hosts_to_have_is_sound_without_them(tmp_path, plan):
-    hosts = tuple(checkpoint.Host(f"10.0.0.{r}", f"node{r}", (f"actor-rank-0000{r}.safetensors",)) for r in range(2))
+    hosts = tuple(
+        checkpoint.CheckpointHost(f"10.0.0.{r}", f"node{r}", (f"actor-rank-0000{r}.safetensors",)) for r in range(2)
+    )
     path = save(tmp_path, plan, 20, written={"format_version": checkpoint.PARTED, "hosts": hosts})
     (path / hosts[1].files[0]).unlink()
     assert sound(path).hosts == hosts
     flip(path)
-    with pytest.raises(Unsound, match=r"its file actor-rank-00000.safetensors was changed"):
+    with pytest.raises(CorruptCheckpoint, match=r"its file actor-rank-00000.safetensors was changed"):
         sound(path)

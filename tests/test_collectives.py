@@ -14,16 +14,16 @@ from msrl_graph.backends import ENGINES
 from msrl_graph.cost.collectives import Collectives
 from msrl_graph.cost.lengths import Rows
 from msrl_graph.cost.time import Costs
-from msrl_graph.hardware.cluster import DEVICES, SHARES, Cluster, Figure
+from msrl_graph.hardware.cluster import DEVICES, SHARES, ClusterSpec, Figure
 from msrl_graph.ir.plan import EngineChoice, Placement
 from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout
 
-POD = Cluster("pod", replace(DEVICES["h100"], latency=Figure(0.0, "assumed")), 2, 8, Figure(1e9, "stated"))
+POD = ClusterSpec("pod", replace(DEVICES["h100"], latency=Figure(0.0, "assumed")), 2, 8, Figure(1e9, "stated"))
 NEAR, FAR = (rate * SHARES["device_link"].value for rate in (450e9, 50e9))
 
 
-def of(layout: Layout, model: str = "llama3-8b", first: int = 0, cluster: Cluster = POD) -> Collectives:
+def of(layout: Layout, model: str = "llama3-8b", first: int = 0, cluster: ClusterSpec = POD) -> Collectives:
     placement = Placement("n", "devices", layout, first, EngineChoice("megatron"), "")
     return Collectives(cluster, placement, load(model, Path()), ENGINES["megatron"], "bf16")
 

@@ -16,8 +16,8 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import sgd
 from msrl_graph.backends import prefix_tree, ring_attention
-from msrl_graph.backends.context_parallel import Context
-from msrl_graph.backends.spec import Asked, Outputs
+from msrl_graph.backends.context_parallel import ContextGroup
+from msrl_graph.backends.spec import ForwardRequest, Outputs
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -52,7 +52,7 @@ def working(rank):
         whole = [x.clone().requires_grad_() for x in states]
         right = tree.attend(*whole, 0.3, window)[tree.before]
         (right * slope).sum().backward()
-        context = Context(size, rank, groups[size], ulysses)
+        context = ContextGroup(size, rank, groups[size], ulysses)
         part, known = context.share(tree, packed)
         assert torch.equal(known["token"], packed["token"][part.tokens]) if size > 1 else known is packed
         # Which nodes this rank has, of all: those of its depths, in order.
@@ -110,10 +110,10 @@ def trained(of, layout, rank=0, mesh=None, recompute="none"):
             engine.shards()[-1].tensor.fill_(0.1)
     begun = [s.tensor.clone() for s in engine.shards()]
     batches = micro_batches(of, layout, rank)
-    told = engine.score(batches, Asked(0.8, entropy=not of.scores, best=0 if of.scores else 3))
+    told = engine.score(batches, ForwardRequest(0.8, entropy=not of.scores, best=0 if of.scores else 3))
     norms = []
     for _ in range(3):
-        engine.train(batches, loss, Asked(0.8, entropy=not of.scores))
+        engine.train(batches, loss, ForwardRequest(0.8, entropy=not of.scores))
         norms.append(engine.step(0.1, 1.0))
     pieces = zip(engine.shards(), begun, strict=True)
     return [tuple(out) for out in told], norms, {s.name: (s.box, old, s.tensor.clone()) for s, old in pieces}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engines import EXAMPLE, model, sampling
 
-from msrl_graph.backends.generation.continuous import Batch
+from msrl_graph.backends.generation.continuous import SequenceBatch
 from msrl_graph.backends.spec import collected
 
 
@@ -35,7 +35,7 @@ def test_any_number_at_once_draws_the_same(generator, prompts, samples, micro_ba
     assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=1e-5)
 
 
-class Watched(Batch):
+class Watched(SequenceBatch):
     """Notes after each step how many rows are under way, and which have ended."""
 
     def __init__(self, *of):

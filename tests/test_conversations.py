@@ -11,9 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from templates import OF_TURNS, TEMPLATES, TOOL
 
-from msrl_graph.runtime.agents.api_types import Said, read, templated
-from msrl_graph.runtime.agents.conversations import Conversations, Full
-from msrl_graph.runtime.agents.template import Speech
+from msrl_graph.runtime.agents.api_types import ChatReply, read, templated
+from msrl_graph.runtime.agents.conversations import ContextOverflow, Conversations
+from msrl_graph.runtime.agents.template import ChatTemplate
 from msrl_graph.runtime.agents.tool_calls import FORMATS
 from msrl_graph.runtime.data.tokens import Tokens
 
@@ -24,14 +24,14 @@ USER = {"role": "user", "content": "what is one plus two"}
 @pytest.fixture(scope="session")
 def speeches(tmp_path_factory):
     folder = tmp_path_factory.mktemp("templates")
-    return {n: Speech(Tokens(str(chat.model(folder / n.replace(" ", "_"), t)))) for n, t in OF_TURNS.items()}
+    return {n: ChatTemplate(Tokens(str(chat.model(folder / n.replace(" ", "_"), t)))) for n, t in OF_TURNS.items()}
 
 
 @dataclass
 class Program:
     """Asks as a program does, over the shapes of requests and answers; what is drawn is what the test says."""
 
-    speech: Speech
+    speech: ChatTemplate
     conversations: Conversations
     tools: list = field(default_factory=list)
     draws: list = field(default_factory=list)  # (all tokens before, tokens)
@@ -45,7 +45,7 @@ class Program:
         answer.tokens, answer.logps = tokens.astype(np.int32), -np.arange(1.0, len(tokens) + 1, dtype=np.float32)
         self.draws.append((answer.prefix, answer.tokens))
         said, calls = self.speech.read(answer.tokens, asked.tools)
-        made = Said(said, tuple(calls), "stop", answer.tokens, (), answer.logps, answer.prefix, 0, answer.number)
+        made = ChatReply(said, tuple(calls), "stop", answer.tokens, (), answer.logps, answer.prefix, 0, answer.number)
         if got:
             self.conversations.chatted(answer, asked.messages, templated([made.message()])[0], asked.more)
         return answer, made.message()
@@ -252,11 +252,11 @@ def test_a_response_holds_what_its_bound_says_and_an_episode_its_turns(speeches)
     made = program(speech, bound=begin + 3)
     answer, message = made.ask([USER], "one two three")
     assert len(answer.tokens) == answer.most == 3
-    with pytest.raises(Full, match=f"of a response that holds {begin + 3}, and leaves no room"):
+    with pytest.raises(ContextOverflow, match=f"of a response that holds {begin + 3}, and leaves no room"):
         made.ask([USER, message, USER], "more")
     twice = program(speech, turns=1)
     twice.ask([USER], "one")
-    with pytest.raises(Full, match="row 7 has had its 1 answers"):
+    with pytest.raises(ContextOverflow, match="row 7 has had its 1 answers"):
         twice.ask([USER], "one")
     assert len(program(speech, bound=begin + 3, context=speech.begun([USER])).ask([USER], "one")[0].tokens) == 4
 

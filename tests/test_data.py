@@ -15,7 +15,7 @@ from msrl_graph.data import datafile
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.graph import Column, Dim, Graph, Node, Worker
 from msrl_graph.ir.options import Run
-from msrl_graph.ir.plan import Data, Deploy, Plan
+from msrl_graph.ir.plan import DataSource, Deployment, Plan
 from msrl_graph.model import models
 from msrl_graph.runtime.data.dataset import Dataset, read
 
@@ -38,13 +38,15 @@ def plan(bound=6, seed=0, vocabulary=16):
     node = Node("actor.generate", "actor", "generate", ("prompt",), ("response",))
     graph = Graph("g", {}, columns, (Worker("actor", "policy", model="policy"),), (source, node), (), (1,))
     model = replace(models.load("./model", EXAMPLE), vocabulary=vocabulary)
-    return Plan(graph, None, Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=seed)))
+    return Plan(graph, None, Deployment("d", {"policy": model}, {}, {}, {}, run=Run(seed=seed)))
 
 
 def dataset(folder, rows, seed=0, bound=6):
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), plan(bound, seed), tokenizer())
+    return Dataset(
+        DataSource("source", str(path), {"prompt": "question", "answer": "gold"}), plan(bound, seed), tokenizer()
+    )
 
 
 ROWS = [{"question": f"{i}+1=", "gold": str(i + 1), "other": None} for i in range(10)]
@@ -113,7 +115,7 @@ def test_what_is_wrong_with_a_row(tmp_path, line, message):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ROWS[0]) + "\n" + line + "\n")
     with pytest.raises(Fault) as fault:
-        Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), plan(), tokenizer())
+        Dataset(DataSource("source", str(path), {"prompt": "question", "answer": "gold"}), plan(), tokenizer())
     assert fault.value.diagnostics[0].message == message.format(path=path)
 
 
@@ -124,7 +126,7 @@ def test_a_token_that_the_model_does_not_know_is_told_with_its_line(tmp_path):
         + '\n\n{"question": "1=", "gold": "1"}\n'
     )
     last = tokenizer().token_to_id("=")
-    source = Data("source", str(path), {"prompt": "question", "answer": "gold"})
+    source = DataSource("source", str(path), {"prompt": "question", "answer": "gold"})
     assert len(Dataset(source, plan(vocabulary=last + 1), tokenizer())) == 2
     path.write_text(
         path.read_text().replace(json.dumps(ROWS[0]), "")
@@ -139,18 +141,18 @@ def test_a_token_that_the_model_does_not_know_is_told_with_its_line(tmp_path):
 def test_only_a_newline_ends_a_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "1+1=", "gold": "a\u2028b"}\r\n', encoding="utf-8", newline="")
-    data = Dataset(Data("source", str(path), {"prompt": "question", "answer": "gold"}), plan(), tokenizer())
+    data = Dataset(DataSource("source", str(path), {"prompt": "question", "answer": "gold"}), plan(), tokenizer())
     assert data.all()["answer"].text(0) == "a\u2028b"
 
 
 def test_other_files(tmp_path):
     for name, code in (("rows.csv", "bad-value"), ("none.jsonl", "missing-file"), ("none.parquet", "missing-file")):
         with pytest.raises(Fault) as fault:
-            Dataset(Data("source", str(tmp_path / name), {}), plan(), tokenizer())
+            Dataset(DataSource("source", str(tmp_path / name), {}), plan(), tokenizer())
         assert fault.value.diagnostics[0].code == code
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "\xe9"}\n')
     with pytest.raises(Fault) as fault:
-        Dataset(Data("source", str(tmp_path / "latin.jsonl"), {}), plan(), tokenizer())
+        Dataset(DataSource("source", str(tmp_path / "latin.jsonl"), {}), plan(), tokenizer())
     assert fault.value.diagnostics[0].code == "missing-file" and "cannot be read" in fault.value.diagnostics[0].message
 
 
@@ -160,7 +162,7 @@ PAIRS = {"prompt": "question", "answer": "gold"}
 def parquet(path, rows, **options):
     table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
     pq.write_table(table, path, **options)
-    return Data("source", str(path), PAIRS)
+    return DataSource("source", str(path), PAIRS)
 
 
 def told(data):
@@ -181,7 +183,7 @@ def test_the_same_rows_are_the_same_data_in_either_file(tmp_path_factory, questi
     )
     rows = [{"question": q, "gold": data.draw(kind), "other": [1, 2]} for q in ["1=", *questions]]
     (folder / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows), encoding="utf-8")
-    one = Dataset(Data("source", str(folder / "rows.jsonl"), PAIRS), plan(), tokenizer())
+    one = Dataset(DataSource("source", str(folder / "rows.jsonl"), PAIRS), plan(), tokenizer())
     other = Dataset(parquet(folder / "rows.parquet", rows, row_group_size=part), plan(), tokenizer())
     assert (len(one), one.too_long) == (len(other), other.too_long)
     for position in (0, 4):
@@ -200,7 +202,7 @@ def test_messages_have_the_fields_that_they_were_written_with_in_either_file(tmp
     said = [[{"role": "user", "content": "when?"}, {"role": "assistant", "tool_calls": [c]}] for c in (TOOL, OTHER)]
     rows = [{"question": q, "gold": "1"} for q in said]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    lines = Data("source", str(tmp_path / "rows.jsonl"), PAIRS)
+    lines = DataSource("source", str(tmp_path / "rows.jsonl"), PAIRS)
     table = parquet(tmp_path / "rows.parquet", rows)
     assert pq.read_table(table.path).to_pylist() != rows
     assert [*datafile.rows(table)] == [*datafile.rows(lines)] == [*enumerate(rows, 1)]
@@ -215,7 +217,7 @@ def test_answers_that_are_whole_numbers_are_written_so_though_a_library_made_the
             pq.write_table(pa.Table.from_pylist(rows), path)
         else:
             path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-        found = read(Data("source", str(path), PAIRS), plan().graph)
+        found = read(DataSource("source", str(path), PAIRS), plan().graph)
         return [row["answer"] for row in found.values()]
 
     assert answers([3.0, 12.0, 4e20]) == ["3", "12", "4e+20"]
@@ -259,7 +261,7 @@ def test_what_is_wrong_with_a_parquet_file(tmp_path):
     twice = pa.Table.from_arrays([pa.array(["1="]), pa.array(["1"]), pa.array(["2"])], ["question", "gold", "gold"])
     assert told(parquet(path, twice))[1] == f"the data file {path} has several fields `gold`"
     path.write_text(json.dumps(row) + "\n")
-    code, message, _ = told(Data("source", str(path), PAIRS))
+    code, message, _ = told(DataSource("source", str(path), PAIRS))
     assert code == "bad-data" and message.startswith(f"the data file {path} is not a Parquet file: ")
 
 

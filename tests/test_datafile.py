@@ -20,7 +20,7 @@ from msrl_graph import Fault, algorithms, compile
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.data import datafile
 from msrl_graph.diagnostics import Diagnostic
-from msrl_graph.ir.plan import Data
+from msrl_graph.ir.plan import DataSource
 from msrl_graph.runtime.data import dataset as runtime
 
 PROGRAM = """import grpo
@@ -65,7 +65,7 @@ def test_a_field_that_is_not_there_is_told_where_it_is_named_and_as_a_run_does(t
     text = path.read_text(encoding="utf-8").split("\n")
     places = [text[d.span.line - 1][d.span.column - 1 :] for d in found]
     assert places[0].startswith('"problem"') and places[1].startswith(f'"{kind}"')
-    data = Data(
+    data = DataSource(
         "source",
         str(tmp_path / kind),
         {"prompt": "problem", "answer": "answer"},
@@ -97,7 +97,7 @@ def test_a_pipe_is_told_and_holds_nobody(tmp_path: Path, kind: str) -> None:
     release = Timer(10, lambda: os.close(os.open(tmp_path / kind, os.O_WRONLY | os.O_NONBLOCK)))
     release.start()  # whoever waits for the pipe, and fails this test, finds it empty then
     with pytest.raises(Fault, match="cannot be read: it is not a regular file"):
-        next(datafile.rows(Data("source", str(tmp_path / kind), {})))
+        next(datafile.rows(DataSource("source", str(tmp_path / kind), {})))
     release.cancel()
 
 
@@ -123,8 +123,8 @@ def test_an_early_row_is_told_by_compiling_and_a_later_one_by_a_run(
         assert f"error[bad-data]: line {before + 1} of " in capsys.readouterr().err
 
 
-def data(path: Path) -> Data:
-    return Data("source", str(path), {"prompt": "prompt"})
+def data(path: Path) -> DataSource:
+    return DataSource("source", str(path), {"prompt": "prompt"})
 
 
 def count(path: Path, most: int) -> int:
@@ -177,7 +177,7 @@ def test_few_rows_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_few_rows_of_many_that_are_not_looked_at(tmp_path: Path) -> None:
-    looked = runtime.Looked(rows=3000, looked=1000, out=10)
+    looked = runtime.DatasetPreview(rows=3000, looked=1000, out=10)
     found = [[d.message for d in looked.doubts(data(tmp_path / "d.jsonl"), prompts)] for prompts in (2990, 2991)]
     assert found == [
         [],
@@ -274,7 +274,7 @@ def test_a_dotted_field_reads_a_part_of_an_object(tmp_path: Path, kind: str) -> 
     fields |= {"both": "extra_info.source", "whole": "extra_info"}
     info = VERL["extra_info"]
     rows = [(v["prompt"], a, "gsm8k", info["source"], info) for v, a in ((VERL, "2"), ({"prompt": "2+2="}, "4"))]
-    found = list(datafile.rows(Data("source", str(path), fields)))
+    found = list(datafile.rows(DataSource("source", str(path), fields)))
     assert found == [(i, dict(zip(fields.values(), row, strict=True))) for i, row in enumerate(rows, 1)]
     compile(program(tmp_path, kind, 'answer = "reward_model.ground_truth"'))
 
@@ -284,7 +284,7 @@ def test_the_very_name_comes_before_a_part(tmp_path: Path, kind: str) -> None:
     row = {"a": {"b": "part", "c.d": "dotted"}, "a.b": "whole", "e.f": {"g": "inside"}}
     path = written(tmp_path / kind, [row])
     fields = {"x": "a.b", "y": "a.c.d", "z": "e.f.g", "w": "a"}
-    ((_, found),) = datafile.rows(Data("source", str(path), fields))
+    ((_, found),) = datafile.rows(DataSource("source", str(path), fields))
     assert found == {"a.b": "whole", "a.c.d": "dotted", "e.f.g": "inside", "a": row["a"]}
 
 
@@ -292,7 +292,7 @@ def test_the_very_name_comes_before_a_part(tmp_path: Path, kind: str) -> None:
 def test_messages_in_an_object_have_the_fields_that_they_were_written_with(tmp_path: Path, kind: str) -> None:
     said = [[{"role": "user", "content": "1+1="}], [{"role": "user", "content": "2+2=", "name": "x"}]]
     path = written(tmp_path / kind, [{"chat": {"messages": m}} for m in said])
-    found = datafile.rows(Data("source", str(path), {"prompt": "chat.messages"}))
+    found = datafile.rows(DataSource("source", str(path), {"prompt": "chat.messages"}))
     assert [row["chat.messages"] for _, row in found] == said
 
 
@@ -365,5 +365,5 @@ def test_a_struct_with_two_fields_of_a_name_is_reported(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["1="], "answer": twice}), path)
     for field in ("answer", "answer.gold"):
         with pytest.raises(Fault, match=r"has several fields `answer\.gold`"):
-            list(datafile.rows(Data("source", str(path), {"answer": field})))
+            list(datafile.rows(DataSource("source", str(path), {"answer": field})))
     assert len(list(datafile.rows(data(path)))) == 1

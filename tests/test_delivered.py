@@ -17,9 +17,9 @@ from stage import Stage, one_rank
 from msrl_graph.backends import fsdp, hf
 from msrl_graph.backends.spec import Shard
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.process.task_report import Report, Undelivered
+from msrl_graph.runtime.process.task_report import Report, WeightsNotDelivered
 from msrl_graph.runtime.rank import weight_proof
-from msrl_graph.runtime.rank.rank import Doing
+from msrl_graph.runtime.rank.rank import InstructionRunner
 from msrl_graph.runtime.weights.delivery_check import Delivery, unbound
 from msrl_graph.runtime.weights.digest import Digest
 from msrl_graph.sharding.layout import elements, full, shard, slices
@@ -140,7 +140,7 @@ def test_an_engine_that_lacks_a_tensor_ends_the_run_as_it_is_built_or_as_weights
         with monkeypatch.context() as patch:
             whole = getattr(engine, method)
             patch.setattr(engine, method, lambda self, whole=whole: [s for s in whole(self) if s.name != COLUMNS])
-            with pytest.raises(Undelivered) as error:
+            with pytest.raises(WeightsNotDelivered) as error:
                 reshard(Stage(one_rank()))
             assert f"50 tensors where its layout declares 51: `{COLUMNS}` is missing" in str(error.value)
             assert str(error.value).startswith(
@@ -156,14 +156,14 @@ def test_a_frozen_generator_that_lacks_a_tensor_ends_the_run_as_it_is_built(monk
         ("  actor.update => actor.generate\n", ""), ("actor.generate(prompt)", "reference.generate(prompt)"), *NAMED
     )
     with pytest.raises(
-        Undelivered, match=r"^`reference.generate` \(line 23 of grpo.rlg\), engine hf, has on rank 0 of"
+        WeightsNotDelivered, match=r"^`reference.generate` \(line 23 of grpo.rlg\), engine hf, has on rank 0 of"
     ):
         Stage(plan)
 
 
 def reshard(stage, number=0):
     report = Report("rank")
-    Doing(stage, Task("train", number, 4, 2), report).reshard((), "actor.update", "actor.generate")
+    InstructionRunner(stage, Task("train", number, 4, 2), report).reshard((), "actor.update", "actor.generate")
     return report
 
 
@@ -246,6 +246,6 @@ def test_a_delivery_is_probed_where_the_proof_stays_within_its_share_with_that_a
     monkeypatch, spent, probing, since, probed
 ):
     monkeypatch.setattr(weight_proof.time, "perf_counter", lambda: 101.0)
-    one = object.__new__(weight_proof.Proof)
+    one = object.__new__(weight_proof.WeightProof)
     one.began, one.spent, one.probing, one.since = 1.0, spent, probing, since
     assert one._affords() == probed

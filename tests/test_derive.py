@@ -16,7 +16,7 @@ from msrl_graph.dsl import ast
 from msrl_graph.dsl.derive import derive
 from msrl_graph.dsl.expressions import Problems
 from msrl_graph.dsl.parse import parse
-from msrl_graph.ir.attributes import Update
+from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.graph import Expr, Graph
 
 # A whole algorithm, statement by statement: as it is, and as a base may have it that is changed.
@@ -138,7 +138,7 @@ def test_a_patch_changes_only_what_it_names() -> None:
         ],
     )
     update, reward = graph.node("actor.update"), graph.node("host.reward")
-    assert str(update.attributes["loss"]) == "clip(low = 0.3)" and Update.of(update).epochs == 2
+    assert str(update.attributes["loss"]) == "clip(low = 0.3)" and UpdateAttributes.of(update).epochs == 2
     assert (
         str(update.attributes["optimizer"]) == "adamw(lr = 1e-06)" and reward.attributes["call"].value == "math_verify"
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from msrl_graph.backends import ALONE, UNTRIED, devices, packages
-from msrl_graph.backends.devices import Device, Lane
+from msrl_graph.backends.devices import Lane, TorchDevice
 from msrl_graph.hardware.cluster import DEVICES, named
 from msrl_graph.hardware.device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST
 
@@ -143,7 +143,7 @@ def test_no_other_file_names_a_kind():
 
 
 def test_the_hosts_memory():
-    device = Device()
+    device = TorchDevice()
     device.claim()
     free, total = device.memory()
     assert 0 < free <= total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -174,7 +174,7 @@ def test_memory_is_given_back_and_taken_again():
 def test_a_host_buffer_is_as_its_tensor_and_apart_from_it():
     x = torch.arange(12.0, dtype=torch.float64).view(3, 4).T
     device = devices.of(x)
-    assert device == Device(HOST)
+    assert device == TorchDevice(HOST)
     buffer = device.host_buffer(x)
     assert (buffer.shape, buffer.dtype, buffer.stride()) == (x.shape, x.dtype, x.stride())
     lane = Lane(device)

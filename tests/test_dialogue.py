@@ -14,11 +14,11 @@ from test_environments import lists, program, tool
 from test_pieces import folder as folder_of_pieces
 
 from msrl_graph import compile
-from msrl_graph.runtime.agents.template import Speech
+from msrl_graph.runtime.agents.template import ChatTemplate
 from msrl_graph.runtime.data.columns import ragged, texts
 from msrl_graph.runtime.data.tokens import Tokens
 from msrl_graph.runtime.dock.messages import Batch
-from msrl_graph.runtime.functions.environments import Environment
+from msrl_graph.runtime.functions.environments import EnvironmentClass
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import RunError
 from msrl_graph.runtime.rank.environment_turns import Dialogue
@@ -56,14 +56,14 @@ def plan(folder, model, reset=ASKS, step=USER, more="", reads=""):
 
 def begun(made, prompts=None):
     """A dialogue of one row, and its episodes."""
-    environment = Environment(made.graph.node("actor.generate"), made)
+    environment = EnvironmentClass(made.graph.node("actor.generate"), made)
     environment.start()
     context = [np.zeros(0, np.int32)] if prompts is None else prompts
     columns = {"question": texts(QUESTIONS[:1]), "answer": texts(ANSWERS[:1])}
     columns |= {"prompt": ragged(context, np.int32)} if prompts is not None else {}
     rows = np.arange(1)
     episodes = environment.begin(Batch(share(rows, 1, 1, {}), rows, columns), rows, Task("train", 3, 4, 2))
-    return Dialogue(episodes, Speech(Tokens(made.deploy.models["policy"].path)), context)
+    return Dialogue(episodes, ChatTemplate(Tokens(made.deploy.models["policy"].path)), context)
 
 
 def played(made, drawn, prompts=None):
@@ -130,7 +130,7 @@ def test_what_was_drawn_stays_and_the_template_writes_the_rest(plans, name, ende
 
 
 def test_a_conversation_follows_the_prompt_that_it_was_rendered_to(models, tmp_path):
-    speech = Speech(Tokens(str(models["qwen"])))
+    speech = ChatTemplate(Tokens(str(models["qwen"])))
     prompt = speech.begun([{"role": "user", "content": QUESTIONS[0]}])
     tokens, dialogue = played(plan(tmp_path, models["qwen"], reads="prompt"), ["three"], prompts=[prompt])
     assert np.array_equal(tokens[: len(prompt)], prompt)

@@ -10,24 +10,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl_graph.ir.rowsets import Rowset
-from msrl_graph.runtime.data.columns import Column, Piece, Verdicts, concatenate, ragged, texts
+from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, Verdicts, concatenate, ragged, texts
 from msrl_graph.runtime.dock.client import _found as found_here
 from msrl_graph.runtime.dock.client import assemble, wanted
 from msrl_graph.runtime.dock.controller import Controller
-from msrl_graph.runtime.dock.messages import News, Place
-from msrl_graph.runtime.dock.readers import Read, Reader
+from msrl_graph.runtime.dock.messages import RowLocation, RowsReady
+from msrl_graph.runtime.dock.readers import ColumnRead, NodeReads
 from msrl_graph.runtime.dock.segments import Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse
 from msrl_graph.runtime.process.task import Task
 
-READS = (Read("prompt", 0, "source"), Read("response", 1, "actor.generate"), Read("reward", 1, "host.reward"))
+READS = (
+    ColumnRead("prompt", 0, "source"),
+    ColumnRead("response", 1, "actor.generate"),
+    ColumnRead("reward", 1, "host.reward"),
+)
 
 
 def reader(fan=4, **changes):
     """Of a node that works on `fan` responses to each prompt, in `groups` groups on as many hosts."""
     fields = {"node": "n", "reads": READS, "sets": (Rowset(0), Rowset(1, 0, fan)), "rows": 1, "unit": 1, "whole": False}
     fields |= {"at": tuple(range(changes.pop("groups", 2))), "chunk": 0, "seed": 3}
-    return Reader(**(fields | {"tokens": {"response": 1}} | changes))
+    return NodeReads(**(fields | {"tokens": {"response": 1}} | changes))
 
 
 def opened(r, prompts, iteration=0):
@@ -64,7 +68,7 @@ class Taker:
 
 def hear(controller, key, *news):
     column, rows, lengths, warehouse, *verdicts = news
-    rounds = controller.heard(key, [News(column, rows, lengths, Place(warehouse, "some"), *verdicts)])
+    rounds = controller.heard(key, [RowsReady(column, rows, lengths, RowLocation(warehouse, "some"), *verdicts)])
     for round in rounds:
         controller.hand(key, round)
     return rounds
@@ -216,7 +220,7 @@ def _rebuilt(r, prompts, fan, random, data, warehouses):
                     )
             taker.controller = controller = heir
         lengths = [row % 5 + 1]
-        piece = Piece(np.array([row]), ragged([np.zeros(lengths[0])], np.int32))
+        piece = ColumnRows(np.array([row]), ragged([np.zeros(lengths[0])], np.int32))
         warehouses[w].segments.write(key, str(at), "n", {column: piece})
         rounds = controller.heard(key, warehouses[w].put(key, str(at)))
         if lost and at + 1 == death:
@@ -318,8 +322,10 @@ def _gives_back(warehouse, values, random):
     for part in (order[:cut], order[cut:], order[:1]):  # the first row is written twice
         if part:
             column, name = ragged([np.array(values[i]) for i in part], np.int32), next(names)
-            scalars = Column(np.array(part, np.float32))
-            written(warehouse, name, {"c": Piece(np.array(part), column), "s": Piece(np.array(part), scalars)})
+            scalars = ColumnData(np.array(part, np.float32))
+            written(
+                warehouse, name, {"c": ColumnRows(np.array(part), column), "s": ColumnRows(np.array(part), scalars)}
+            )
             at |= dict.fromkeys(part, name)
     asked = np.array(random.sample(range(len(values)), random.randint(1, len(values))))
     for name in set(at.values()):
@@ -347,7 +353,7 @@ def _stay_verdicts(files, parts):
     warehouse, times = Warehouse(3, files), {}
     for i, part in enumerate(parts):
         rows, verdicts = (np.array(x) for x in zip(*part, strict=True))
-        written(warehouse, str(i), {"n.times": Verdicts(rows, Column(verdicts.astype(np.int32)))})
+        written(warehouse, str(i), {"n.times": Verdicts(rows, ColumnData(verdicts.astype(np.int32)))})
         times |= dict(part)
     known, whole = warehouse.known(Task("k", 0, 3)), warehouse.whole("k/0")["n.times"]
     told = [
@@ -355,19 +361,19 @@ def _stay_verdicts(files, parts):
         for n in known.news
         for row, times in zip(n.rows, n.lengths, strict=True)
     ]
-    expected = [(Place(3, str(i)), sorted(dict(part).items())) for i, part in enumerate(parts)]
+    expected = [(RowLocation(3, str(i)), sorted(dict(part).items())) for i, part in enumerate(parts)]
     assert told == [("n.times", place, True, row, times) for place, part in expected for row, times in part]
     assert (
         isinstance(whole, Verdicts)
         and dict(zip(whole.rows, whole.told, strict=True)) == times
         and list(whole.rows) == sorted(times)
     )
-    plain = News.of("reward", Piece(np.arange(2), Column(np.array([5.0, 7.0]))), Place(0, "some"))
+    plain = RowsReady.of("reward", ColumnRows(np.arange(2), ColumnData(np.array([5.0, 7.0]))), RowLocation(0, "some"))
     assert not plain.verdicts and list(plain.lengths) == [1, 1]
 
 
 def test_columns_of_prompts_are_laid_out_by_response():
-    r = reader(2, reads=(Read("prompt", 0, "source"), Read("response", 1, "g")), groups=1)
+    r = reader(2, reads=(ColumnRead("prompt", 0, "source"), ColumnRead("response", 1, "g")), groups=1)
     controller, key = opened(r, 3)
     hear(controller, key, "prompt", np.arange(3), np.ones(3), 0)
     hear(controller, key, "response", np.arange(6), np.ones(6), 0)
@@ -389,7 +395,7 @@ def test_concatenation_keeps_rows(parts):
     st.lists(st.permutations(range(8)).map(lambda p: p[:4]), max_size=3), st.permutations(range(8)).map(lambda p: p[:3])
 )
 def test_rows_that_a_process_has_are_found_in_the_order_asked_for(parts, asked):
-    written = [Piece(np.array(rows), ragged([np.full(r % 3 + 1, r) for r in rows], np.int32)) for rows in parts]
+    written = [ColumnRows(np.array(rows), ragged([np.full(r % 3 + 1, r) for r in rows], np.int32)) for rows in parts]
     found = found_here(np.array(asked), written)
     assert (found is not None) == any(set(asked) <= set(rows) for rows in parts)
     if found is not None:

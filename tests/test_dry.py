@@ -18,7 +18,7 @@ from random_programs import FILE, FUNCTIONS, programs
 from msrl_graph.checks.liveness import least_capacity
 from msrl_graph.compiler.unsupported import unready
 from msrl_graph.ir.async_schedule import Sends, awaits, lanes, pipelined
-from msrl_graph.ir.attributes import Call, Generate, Update
+from msrl_graph.ir.attributes import CallAttributes, GenerateAttributes, UpdateAttributes
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import rowsets
 from msrl_graph.runtime.process.task import Task
@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 def carried_on(plan: Plan, found: dry.Dry, node: str) -> None:
     """Of a partial rollout: each iteration has as many prompts as the source begins, and each prompt of the data comes
     once and in time, or leaves where it is overdue. Of prompts that others leave out before there may be fewer."""
-    said, takes, end = Generate.of(plan.graph.node(node)), plan.graph.rows[0], 0
+    said, takes, end = GenerateAttributes.of(plan.graph.node(node)), plan.graph.rows[0], 0
     leave = bool(rowsets(plan.graph).sieves.keys() & plan.graph.flow.before(node))
     for i in range(plan.deploy.run.iterations):
         rows, task = found.taken[i], found.begun[i]
@@ -108,9 +108,9 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
     """Runs a plan; fails where it does not end, or a row is not handed out once to each reader."""
     found, prompts, growing = dry.Dry(plan, seed, kindness), plan.graph.rows[0], ""
     for node in (n for n in plan.graph.verb("generate") if n.cuts):
-        prompts, growing = Generate.of(node).under_way(prompts), node.name
+        prompts, growing = GenerateAttributes.of(node).under_way(prompts), node.name
     iterations = plan.deploy.run.iterations
-    adaptive = any(Call.of(n).adaptive for n in plan.graph.nodes)
+    adaptive = any(CallAttributes.of(n).adaptive for n in plan.graph.nodes)
     lacking = [i for i in range(iterations) if found.truth(Task("train", i, prompts)).rounds(prompts) is None]
     if adaptive:
         try:
@@ -142,7 +142,7 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
         }
         for name in nodes:
             reader, shares = found.readers[name], found.handed[task.key, name]
-            if not Update.of(plan.graph.node(name)).due(task.number):
+            if not UpdateAttributes.of(plan.graph.node(name)).due(task.number):
                 assert not shares, (name, task.key)
                 continue
             got = Counter(

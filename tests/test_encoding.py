@@ -9,15 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.runtime.data import encoding
-from msrl_graph.runtime.data.columns import Column, Piece, Verdicts, texts
-from msrl_graph.runtime.dock.messages import Part, Round
+from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, Verdicts, texts
+from msrl_graph.runtime.dock.messages import Round, WorkShare
 from msrl_graph.runtime.dock.segments import Room, Segments
-from msrl_graph.runtime.process.task import Cut, Fetch, Task
+from msrl_graph.runtime.process.task import CutPrompt, Task, WeightFetch
 from msrl_graph.runtime.process.task_report import RunError
 
 RESPONSES = ((np.arange(3, dtype=np.int32), np.ones(3, np.float32), np.zeros(3, np.int32), True),)
-TASK = Task("train", 3, 4, {"g": 2}, 9, {"a": 0.5}, {"e": Fetch(1, 2)}, ("e",), (Cut(3, RESPONSES, 2, 1, 5),), "rest")
-ROUND = Round(1, (Part(np.arange(2), np.ones(2, int), np.arange(2)),), True)
+TASK = Task(
+    "train",
+    3,
+    4,
+    {"g": 2},
+    9,
+    {"a": 0.5},
+    {"e": WeightFetch(1, 2)},
+    ("e",),
+    (CutPrompt(3, RESPONSES, 2, 1, 5),),
+    "rest",
+)
+ROUND = Round(1, (WorkShare(np.arange(2), np.ones(2, int), np.arange(2)),), True)
 
 
 def same(one, other):
@@ -49,7 +60,7 @@ def test_arrays_of_other_than_numbers_are_not_encoded(array):
      ("<i4", (1 << 62, 4), 0), ("<i4", (1,), -4), ("<i4", (1,), 64), ("<f8", (1,), 1 << 70)],
 )  # fmt: skip
 def test_an_array_that_does_not_fit_is_refused(dtype, shape, offset):
-    with pytest.raises(encoding.Damaged):
+    with pytest.raises(encoding.DecodeError):
         encoding.view(bytes(64), dtype, shape, offset)
 
 
@@ -57,17 +68,17 @@ def test_each_byte_of_a_note_may_be_damaged():
     data = encoding.encode(TASK)
     for i in range(len(data)):
         for other in (0, 0xFF, data[i] ^ 1):
-            with suppress(encoding.Damaged):
+            with suppress(encoding.DecodeError):
                 encoding.decode(data[:i] + bytes([other]) + data[i + 1 :], Task)
     for i in range(len(data)):
-        with pytest.raises(encoding.Damaged):
+        with pytest.raises(encoding.DecodeError):
             encoding.decode(data[:i], Task)
 
 
 def written(folder):
     files = Segments(Room(folder))
     rows = np.arange(3)
-    pieces = {"text": Piece(rows, texts(["a", "", "bcd"])), "times": Verdicts(rows, Column(np.arange(3)))}
+    pieces = {"text": ColumnRows(rows, texts(["a", "", "bcd"])), "times": Verdicts(rows, ColumnData(np.arange(3)))}
     files.write("train/0", "s", "node", pieces)
     return folder / "train:0" / "s"
 
@@ -92,5 +103,5 @@ def test_each_byte_of_a_head_may_be_damaged(tmp_path):
 @given(st.binary(max_size=200))
 def test_any_bytes_are_an_error_or_data(data):
     for kind in (Task, tuple[str, list[Round]]):
-        with suppress(encoding.Damaged):
+        with suppress(encoding.DecodeError):
             encoding.decode(data, kind)

@@ -15,8 +15,8 @@ import pytest
 from templates import PLAIN, QWEN, TOOL
 
 from msrl_graph.runtime.agents.conversations import Conversations
-from msrl_graph.runtime.agents.server import Endpoint, Row
-from msrl_graph.runtime.agents.template import Speech
+from msrl_graph.runtime.agents.server import Endpoint, OpenRow
+from msrl_graph.runtime.agents.template import ChatTemplate
 from msrl_graph.runtime.data.tokens import Tokens
 
 USER = {"role": "user", "content": "what is one plus two"}
@@ -30,7 +30,7 @@ class Served:
     """An endpoint in a thread, whose policy says in turn what it is told to; `wait` seconds later."""
 
     def __init__(self, folder, bound=2000, turns=None):
-        self.speech = Speech(Tokens(str(folder)))
+        self.speech = ChatTemplate(Tokens(str(folder)))
         self.texts, self.wait, self.stops, self.bound, self.turns = [], 0.0, [], bound, turns
         self.endpoint = Endpoint("policy", self.speech, ("#",), self.draw)
         self.loop = asyncio.new_event_loop()
@@ -49,7 +49,7 @@ class Served:
         return tokens, -np.arange(1.0, len(tokens) + 1, dtype=np.float32) / 8
 
     def row(self):
-        row = Row(0, Conversations(3, NONE, self.bound, self.turns, self.speech))
+        row = OpenRow(0, Conversations(3, NONE, self.bound, self.turns, self.speech))
         self.endpoint.rows[row.api_key] = row
         return row
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.spec import Asked, Sampling, Shard, collected
+from msrl_graph.backends.spec import ForwardRequest, Sampling, Shard, collected
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -101,7 +101,7 @@ def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, c
     tokens, logps = collected(generator.generate(PROMPTS, np.arange(12), sampling(samples=4, **changes)))
     prompts = ragged([PROMPTS[i // 4] for i in range(12)], np.int32)
     packed = pack([prompts], [ragged(tokens, np.int32)], np.arange(12))
-    (found,) = engine.score([packed], Asked(changes.get("temperature", 1.0)))
+    (found,) = engine.score([packed], ForwardRequest(changes.get("temperature", 1.0)))
     assert all(x.dtype == np.float32 for x in logps)
     assert np.allclose(np.concatenate(logps), found.logp.numpy(), atol=2e-5)
 
@@ -110,11 +110,11 @@ def test_an_update_is_told_the_entropy_of_each_token(generator):
     engine = engines.trainer(model(), optimizer=adamw(lr=0.0))
     tokens, _ = collected(generator.generate(PROMPTS, np.arange(12), sampling(samples=4)))
     packed = pack([ragged([PROMPTS[i // 4] for i in range(12)], np.int32)], [ragged(tokens, np.int32)], np.arange(12))
-    (found,) = engine.score([packed], Asked(0.8, best=16))
-    assert found.entropy is None and engine.score([packed], Asked(0.8))[0].entropy is None  # nobody asks
+    (found,) = engine.score([packed], ForwardRequest(0.8, best=16))
+    assert found.entropy is None and engine.score([packed], ForwardRequest(0.8))[0].entropy is None  # nobody asks
     expected = torch.distributions.Categorical(logits=found.best).entropy()
     looked = []
-    for asked in (Asked(0.8), Asked(0.8, best=2), Asked(0.8, entropy=True)):
+    for asked in (ForwardRequest(0.8), ForwardRequest(0.8, best=2), ForwardRequest(0.8, entropy=True)):
 
         def look(made, asked=asked):
             told = made.entropy
@@ -168,11 +168,11 @@ def test_bf16_weights_learn_by_float32_masters():
     assert all(s.tensor.dtype == torch.bfloat16 for s in engine.shards())
     before = [s.tensor.clone() for s in engine.shards()]
     packed = pack([ragged(PROMPTS, np.int32)], [ragged([np.array([3, 4, 1])] * 3, np.int32)], np.arange(3))
-    first = float(engine.score([packed], Asked())[0].logp.mean())
+    first = float(engine.score([packed], ForwardRequest())[0].logp.mean())
     for _ in range(20):
-        engines.train(engine, packed, lambda made: -made.logp.mean(), Asked())
+        engines.train(engine, packed, lambda made: -made.logp.mean(), ForwardRequest())
         engine.step(2e-5, 1.0)
-    assert float(engine.score([packed], Asked())[0].logp.mean()) > first
+    assert float(engine.score([packed], ForwardRequest())[0].logp.mean()) > first
     assert all(m.dtype == torch.float32 for m in engine._optimizer.parts[0].masters)
     moved = [not torch.equal(a, s.tensor) for a, s in zip(before, engine.shards(), strict=True)]
     assert any(moved)
@@ -197,4 +197,4 @@ def test_dropout_in_a_config_makes_no_noise(tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
     engine = engines.trainer(models.load(str(folder), tmp_path, None, NOWHERE))
     packed = pack([ragged(PROMPTS, np.int32)], [ragged([np.array([3, 4, 1])] * 3, np.int32)], np.arange(3))
-    assert torch.equal(*(made.logp for made in engine.score([packed, packed], Asked())))
+    assert torch.equal(*(made.logp for made in engine.score([packed, packed], ForwardRequest())))

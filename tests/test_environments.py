@@ -13,7 +13,7 @@ from torch import distributed as dist
 
 from msrl_graph.backends.spec import Sampling, collected
 from msrl_graph.diagnostics import Fault
-from msrl_graph.runtime.data.columns import Column, ragged, texts
+from msrl_graph.runtime.data.columns import ColumnData, ragged, texts
 from msrl_graph.runtime.data.row_files import check
 from msrl_graph.runtime.data.tokens import Tokens
 from msrl_graph.runtime.process.task_report import RunError
@@ -82,10 +82,10 @@ def naive(stage, path, bound=BOUND):
     space = {}
     exec(path.read_text(), space)
     tokens, found = Tokens(stage.plan.model("actor.generate").path), []
-    from msrl_graph.noise import Stream
+    from msrl_graph.noise import RandomStream
 
-    keys = Stream(0, "token", "actor.generate", "train").keys(3, np.arange(8))
-    rngs = Stream(0, "function", "actor.generate", "train")
+    keys = RandomStream(0, "token", "actor.generate", "train").keys(3, np.arange(8))
+    rngs = RandomStream(0, "function", "actor.generate", "train")
     for row in range(len(PROMPTS) * GROUP):
         instance, prompt = space["Tool"](), PROMPTS[row // GROUP]
         rng = rngs.generator(3, row)
@@ -178,7 +178,7 @@ def sampled(stage):
     columns = {"prompt": ragged([p for p in PROMPTS for _ in range(GROUP)], np.int32), **written}
     infer = stage.act("actor.infer", columns)
     advantage = np.where(np.arange(8) % 2, -1.0, 1.0).repeat(written["response"].lengths).astype(np.float32)
-    own = {"ref_logp": infer["old_logp"], "advantage": Column(advantage, written["response"].offsets)}
+    own = {"ref_logp": infer["old_logp"], "advantage": ColumnData(advantage, written["response"].offsets)}
     return columns | infer | own
 
 
@@ -317,7 +317,7 @@ def test_an_update_that_compares_leaves_out_what_was_not_drawn(reads, alone, tmp
     ]
     stage = Stage(program(tool(tmp_path), *less))
     columns = {"prompt": ragged([p for p in PROMPTS for _ in range(GROUP)], np.int32), **drawn(stage)}
-    ones = Column(np.ones(len(columns["mask"].values), np.float32), columns["mask"].offsets)
+    ones = ColumnData(np.ones(len(columns["mask"].values), np.float32), columns["mask"].offsets)
     columns |= {"ref_logp": ones, "advantage": ones}
     stage.act("actor.update", columns)
     assert stage.told.sums["updates"] == (1, 0)

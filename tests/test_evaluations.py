@@ -21,10 +21,10 @@ from msrl_graph.compiler.loading import load
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.data import row_files
-from msrl_graph.runtime.data.columns import Column, Piece, ragged, texts
-from msrl_graph.runtime.data.numerics import Watch
+from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, ragged, texts
+from msrl_graph.runtime.data.numerics import NumericsWatch
 from msrl_graph.runtime.functions.user_traceback import BadResult
-from msrl_graph.runtime.functions.values import Returned
+from msrl_graph.runtime.functions.values import ReturnChecker
 from msrl_graph.runtime.metrics.display import evaluated
 from msrl_graph.runtime.metrics.evaluation_figures import evaluation_figures
 from msrl_graph.runtime.process.task import Task
@@ -211,8 +211,8 @@ def test_the_figures_are_those_of_each_prompts_attempts(folder: Path) -> None:
     answers = ["7", "8", "8", "7", "", "", "3", "3"]
     order = np.array([5, 0, 7, 2, 1, 6, 4, 3])  # however they came
     pieces = {
-        "reward": Piece(order, Column(rewards[order])),
-        "given": Piece(order, texts([answers[i] for i in order])),
+        "reward": ColumnRows(order, ColumnData(rewards[order])),
+        "given": ColumnRows(order, texts([answers[i] for i in order])),
     }
     found = evaluation_figures(plan, evaluation, Task("sampled", 0, 2, {"actor.generate": 4}), pieces)
     assert found == pytest.approx(
@@ -239,10 +239,10 @@ def test_rows_are_parted_by_a_column_of_the_source(folder: Path) -> None:
     rewards, even = np.float32([1, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1]), np.float32([np.nan] * 4 + [1, 0, 1, 1] + [0] * 4)
     rows, kinds = np.arange(12), ["long", "short", "long"]
     pieces = {
-        "reward": Piece(rows, Column(rewards)),
-        "even": Piece(rows, Column(even)),
-        "given": Piece(rows, texts(["1"] * 12)),
-        "kind": Piece(np.arange(3), texts(kinds)),
+        "reward": ColumnRows(rows, ColumnData(rewards)),
+        "even": ColumnRows(rows, ColumnData(even)),
+        "given": ColumnRows(rows, texts(["1"] * 12)),
+        "kind": ColumnRows(np.arange(3), texts(kinds)),
     }
     found = evaluation_figures(plan, evaluation, Task("sampled", 0, 3, {"actor.generate": 4}), pieces)
     assert (found["rows/kind=long"], found["rows/kind=short"]) == (2, 1)
@@ -251,7 +251,7 @@ def test_rows_are_parted_by_a_column_of_the_source(folder: Path) -> None:
     assert (found["even/kind=long"], found["even/kind=short"]) == (0.0, 3 / 4)
     assert found["even/pass@2"] == pytest.approx(1 / 2)  # of the two prompts that it applies to
     assert "reward" not in found  # which is counted where it is computed
-    many = Piece(np.arange(101), texts(map(str, range(101))))
+    many = ColumnRows(np.arange(101), texts(map(str, range(101))))
     with pytest.raises(
         RunError, match=r"`kind` \(.*\) has 101 values in the data `held_out`: `by` takes a column with"
     ):
@@ -274,14 +274,14 @@ def test_a_function_returns_none_where_its_figure_does_not_apply_and_nobody_read
     (folder / "p.rlg").write_text(parted(program(GREEDY, given=True)))
     plan = compile(folder / "p.rlg")
     assert plan.graph.optional == {"even"}
-    returned = Returned(plan, ("even", "reward"))
+    returned = ReturnChecker(plan, ("even", "reward"))
     assert np.isnan(returned.checked("even", None, {}))
     with pytest.raises(BadResult, match=r"it returned None for `reward`, .* only a column that no node reads may lack"):
         returned.checked("reward", None, {})
     with pytest.raises(BadResult, match="it returned nan for `even`"):
         returned.checked("even", float("nan"), {})
-    report, watch, node = Report("host"), Watch(plan), plan.graph.node("host.even")
-    watch.results(node, Task("train", 0, 2), report, "even", np.arange(2), Column(np.float32([np.nan, 1])))
+    report, watch, node = Report("host"), NumericsWatch(plan), plan.graph.node("host.even")
+    watch.results(node, Task("train", 0, 2), report, "even", np.arange(2), ColumnData(np.float32([np.nan, 1])))
     assert report.sums == {"without/even": (1, 0)} and not report.remarks
 
 
@@ -290,11 +290,13 @@ def test_where_a_function_returned_none_the_recorded_rows_hold_null(folder: Path
     plan = compile(folder / "p.rlg")
     numbers = np.arange(4)
     pieces = {
-        "prompt": Piece(np.arange(1), ragged([np.arange(3, 6)], np.int32)),
-        "response": Piece(numbers, ragged([np.arange(3, 5)] * 4, np.int32)),
-        "response.logp": Piece(numbers, ragged([np.zeros(2)] * 4, np.float32)),
-        "reward": Piece(numbers, Column(np.float32([0, 1, np.nan, 0]))),  # wrong, as `on_nan = skip` lets it be
-        "even": Piece(numbers, Column(np.float32([np.nan, 1, 0.5, np.nan]))),
+        "prompt": ColumnRows(np.arange(1), ragged([np.arange(3, 6)], np.int32)),
+        "response": ColumnRows(numbers, ragged([np.arange(3, 5)] * 4, np.int32)),
+        "response.logp": ColumnRows(numbers, ragged([np.zeros(2)] * 4, np.float32)),
+        "reward": ColumnRows(
+            numbers, ColumnData(np.float32([0, 1, np.nan, 0]))
+        ),  # wrong, as `on_nan = skip` lets it be
+        "even": ColumnRows(numbers, ColumnData(np.float32([np.nan, 1, 0.5, np.nan]))),
     }
     for task, place in ((Task("train", 0, 1), "rows"), (Task("held_out", 0, 1), "evaluation_rows/held_out")):
         row_files.write(folder, plan, pieces, task)

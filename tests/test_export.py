@@ -239,7 +239,7 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path, capsys):
 
 def test_parts_on_other_hosts_are_asked_for(tmp_path, capsys):
     files = ("actor-rank-00000.safetensors", "critic-rank-00000.safetensors"), ("actor-rank-00001.safetensors",)
-    hosts = tuple(checkpoint.Host(f"10.0.0.{i}", f"node{i}", names) for i, names in enumerate(files))
+    hosts = tuple(checkpoint.CheckpointHost(f"10.0.0.{i}", f"node{i}", names) for i, names in enumerate(files))
     written = {"format_version": checkpoint.PARTED, "hosts": hosts}
     path, _ = save(tmp_path / "run", plan_of(EXAMPLE / "model"), "tp", written=written)
     (path / files[1][0]).rename(tmp_path / files[1][0])

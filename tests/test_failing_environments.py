@@ -12,7 +12,7 @@ from test_environments import ANSWERS, GROUP, alone, drawn, lists, program, tool
 
 from msrl_graph.runtime.data.columns import ragged, texts
 from msrl_graph.runtime.dock.messages import Batch
-from msrl_graph.runtime.functions.environments import Environment
+from msrl_graph.runtime.functions.environments import EnvironmentClass
 from msrl_graph.runtime.functions.isolation import parts
 from msrl_graph.runtime.metrics.row_failures import failures
 from msrl_graph.runtime.process.processes import alive
@@ -72,7 +72,7 @@ def stage(path, on_failure):
 
 def begun(plan):
     """The episodes of all rows, without a policy."""
-    environment = Environment(plan.graph.node("actor.generate"), plan)
+    environment = EnvironmentClass(plan.graph.node("actor.generate"), plan)
     environment.start()
     columns = {"prompt": ragged(PROMPTS, np.int32), "answer": texts(ANSWERS)}
     rows = np.arange(len(PROMPTS))

@@ -14,8 +14,8 @@ from test_functions import call, results
 from msrl_graph import Fault, compile
 from msrl_graph.ir.signatures import signatures
 from msrl_graph.runtime.data.dataset import Dataset
-from msrl_graph.runtime.functions.draw_weights import Weigher, scarce
-from msrl_graph.runtime.functions.values import Filled
+from msrl_graph.runtime.functions.draw_weights import DrawWeights, scarce
+from msrl_graph.runtime.functions.values import InjectedArguments
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import RunError
 
@@ -38,14 +38,14 @@ deploy mine on laptop {{
 ROWS = [("37+48=", "85", 3.0), ("a prompt longer than its bound", "x", 9.0), ("2+2=", "4", 1.0), ("5+5=", "10", 2.0)]
 
 
-def weigher(folder: Path, weights: str, source: str = "", state: str = "") -> Weigher:
+def weigher(folder: Path, weights: str, source: str = "", state: str = "") -> DrawWeights:
     (folder / "mine.py").write_text(source)
     (folder / "rows.jsonl").write_text(
         "".join(json.dumps({"prompt": p, "answer": a, "difficulty": d}) + "\n" for p, a, d in ROWS)
     )
     program = PROGRAM.format(weights=weights, state=state, model=EXAMPLE / "model")
     plan = compile(str(folder / "p.rlg"), text=program)
-    return Weigher(plan, Dataset(plan.deploy.data["source"], plan))
+    return DrawWeights(plan, Dataset(plan.deploy.data["source"], plan))
 
 
 def test_rows_are_drawn_by_columns_of_the_data(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_tokenizer_is_that_of_the_tokens_which_the_node_reads() -> None:
     plan = compile(EXAMPLE / "grpo.rlg")
     signature = signatures("def f(response, tokenizer, iteration): ...")["f"]
     assert (signature.columns, signature.fills) == (("response",), ("tokenizer", "iteration"))
-    given = Filled(signature, plan.graph.node("host.reward"), plan)("train", 3, 0)
+    given = InjectedArguments(signature, plan.graph.node("host.reward"), plan)("train", 3, 0)
     assert given["iteration"] == 3 and given.keys() == {"tokenizer", "iteration"}
     tokenizer = given["tokenizer"]
     assert (

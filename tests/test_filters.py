@@ -20,7 +20,7 @@ from msrl_graph import Fault, compile
 from msrl_graph.diagnostics import ProgramWarning
 from msrl_graph.runtime.data.numerics import drawn
 from msrl_graph.runtime.dock.controller import Controller
-from msrl_graph.runtime.dock.messages import News, Place
+from msrl_graph.runtime.dock.messages import RowLocation, RowsReady
 from msrl_graph.runtime.dock.readers import readers
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import RunError
@@ -178,7 +178,7 @@ class Flow:
 
     def hear(self, node, column, part):
         rows, lengths = (np.array(x) for x in zip(*part, strict=True))
-        self.told[node].append(News(column, rows, lengths, Place(0, "some")))
+        self.told[node].append(RowsReady(column, rows, lengths, RowLocation(0, "some")))
         controller = self.controllers[node]
         if self.random.random() < 0.03:  # it dies, and another takes its place
             controller = self.controllers[node] = Controller(controller.reader)

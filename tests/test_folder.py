@@ -42,7 +42,7 @@ def ran(tmp_path, monkeypatch, plan):
 
 def attempted(plan, out, resume="", **options):
     """A run until its driver would have its turn."""
-    asked = supervisor.Options(overwrite=True, **options)
+    asked = supervisor.WatchOptions(overwrite=True, **options)
     with pytest.raises(supervisor.RunFailed):
         supervisor.Supervisor(supervisor.prepare(plan, out, resume, asked), asked, None, NOBODY).whole()
 
@@ -142,7 +142,7 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_replaces_the_newer_ones_whe
 
 
 def test_results_that_a_run_is_writing_are_not_removed(ran, plan):
-    asked = supervisor.Options(overwrite=True)
+    asked = supervisor.WatchOptions(overwrite=True)
     made = supervisor.prepare(plan, ran, "", asked)
     with lock(ran), pytest.raises(Fault, match="another run is writing into"):
         supervisor.Supervisor(made, asked, None, NOBODY).whole()

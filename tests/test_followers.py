@@ -277,10 +277,10 @@ def test_a_checkpoint_holds_it_and_a_resume_goes_on_as_if_nothing_had_happened(a
     manifest = checkpoint.Manifest(checkpoint.FORMAT, 3, 0, steps, {}, tuple(files))
     again = staged(stated, dtype, offload)
     for s in again.trainers["actor"].shards():  # the moments of steps that were not taken are not there
-        source = checkpoint.Source(tmp_path / "c", manifest)
+        source = checkpoint.CheckpointSource(tmp_path / "c", manifest)
         with torch.no_grad():
             s.tensor.copy_(source.read(f"actor/weights/{s.name}", s.box, s.tensor.dtype))
-    again._resume_follower(checkpoint.Source(tmp_path / "c", manifest), "reference")
+    again._resume_follower(checkpoint.CheckpointSource(tmp_path / "c", manifest), "reference")
     for which in (stage, again):
         moved(which, 9)
         which.followers["reference"].follow(3)
@@ -295,7 +295,7 @@ def test_a_checkpoint_in_which_it_did_not_follow_leaves_it_as_its_model(alone, t
     manifest = checkpoint.Manifest(checkpoint.FORMAT, 3, 0, steps, {}, tuple(files))
     stage = staged("follows = actor")
     first = own(stage)
-    stage._resume_follower(checkpoint.Source(tmp_path / "c", manifest), "reference")
+    stage._resume_follower(checkpoint.CheckpointSource(tmp_path / "c", manifest), "reference")
     assert all(torch.equal(value, first[name]) for name, value in own(stage).items())
 
 
@@ -347,7 +347,7 @@ BOTH = [
 def of_checkpoint(run, iteration, worker):
     """A worker's weights in a checkpoint, by name, whole."""
     folder = run / "checkpoints" / f"{iteration:06d}"
-    source = checkpoint.Source(folder, checkpoint.manifest_of(folder))
+    source = checkpoint.CheckpointSource(folder, checkpoint.manifest_of(folder))
     start = load_file(EXAMPLE / "model" / "model.safetensors")
     whole = {name: tuple((0, n) for n in value.shape) for name, value in start.items()}
     return {n: source.read(f"{worker}/weights/{n}", box, torch.float32) for n, box in whole.items()}

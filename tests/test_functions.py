@@ -14,14 +14,14 @@ import pytest
 from msrl_graph import compile
 from msrl_graph.ir.graph import Column, Dim, Expr, Graph, Node, State, Worker
 from msrl_graph.ir.options import Run
-from msrl_graph.ir.plan import Deploy, Plan
+from msrl_graph.ir.plan import Deployment, Plan
 from msrl_graph.ir.rowsets import rowsets
 from msrl_graph.model import models
 from msrl_graph.runtime.data import columns, tokens
 from msrl_graph.runtime.dock.messages import Batch, Share
-from msrl_graph.runtime.dock.readers import Read, Reader
+from msrl_graph.runtime.dock.readers import ColumnRead, NodeReads
 from msrl_graph.runtime.driver import run_folder
-from msrl_graph.runtime.functions.function_node import Function
+from msrl_graph.runtime.functions.function_node import FunctionNode
 from msrl_graph.runtime.functions.units import options_of
 from msrl_graph.runtime.functions.user_traceback import shown
 from msrl_graph.runtime.functions.workers import Workers, WorkerSpec
@@ -105,11 +105,11 @@ def prepared(
     nodes = (Node("source", "", "source", (), ("prompt", "answer")), generate, SCORE, node)
     graph = Graph("g", {}, COLUMNS, kinds, nodes, (), (prompts, 4), states=states)
     model = replace(models.load("./model", EXAMPLE), path="letters")
-    plan = Plan(graph, laptop(), Deploy("d", {"policy": model}, {}, {}, {}, run=Run(seed=4, on_nan=on_nan)))
+    plan = Plan(graph, laptop(), Deployment("d", {"policy": model}, {}, {}, {}, run=Run(seed=4, on_nan=on_nan)))
     rows = rowsets(graph)
     at, unit = rows.nodes[node.name], rows.units[node.name]
-    reads = tuple(Read(c, rows.columns[c], "x") for c in READS)
-    reader = Reader(node.name, reads, tuple(rows.sets), at, unit, per == "batch", (0,))
+    reads = tuple(ColumnRead(c, rows.columns[c], "x") for c in READS)
+    reader = NodeReads(node.name, reads, tuple(rows.sets), at, unit, per == "batch", (0,))
     units = np.arange(4) if per == "row" else np.arange(prompts) if per == "prompt" else np.zeros(1, int)
     sizes = np.full(len(units), 4 // len(units))
     batch = Batch(
@@ -117,8 +117,8 @@ def prepared(
         {
             "answer": columns.texts(["x", "x", "y", "y"]),
             "response": columns.ragged([np.array([ord(c) for c in r]) for r in RESPONSES], np.int32),
-            "score": columns.Column(np.array([1, 2, 3, 4], np.float32)),
-            "rate": columns.Column(np.array([0.25, 0.25, 0.5, 0.5])),
+            "score": columns.ColumnData(np.array([1, 2, 3, 4], np.float32)),
+            "rate": columns.ColumnData(np.array([0.25, 0.25, 0.5, 0.5])),
             **dict(given),
         },
     )  # fmt: skip
@@ -129,7 +129,7 @@ def prepared(
             if workers
             else None
         )
-        function = Function(node, plan, reader, workers=of)
+        function = FunctionNode(node, plan, reader, workers=of)
     return function, batch, Task("train", 7, prompts, states={"coef": 2.0})
 
 
@@ -368,7 +368,7 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
 
 def test_a_folder_that_another_run_took_meanwhile_is_left_to_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plan = Plan(Graph("g", {}, (), (), (), (), (1,)), None, Deploy("d", {}, {}, {}, {}))
+    plan = Plan(Graph("g", {}, (), (), (), (), (1,)), None, Deployment("d", {}, {}, {}, {}))
     one = run_folder.choose(plan, None)
     (one).mkdir(parents=True)
     assert run_folder.make(plan, one, stated=False) == Path("runs/d-2") and (tmp_path / "runs" / "d-2").is_dir()

@@ -14,10 +14,10 @@ import pytest
 from place import EXAMPLE
 
 from msrl_graph import compile
-from msrl_graph.runtime.agents.server import Endpoint, Row
-from msrl_graph.runtime.metrics.http_server import Watching
-from msrl_graph.runtime.metrics.ports import Doors
-from msrl_graph.runtime.metrics.run_status import Facts
+from msrl_graph.runtime.agents.server import Endpoint, OpenRow
+from msrl_graph.runtime.metrics.http_server import StatusServer
+from msrl_graph.runtime.metrics.ports import ListeningSockets
+from msrl_graph.runtime.metrics.run_status import RunFacts
 from msrl_graph.runtime.process.connection_gate import MOST, Gate, listen
 
 
@@ -82,7 +82,7 @@ def endpoint():
     def run(coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, loop).result(10)
 
-    served.rows["key"] = Row(0, None)
+    served.rows["key"] = OpenRow(0, None)
     run(served.start())
     try:
         head = {"Authorization": "Bearer key"}
@@ -97,10 +97,10 @@ def endpoint():
 @contextmanager
 def watched(metrics):
     plan = compile(EXAMPLE / "grpo.rlg")
-    with closing(Doors(not metrics, 0 if metrics else None)) as doors:
+    with closing(ListeningSockets(not metrics, 0 if metrics else None)) as doors:
         port = int(doors.lines[0].rpartition(":")[2].partition("/")[0])
         given = replace(doors.ports, page=_dup(doors.ports.page), metrics=_dup(doors.ports.metrics))
-        watching = Watching(plan, Facts(plan), given)
+        watching = StatusServer(plan, RunFacts(plan), given)
         path = "/metrics" if metrics else f"/?token={doors.ports.token}"
         yield ("127.0.0.1", port), watching.gates[0], (path, {})
 

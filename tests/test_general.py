@@ -10,7 +10,7 @@ from msrl_graph import compile
 from msrl_graph.backends import ENGINES
 from msrl_graph.cost import default_activations, holdings
 from msrl_graph.cost.time import Costs
-from msrl_graph.ir.workload import Work, in_flight, micro_batches
+from msrl_graph.ir.workload import Workload, in_flight, micro_batches
 from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout
 
@@ -18,7 +18,7 @@ MEGATRON = ENGINES["megatron"]
 
 
 def work(name, layout, rows=1, batches=8, **more):
-    return Work(load(name, Path()), layout, "bf16", rows, rows, 1024, 3072, batches=batches, **more)
+    return Workload(load(name, Path()), layout, "bf16", rows, rows, 1024, 3072, batches=batches, **more)
 
 
 def update(name, layout, **more):

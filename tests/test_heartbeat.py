@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager
 
 from msrl_graph.runtime.process import heartbeat
-from msrl_graph.runtime.process.heartbeat import Limits, Watch, ended, moved
+from msrl_graph.runtime.process.heartbeat import HeartbeatWatch, Limits, ended, moved
 from msrl_graph.runtime.process.processes import stopped
 
 LIMITS = Limits(1.0, 2.0)
@@ -68,7 +68,7 @@ def look(watch, seconds, pause=0.25):
 def test_who_is_stopped_or_holds_the_interpreter_is_killed_and_who_moves_is_not(tmp_path):
     with beating(tmp_path, stopped=WAITS, holds=HOLDS_THE_LOCK, waits=WAITS, loops=LOOPS) as made:
         os.kill(made["stopped"].pid, signal.SIGSTOP)
-        told = look(Watch(tmp_path, LIMITS), 4.5)
+        told = look(HeartbeatWatch(tmp_path, LIMITS), 4.5)
         assert made["stopped"].wait(5) == made["holds"].wait(5) == -signal.SIGKILL
         assert made["waits"].poll() is None and made["loops"].poll() is None
         assert sorted(told) == [
@@ -81,7 +81,7 @@ def test_who_is_stopped_or_holds_the_interpreter_is_killed_and_who_moves_is_not(
 def test_who_writes_moves_though_no_python_code_runs(tmp_path):
     with beating(tmp_path, writes=WRITES) as made:
         before = moved(tmp_path)
-        assert look(Watch(tmp_path, LIMITS), 3.5) == [] and made["writes"].poll() is None
+        assert look(HeartbeatWatch(tmp_path, LIMITS), 3.5) == [] and made["writes"].poll() is None
         assert moved(tmp_path) > before + heartbeat.RATE
 
 
@@ -115,7 +115,7 @@ def test_hearts_look_at_each_other_and_one_tells(tmp_path):
 def test_a_watch_that_stood_still_itself_kills_nobody(tmp_path):
     """As on a machine that was suspended: only looks of its own count, and they are few."""
     with beating(tmp_path, waits=WAITS) as made:
-        watch = Watch(tmp_path, LIMITS)
+        watch = HeartbeatWatch(tmp_path, LIMITS)
         watch.look(0.25)
         os.kill(made["waits"].pid, signal.SIGSTOP)
         time.sleep(3)
@@ -143,7 +143,7 @@ time.sleep(300)
         nest, other = map(int, process.stdout.readline().split())
         for pid in (nest, other, server.pid):
             os.kill(pid, signal.SIGSTOP)
-        told = look(Watch(tmp_path, LIMITS, lambda: {"Ray's raylet": server.pid}), 2)
+        told = look(HeartbeatWatch(tmp_path, LIMITS, lambda: {"Ray's raylet": server.pid}), 2)
         assert server.wait(5) == -signal.SIGKILL
         assert sorted(told) == [
             "Ray's raylet has not moved for 1 s (stopped); killed",
@@ -168,7 +168,7 @@ def test_who_gets_no_processor_is_not_silent(tmp_path):
         slow = f"import os, signal, time\nwhile True:\n    os.kill({pid}, 19)\n    time.sleep(0.19)\n"
         slow += f"    os.kill({pid}, 18)\n    time.sleep(0.01)"
         with subprocess.Popen([sys.executable, "-c", slow]) as holding:
-            watch, told, until = Watch(tmp_path, Limits(3600, 1.0)), [], time.monotonic() + 60
+            watch, told, until = HeartbeatWatch(tmp_path, Limits(3600, 1.0)), [], time.monotonic() + 60
             while not told and time.monotonic() < until:
                 told = look(watch, 0.5)
             holding.kill()

@@ -19,7 +19,7 @@ from msrl_graph.files import urls
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.runtime.driver import run_inputs, supervisor
 from msrl_graph.runtime.driver.resume import resumed
-from msrl_graph.runtime.driver.run_inputs import Digesting, differences, take
+from msrl_graph.runtime.driver.run_inputs import DigestThread, differences, take
 from msrl_graph.runtime.metrics.recorder import Recorder
 from msrl_graph.runtime.process import host_facts
 
@@ -243,7 +243,7 @@ def test_a_run_that_starts_anew_does_not_read_other_data(program, tmp_path):
     made = supervisor.prepare(compile(program), "out")
     dies = "import os; open('train.jsonl', 'a').write('\\n'); os._exit(1)"
     with pytest.raises(supervisor.RunFailed) as failed:
-        supervisor.Supervisor(made, supervisor.Options(), None, ("-c", dies)).whole()
+        supervisor.Supervisor(made, supervisor.WatchOptions(), None, ("-c", dies)).whole()
     assert str(failed.value) == (
         f"the driver ended with status 1, and data source ({tmp_path}/train.jsonl) was changed after the run began: "
         "the run cannot go on as it began; the files of the run so far are in out"
@@ -288,10 +288,10 @@ def test_what_the_samples_do_not_show_is_reported_when_the_file_is_digested_whol
     name = "model policy: model.safetensors"
 
     def digested(before):
-        now = run_inputs.Inputs({name: run_inputs._entry(path)}, {})
+        now = run_inputs.RunInputs({name: run_inputs._entry(path)}, {})
         assert not now.files[name].sha256
         assert before is None or differences(before, now) == run_inputs.Differences()
-        digesting = Digesting(tmp_path, now, before, said.append)
+        digesting = DigestThread(tmp_path, now, before, said.append)
         digesting.thread.join()
         digesting.close()
         kept = run_inputs.recorded(run_inputs.read(tmp_path))
@@ -315,7 +315,7 @@ def test_a_run_that_ends_does_not_wait_for_large_files(tmp_path):
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a terabyte of nothing
-    now = run_inputs.Inputs({"model policy: model.safetensors": run_inputs._entry(path)}, {})
-    digesting = Digesting(tmp_path, now, None, print)
+    now = run_inputs.RunInputs({"model policy: model.safetensors": run_inputs._entry(path)}, {})
+    digesting = DigestThread(tmp_path, now, None, print)
     digesting.close()
     assert not digesting.thread.is_alive() and digesting.inputs == now

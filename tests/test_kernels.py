@@ -22,9 +22,9 @@ from recorded_operators import Operators
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import kernels
-from msrl_graph.backends.devices import Device
+from msrl_graph.backends.devices import TorchDevice
 from msrl_graph.backends.kernels import ascend, reference, torch_native
-from msrl_graph.backends.spec import Asked
+from msrl_graph.backends.spec import ForwardRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 from msrl_graph.model import models
@@ -171,7 +171,7 @@ def asks():
 
 
 def device(kernels_of):
-    return Device(replace(HOST, kernels=kernels_of.kernels))
+    return TorchDevice(replace(HOST, kernels=kernels_of.kernels))
 
 
 def computed(model, kind, layout=engines.ALONE, rank=0, mesh=None, per_host=0):
@@ -181,9 +181,9 @@ def computed(model, kind, layout=engines.ALONE, rank=0, mesh=None, per_host=0):
     prompts, responses = asks()
     packed = pack([prompts], [responses], np.arange(6))
     with torch.no_grad():
-        logp = engine.score([packed], Asked(1.0))[0].logp
+        logp = engine.score([packed], ForwardRequest(1.0))[0].logp
     weight = torch.linspace(-1, 1, len(logp))
-    engines.train(engine, packed, lambda made: (made.logp * weight).sum(), Asked(0.7))
+    engines.train(engine, packed, lambda made: (made.logp * weight).sum(), ForwardRequest(0.7))
     return logp, engine.step(1e-3, 1.0)
 
 

@@ -10,7 +10,7 @@ from called import AWAY, HERE, KEY, Place
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.runtime.dock.rpc import Lines
+from msrl_graph.runtime.dock.rpc import RpcConnections
 from msrl_graph.runtime.process.task_report import RunError
 
 
@@ -51,7 +51,7 @@ def test_what_is_lost_on_one_line_is_sent_again_while_another_answer_is_waited_f
     """A process that writes rows does not wait for its dock, but for rows that come of them from another one."""
     other = Place(name="other")
     try:
-        lines = Lines(lambda name: {"there": place, "other": other}[name].address, HERE, KEY)
+        lines = RpcConnections(lambda name: {"there": place, "other": other}[name].address, HERE, KEY)
         lines.to("there").send("echo", 0).get()
         heard, answer = [], lines.to("there").send("wait")
 
@@ -125,7 +125,7 @@ def test_a_call_that_waits_goes_with_the_next_one(place):
 
 
 def test_each_thread_has_a_line_of_its_own(place):
-    lines, done = Lines(place.find, HERE, KEY), []
+    lines, done = RpcConnections(place.find, HERE, KEY), []
     place.lines.append(lines.to("there"))
     waits = lines.to("there").send("wait")
 

@@ -7,13 +7,13 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrl_graph.runtime.process.log import Lines
+from msrl_graph.runtime.process.log import PrefixedStream
 
 
 @given(st.lists(st.text(alphabet="ab\n", max_size=6), max_size=8))
 def test_each_line_has_one_head(pieces):
     read, write = os.pipe()
-    lines = Lines(write, "rank 0")
+    lines = PrefixedStream(write, "rank 0")
     lines.node = "RUN actor.update in train/3"
     for piece in pieces:
         assert lines.write(piece) == len(piece)

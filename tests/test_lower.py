@@ -10,7 +10,7 @@ import pytest
 from language import PROGRAMS, TESTS, context, diagnose, lowered
 
 from msrl_graph.diagnostics import NOWHERE, Fault
-from msrl_graph.dsl.lower import Lowered
+from msrl_graph.dsl.lower import LoweredProgram
 from msrl_graph.hardware.cluster import DEVICES, Figure
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph
@@ -32,11 +32,11 @@ def number(value: float) -> Expr:
 
 
 @pytest.fixture(scope="module")
-def grpo() -> Lowered:
+def grpo() -> LoweredProgram:
     return lowered(PAGE)
 
 
-def test_the_page_has_the_graph_that_it_says(grpo: Lowered) -> None:
+def test_the_page_has_the_graph_that_it_says(grpo: LoweredProgram) -> None:
     graph, expected = grpo.graph, page.graph()
     assert graph.name == "grpo"
     assert graph.params == expected.params
@@ -49,7 +49,7 @@ def test_the_page_has_the_graph_that_it_says(grpo: Lowered) -> None:
     assert [replace(e, span=NOWHERE) for e in graph.edges] == list(expected.edges)
 
 
-def test_the_nodes_stand_in_dependency_order_ties_by_name(grpo: Lowered) -> None:
+def test_the_nodes_stand_in_dependency_order_ties_by_name(grpo: LoweredProgram) -> None:
     assert [n.name for n in grpo.graph.nodes] == [
         "source",
         "actor.generate",
@@ -61,7 +61,7 @@ def test_the_nodes_stand_in_dependency_order_ties_by_name(grpo: Lowered) -> None
     ]
 
 
-def test_attributes_are_evaluated_and_calls_have_keys(grpo: Lowered) -> None:
+def test_attributes_are_evaluated_and_calls_have_keys(grpo: LoweredProgram) -> None:
     def attributes(name: str) -> dict[str, Expr]:
         return {k: bare(v) for k, v in grpo.graph.node(name).attributes.items()}
 
@@ -77,7 +77,7 @@ def test_attributes_are_evaluated_and_calls_have_keys(grpo: Lowered) -> None:
     assert update["optimizer"] == Expr("call", "adamw", (number(1e-6),), ("lr",))
 
 
-def test_the_page_has_the_deploy_that_it_says(grpo: Lowered) -> None:
+def test_the_page_has_the_deploy_that_it_says(grpo: LoweredProgram) -> None:
     assert grpo.cluster is not None and grpo.deploy is not None
     assert (grpo.cluster.name, grpo.cluster.nodes, grpo.cluster.devices_per_node) == ("pod", 2, 8)
     assert grpo.cluster.device == DEVICES["ascend-910c"]

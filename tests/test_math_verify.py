@@ -293,7 +293,7 @@ def test_the_library_says_the_same_of_numbers():
     for a, b in pairs:
         assert answers.number(a) and answers.number(b)
         assert (math_verify(rf"\boxed{{{a}}}", b) == 1) == judges.equal(
-            [judges.Question(a, b, True)], timeout=9, budget=9
+            [judges.JudgeRequest(a, b, True)], timeout=9, budget=9
         )[0].equal, (a, b)
 
 
@@ -328,7 +328,7 @@ def test_what_is_a_number(text, value):
 
 @given(st.fractions(), st.booleans())
 def test_a_number_is_read_back_as_it_is_written(value, percent):
-    found = answers.Number(value, percent)
+    found = answers.ParsedNumber(value, percent)
     assert answers.number(str(found)) == found
     assert math_verify(rf"\boxed{{{found}}}", str(found)) == 1 != math_verify(rf"\boxed{{{found}}}", str(value + 1000))
 
@@ -471,7 +471,9 @@ def test_what_takes_its_time_shares_the_budget(monkeypatch):
         ]
 
     monkeypatch.setattr(judges, "_asked", ask)
-    questions = [judges.Question(str(i), "1", True) for i in range(20)] * 2 + [judges.Question("late", "1", True)]
+    questions = [judges.JudgeRequest(str(i), "1", True) for i in range(20)] * 2 + [
+        judges.JudgeRequest("late", "1", True)
+    ]
     assert [v.equal for v in judges.equal(questions, timeout=5, budget=60)] == [False] * 40 + [True]
     assert asked == [(21, round(60 / 21, 3))]
     for budget, rounds in ((1, [(21, 0.05)]), (8.4, [(21, 0.4)]), (1000, [(21, 5)])):
@@ -488,15 +490,17 @@ def test_what_takes_its_time_shares_the_budget(monkeypatch):
     def late(questions, limit):
         return [judges.Verdict(False, "", float(q.response) > limit) for q in questions]
 
-    judges.equal([judges.Question(str(cost), "1", True) for cost in [0.01] * 50 + [0.2, 0.7, 9]], timeout=5, budget=6)
+    judges.equal(
+        [judges.JudgeRequest(str(cost), "1", True) for cost in [0.01] * 50 + [0.2, 0.7, 9]], timeout=5, budget=6
+    )
     assert asked == [(4, 1.5), (1, 4.5)]
 
 
 def test_an_answer_that_takes_too_much_memory_is_cut_off():
     one = judges.Judge(memory=200 * 2**20)
-    verdict = one.ask(judges.Question("]" * 2**24, "3", False), 30, 30)
+    verdict = one.ask(judges.JudgeRequest("]" * 2**24, "3", False), 30, 30)
     assert not verdict.equal and verdict.cut_off == "math-verify took too much memory"
-    assert one.ask(judges.Question("2x", "x + x", True), 30, 30) == judges.Verdict(True)  # of a fresh one
+    assert one.ask(judges.JudgeRequest("2x", "x + x", True), 30, 30) == judges.Verdict(True)  # of a fresh one
     one.end()
 
 

@@ -21,8 +21,8 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import devices, peaks
-from msrl_graph.backends.spec import Asked
-from msrl_graph.ir.workload import Work
+from msrl_graph.backends.spec import ForwardRequest
+from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process import memory
@@ -136,13 +136,13 @@ def test_what_entropies_and_given_ids_take(tmp_path):
     draw = np.random.default_rng(0)
     prompt, response = (ragged(list(draw.integers(0, 4000, (40, n))), np.int32) for n in (4, 10))
     ids = torch.from_numpy(draw.integers(0, 4000, (400, 3)))
-    work = Work(model, Layout(), "f32", 40, 40, 4, 10, trained=True)
+    work = Workload(model, Layout(), "f32", 40, 40, 4, 10, trained=True)
     for entropy, given in ((False, False), (True, False), (False, True), (True, True)):
         gc.collect()  # other tests' engines are cycles
         with memory.Peak() as peak:
             before = memory.held()["device"]
             micro = pack([prompt], [response], np.arange(40), given=ids if given else None)
-            asked = Asked(entropy=entropy)
+            asked = ForwardRequest(entropy=entropy)
             engines.train(engine, micro, lambda made: sum(x.sum() for x in made if x is not None), asked)
         wanted = peaks.trainer("update", replace(work, entropy=entropy, given=given))["backward in the head"]["logits"]
         assert over(peak, before) == pytest.approx(wanted, rel=0.1), (entropy, given)
@@ -243,7 +243,7 @@ def _trained_and_checked(rank, folder, model, layout):
     micro = pack([prompt], [response], np.arange(4))
     for _ in range(2):
         with Checked() as peak:
-            engine.train([micro], lambda made, _: made.logp.sum(), Asked())
+            engine.train([micro], lambda made, _: made.logp.sum(), ForwardRequest())
             engine.step(1e-3, 1.0)
         assert peak.looks > 500
 

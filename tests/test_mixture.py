@@ -8,7 +8,7 @@ from mixture import latent, mixture
 from place import MINE, ONE_RANK, THRICE, TRAINED, Place, assert_alike, weights
 from safetensors.numpy import load_file
 
-from msrl_graph.backends.spec import Asked
+from msrl_graph.backends.spec import ForwardRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -81,5 +81,5 @@ def test_a_correction_is_read_in_float32_whatever_the_weights_are(tmp_path):
     begun = load_file(tmp_path / "model.safetensors")
     assert all(v.dtype == torch.float32 and (v.numpy() == begun[n]).all() for n, v in held.items())
     prompts, responses = (ragged([np.arange(3, 9)] * 2, np.int32), ragged([np.arange(4, 8)] * 2, np.int32))
-    made = engine.score([pack([prompts], [responses], np.arange(2))], Asked(1.0))
+    made = engine.score([pack([prompts], [responses], np.arange(2))], ForwardRequest(1.0))
     assert torch.isfinite(made[0].logp).all()

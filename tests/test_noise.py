@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph import noise
-from msrl_graph.noise import Stream
+from msrl_graph.noise import RandomStream
 
 PACKAGE = Path(noise.__file__).parent
 small = st.integers(0, 2**40)
@@ -18,19 +18,19 @@ small = st.integers(0, 2**40)
 
 @given(small, small, st.lists(small, min_size=1, max_size=50), small, st.randoms(use_true_random=False))
 def test_neither_the_batch_nor_the_place_in_it_matters(seed, iteration, rows, step, random):
-    keys = Stream(seed, "token", "actor.generate", "train").keys(iteration, np.array(rows))
+    keys = RandomStream(seed, "token", "actor.generate", "train").keys(iteration, np.array(rows))
     whole = noise.uniform(keys, step)
     order = list(range(len(rows)))
     random.shuffle(order)
     assert np.array_equal(whole[order], noise.uniform(keys[order], step))
-    alone = Stream(seed, "token", "actor.generate", "train").keys(iteration, rows[0])
+    alone = RandomStream(seed, "token", "actor.generate", "train").keys(iteration, rows[0])
     assert noise.uniform(alone, step) == whole[0]
 
 
 def test_each_part_of_the_key_and_its_place_matter():
-    base = Stream(1, "token", "a").keys(2, 3, 4)
+    base = RandomStream(1, "token", "a").keys(2, 3, 4)
     for other in ((3, 2, 4), (2, 4, 3), (2, 3, 5), (0, 3, 4), (2, 3)):
-        assert Stream(1, "token", "a").keys(*other) != base
+        assert RandomStream(1, "token", "a").keys(*other) != base
     for seed, *name in (
         (2, "token", "a"),
         (1, "function", "a"),
@@ -38,23 +38,28 @@ def test_each_part_of_the_key_and_its_place_matter():
         (1, "token"),
         (1, "token", "a", ""),
     ):
-        assert Stream(seed, *name).keys(2, 3, 4) != base
+        assert RandomStream(seed, *name).keys(2, 3, 4) != base
 
 
 def test_it_is_uniform_and_uncorrelated():
-    u = noise.uniform(Stream(0, "token", "a").keys(7, np.arange(200_000)), 3)
+    u = noise.uniform(RandomStream(0, "token", "a").keys(7, np.arange(200_000)), 3)
     counts = np.histogram(u, bins=100, range=(0, 1))[0]
     chi2 = ((counts - 2000) ** 2 / 2000).sum()
     assert 50 < chi2 < 160  # 99 degrees of freedom: a thousandth lies outside either side
     assert abs(np.corrcoef(u[:-1], u[1:])[0, 1]) < 0.01
-    streams = [Stream(0, "token", "a"), Stream(0, "token", "b"), Stream(0, "token", "a", "x"), Stream(1, "token", "a")]
+    streams = [
+        RandomStream(0, "token", "a"),
+        RandomStream(0, "token", "b"),
+        RandomStream(0, "token", "a", "x"),
+        RandomStream(1, "token", "a"),
+    ]
     drawn = [noise.uniform(s.keys(i, np.arange(200_000)), 3) for s in streams for i in (7, 8)]
     for one, other in itertools.combinations(drawn, 2):
         assert abs(np.corrcoef(one, other)[0, 1]) < 0.012  # five standard deviations
 
 
 def test_a_generator_is_keyed():
-    one, other = Stream(1, "function", "a"), Stream(1, "function", "b")
+    one, other = RandomStream(1, "function", "a"), RandomStream(1, "function", "b")
     assert one.generator(1, 2).integers(1 << 60) == one.generator(1, 2).integers(1 << 60)
     assert len({s.generator(1, i).integers(1 << 60) for s in (one, other) for i in (2, 3)}) == 4
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from msrl_graph import Fault
-from msrl_graph.runtime.driver.callbacks import Follower
+from msrl_graph.runtime.driver.callbacks import MetricsFollower
 from msrl_graph.runtime.driver.outcome import Outcome
 from msrl_graph.runtime.metrics.recorder import METRICS
 
@@ -57,7 +57,7 @@ def iteration(number: int, **more: object) -> dict[str, object]:
 
 def test_each_iteration_is_told_once_though_a_run_is_restarted(tmp_path: Path) -> None:
     metrics, told = tmp_path / METRICS, []
-    follower = Follower(metrics, told.append, 0)
+    follower = MetricsFollower(metrics, told.append, 0)
     follower.attempt(0)
     follower.look()
     write(metrics, {"evaluation": "test"}, iteration(0), iteration(1, kl=None), more='{"iteration": 2, ')
@@ -80,7 +80,7 @@ def test_each_iteration_is_told_once_though_a_run_is_restarted(tmp_path: Path) -
 def test_lines_that_a_resumed_run_replaces_are_not_told(tmp_path: Path) -> None:
     metrics, told = tmp_path / METRICS, []
     write(metrics, *map(iteration, range(6)))
-    follower = Follower(metrics, told.append, 2)
+    follower = MetricsFollower(metrics, told.append, 2)
     follower.attempt(2)
     follower.look()
     assert told == []
@@ -99,7 +99,7 @@ def test_a_function_that_raised_is_not_called_again(tmp_path: Path) -> None:
         raise ValueError("no more")
 
     write(tmp_path / METRICS, iteration(0), iteration(1))
-    follower = Follower(tmp_path / METRICS, fail, 0)
+    follower = MetricsFollower(tmp_path / METRICS, fail, 0)
     follower.look()
     follower.look()
     assert calls == [0] and isinstance(follower.error, ValueError)

@@ -14,7 +14,7 @@ from msrl_graph.hardware.cluster import DEVICES
 from msrl_graph.ir.plan import EngineChoice, Plan
 from msrl_graph.model.models import load
 from msrl_graph.planner.owners import engines, owners
-from msrl_graph.planner.place import Place
+from msrl_graph.planner.place import PlaceNodes
 from msrl_graph.planner.pools import divide
 from msrl_graph.sharding.layout import Layout
 
@@ -88,7 +88,7 @@ def test_of_two_engines_for_one_layout_the_quicker_is_taken(tp: int) -> None:
 
 def test_a_plan_says_why_another_engine_was_not_taken() -> None:
     def chosen(plan: Plan) -> str:
-        return Place(ENGINES).apply(plan).placement("actor.update").engine.chosen
+        return PlaceNodes(ENGINES).apply(plan).placement("actor.update").engine.chosen
 
     assert chosen(started("h100", update=Layout(dp=8, zero=3))) == "the plan: `megatron` has no ZeRO 3"
     assert chosen(started("cpu", update=Layout(pp=2, dp=4))) == "the plan: `fsdp` has no pp"

@@ -13,7 +13,7 @@ from place import EXAMPLE
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.spec import Act, Asked, Sampling, collected
+from msrl_graph.backends.spec import Act, ForwardRequest, Sampling, collected
 from msrl_graph.runtime.calibrate.probes import operators
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -39,10 +39,10 @@ def test_a_trainer_calls_as_many_operators_as_its_spec_says() -> None:
     packed = pack([prompt], [response], np.arange(4))
 
     def infer() -> None:
-        engine.score([packed], Asked())
+        engine.score([packed], ForwardRequest())
 
     def update() -> None:
-        engines.train(engine, packed, lambda made: made.logp.sum(), Asked())
+        engines.train(engine, packed, lambda made: made.logp.sum(), ForwardRequest())
 
     assert operators(infer) == pytest.approx(counted("fsdp", "infer", model.layers), rel=SAME)
     assert operators(update) == pytest.approx(counted("fsdp", "update", model.layers), rel=SAME)

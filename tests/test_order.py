@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.noise import Stream
+from msrl_graph.noise import RandomStream
 from msrl_graph.runtime.data import data_order
 
-STREAM = Stream(0, "weighted")
+STREAM = RandomStream(0, "weighted")
 WEIGHTS = st.lists(
     st.one_of(st.just(0.0), st.floats(0, allow_nan=False, allow_infinity=False)), min_size=1, max_size=30
 )
@@ -18,8 +18,8 @@ def test_any_part_of_an_order_is_the_same_whatever_came_before(weights, seed, it
     weights = np.array(weights)
     size = len(weights)
     deals = (
-        lambda position, count: data_order.shuffled(Stream(seed, "order"), size, position, count),
-        lambda position, count: data_order.drawn(Stream(seed, "weighted"), iteration, weights, position, count),
+        lambda position, count: data_order.shuffled(RandomStream(seed, "order"), size, position, count),
+        lambda position, count: data_order.drawn(RandomStream(seed, "weighted"), iteration, weights, position, count),
     )
     for deal in deals:
         whole = deal(0, 3 * size)
@@ -45,7 +45,7 @@ def test_rows_without_weight_come_last_and_weights_are_relative(weights, iterati
 
 def test_draws_are_in_proportion_to_the_weights():
     weights, times = np.array([1.0, 2, 0, 3, 4]), 4000
-    drawn = np.array([data_order.drawn(Stream(7, "weighted"), i, weights, 0, 2) for i in range(times)])
+    drawn = np.array([data_order.drawn(RandomStream(7, "weighted"), i, weights, 0, 2) for i in range(times)])
     share = weights / weights.sum()
     # One row after another: the first by the shares, the second by the shares of those that are left.
     first = np.bincount(drawn[:, 0], minlength=5)
@@ -64,7 +64,7 @@ def test_a_draw_is_another_with_another_seed_iteration_or_pass():
     weights = np.linspace(0.5, 1, 20)
     first = data_order.drawn(STREAM, 0, weights, 0, 20).tolist()
     others = [
-        data_order.drawn(Stream(1, "weighted"), 0, weights, 0, 20),
+        data_order.drawn(RandomStream(1, "weighted"), 0, weights, 0, 20),
         data_order.drawn(STREAM, 1, weights, 0, 20),
         data_order.drawn(STREAM, 0, weights, 20, 20),
     ]

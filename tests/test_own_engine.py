@@ -14,13 +14,13 @@ from msrl_graph import backends, compile
 from msrl_graph.backends import fsdp, hf
 from msrl_graph.compiler.unsupported import unready
 from msrl_graph.hardware.device_kinds import DEVICE_KINDS, HOST
-from msrl_graph.ir.attributes import Generate, Update
+from msrl_graph.ir.attributes import GenerateAttributes, UpdateAttributes
 from msrl_graph.ir.plan import from_json
-from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
 from msrl_graph.runtime.rank.engines import Engines
-from msrl_graph.runtime.rank.rank import Doing
+from msrl_graph.runtime.rank.rank import InstructionRunner
 from msrl_graph.runtime.rank.training import Training
 
 GENERATES = ("  run {", "  engine actor.generate = likeliest\n  run {")
@@ -44,8 +44,8 @@ def test_what_an_engine_does_not_honour_is_refused_where_it_stands():
 
 
 def test_what_each_engine_must_name_is_refused_of_one_that_does_not(monkeypatch):
-    declared = {**Update.declared(), "reduce": replace(Update.declared()["reduce"], named=True)}
-    monkeypatch.setattr(Update, "declared", lambda: declared)
+    declared = {**UpdateAttributes.declared(), "reduce": replace(UpdateAttributes.declared()["reduce"], named=True)}
+    monkeypatch.setattr(UpdateAttributes, "declared", lambda: declared)
     stated = ("mini_batch = 4", "reduce = tokens\n    mini_batch = 4")
     (told,) = unready(one_rank(TRAINS, stated))
     assert told.code == "not-yet" and told.message.startswith("`reduce` of `actor.update` by the engine `pairs`")
@@ -64,7 +64,7 @@ def test_a_generator_gets_new_weights_and_is_told_of_them():
     stage = Stage(one_rank(GENERATES, SLOW))
     generator = stage.generators["actor.generate"]
     assert type(generator) is own_engine.Likeliest and generator.fills == 0
-    assert generator.said is Generate.of(stage.plan.graph.node("actor.generate")), (
+    assert generator.said is GenerateAttributes.of(stage.plan.graph.node("actor.generate")), (
         "what its node says is for it to read"
     )
     generator.filled()
@@ -74,7 +74,7 @@ def test_a_generator_gets_new_weights_and_is_told_of_them():
     assert response[0][0] == generator.next[PROMPTS[0][-1]] and drawn[0][0] == generator.logp[PROMPTS[0][-1]]
     before = [s.tensor.clone() for s in generator.held]
     stage.act("actor.update", columns | {"old_logp": drawn, "ref_logp": drawn})
-    Doing(stage, Task("train", 3, 4, 2), Report("")).reshard((), "actor.update", "actor.generate")
+    InstructionRunner(stage, Task("train", 3, 4, 2), Report("")).reshard((), "actor.update", "actor.generate")
     assert generator.fills == 2
     stage.swaps["actor"].wait()
     after = {s.name: s.tensor for s in stage.trainers["actor"].shards()}
@@ -85,7 +85,7 @@ def test_a_generator_gets_new_weights_and_is_told_of_them():
 @pytest.mark.usefixtures("alone")
 def test_weights_of_a_trainer_that_tells_no_likeliest_tokens_are_proven_and_not_probed():
     stage = Stage(one_rank(TRAINS, SLOW))
-    Doing(stage, Task("train", 3, 4, 2), report := Report("")).reshard((), "actor.update", "actor.generate")
+    InstructionRunner(stage, Task("train", 3, 4, 2), report := Report("")).reshard((), "actor.update", "actor.generate")
     (proof,) = stage.proofs.values()
     assert report.seconds["proof"] > 0 and not proof.unprobed and len(proof.held) == 51
     stage.swaps["actor"].wait()
@@ -105,7 +105,7 @@ def columns():
         "advantage": numbers["advantage"],
         "response.logp": -np.abs(numbers["a"]),
     }
-    return {"prompt": prompts, "response": responses} | {k: Column(v, responses.offsets) for k, v in logps.items()}
+    return {"prompt": prompts, "response": responses} | {k: ColumnData(v, responses.offsets) for k, v in logps.items()}
 
 
 def learn(rank, folder, plan, out):
@@ -117,7 +117,7 @@ def learn(rank, folder, plan, out):
         stage.act("actor.update", columns())
     told = {name: total for name, total in stage.told.sums.items() if name in TOLD}
     held = {s.name: s.tensor for s in stage.trainers["actor"].shards() if s.tensor.numel()}
-    said = Update.of(stage.plan.graph.node("actor.update"))
+    said = UpdateAttributes.of(stage.plan.graph.node("actor.update"))
     assert len(stage.trainers["actor"].told) == 4 and all(t == said for t in stage.trainers["actor"].told)
     torch.save((logp, told, held, stage.trainers["actor"].calls), f"{out}/{dist.get_world_size()}-{rank}")
 

@@ -9,9 +9,9 @@ from stage import PROMPTS, one_rank, share
 from test_filled import weigher
 from test_functions import results
 
-from msrl_graph.runtime.data.columns import Column, ragged, texts
+from msrl_graph.runtime.data.columns import ColumnData, ragged, texts
 from msrl_graph.runtime.dock.messages import Batch
-from msrl_graph.runtime.functions.environments import Environment
+from msrl_graph.runtime.functions.environments import EnvironmentClass
 from msrl_graph.runtime.process.task import Task
 
 GROUP = 2
@@ -66,7 +66,7 @@ def planned(path, on_failure):
 
 def episodes(plan, prompts):
     """What is said in two turns of all responses to some prompts, and their rewards."""
-    environment = Environment(plan.graph.node("actor.generate"), plan)
+    environment = EnvironmentClass(plan.graph.node("actor.generate"), plan)
     environment.start()
     columns = {
         "prompt": ragged([PROMPTS[i] for i in prompts], np.int32),
@@ -116,7 +116,7 @@ def test_what_a_function_changes_is_its_own(per, writable, tmp_path):
     scores = np.array([1, 2, 3, 4], np.float32)
     ids.setflags(write=writable)
     scores.setflags(write=writable)
-    columns = {"response": Column(ids, np.array([0, 2, 3, 3, 6])), "score": Column(scores)}
+    columns = {"response": ColumnData(ids, np.array([0, 2, 3, 3, 6])), "score": ColumnData(scores)}
     made = results(tmp_path, body, ("reward",), per, given=columns)
     assert made.columns["reward"].column.values.tolist() == [1, 2, 3, 4]
     assert ids.tolist() == [97, 98, 99, 100, 101, 102] and scores.tolist() == [1, 2, 3, 4]

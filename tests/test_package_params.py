@@ -7,7 +7,7 @@ import pytest
 from msrl_graph import algorithms, check
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read
-from msrl_graph.ir.attributes import Generate, Update
+from msrl_graph.ir.attributes import GenerateAttributes, UpdateAttributes
 
 NAMES = sorted(path.stem for path in Path(algorithms.FOLDER).glob("*.rlg"))
 PROBE = 0.015625  # which no algorithm has
@@ -36,7 +36,7 @@ def test_lr_is_the_rate_of_what_is_trained(name):
     before, after = graph(name), graph(name, lr=PROBE)
     kinds = {w.name: w.kind for w in before.workers}
     for node, other in zip(before.verb("update"), after.verb("update"), strict=True):
-        was, now = (Update.of(n).rate.value for n in (node, other))
+        was, now = (UpdateAttributes.of(n).rate.value for n in (node, other))
         assert now == (was if kinds[node.worker] == "value" else PROBE) and was != PROBE
         # Nothing else of the update changes.
         rest = {key: numbers(e) for key, e in node.attributes.items() if key != "optimizer"}
@@ -45,7 +45,7 @@ def test_lr_is_the_rate_of_what_is_trained(name):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "critic" in {w.name for w in check(n).workers}])
 def test_critic_lr_is_the_rate_of_the_critic(name):
-    found = {n.worker: Update.of(n).rate.value for n in graph(name, critic_lr=PROBE).verb("update")}
+    found = {n.worker: UpdateAttributes.of(n).rate.value for n in graph(name, critic_lr=PROBE).verb("update")}
     assert found == {"critic": PROBE, "actor": 1e-6}
 
 
@@ -57,14 +57,14 @@ def test_the_bounds_of_the_ratio_have_one_name(name, param):
     assert there is (name not in WITHOUT_CLIP and (name, param) != ("cispo", "clip_low"))
     if there:
         (actor,) = [n for n in graph(name, **{param: PROBE}).verb("update") if n.worker == "actor"]
-        assert PROBE in numbers(Update.of(actor).loss)
+        assert PROBE in numbers(UpdateAttributes.of(actor).loss)
     if "clip_low" in plain.params and plain.params["clip_low"] == plain.params["clip_high"]:
         assert graph(name, clip_low=PROBE).params["clip_high"] == PROBE  # a bound of both sides
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in OF_PAIRS])
 def test_group_is_how_many_responses_a_prompt_has(name):
-    samples = [Generate.of(n).samples for n in graph(name, group=7).verb("generate")]
+    samples = [GenerateAttributes.of(n).samples for n in graph(name, group=7).verb("generate")]
     assert 7 in samples and graph(name).params["group"] != 7
 
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.runtime.rank.packing import distinct, flat
 
@@ -62,7 +62,7 @@ def test_conversations_of_a_row_are_the_sequences_of_rows_of_their_own(rows, aft
 
     each = [(rows[r][0], one) for r in chosen for one in rows[r][1] or [[]]]
     alone = [ragged([np.array(e[i]) for e in each], np.int32) for i in (0, 1)]
-    own = Column(np.array([*chain(*(bits[r] for r in chosen))], bool), alone[1].offsets) if masked else None
+    own = ColumnData(np.array([*chain(*(bits[r] for r in chosen))], bool), alone[1].offsets) if masked else None
     expected = pack(alone[:1], alone[1:], np.arange(len(each)), [own], after)
     for name in ("ids", "offsets", "row", "position", "token"):
         assert packed[name].tolist() == expected[name].tolist(), name
@@ -76,7 +76,7 @@ def test_no_rows_still_make_a_batch():
 
 
 def test_scalars_are_given_to_every_token():
-    column = Column(np.array([1.5, 2.5], np.float32))
+    column = ColumnData(np.array([1.5, 2.5], np.float32))
     assert torch.equal(flat(column, np.array([1, 0]), np.array([2, 1])), torch.tensor([2.5, 2.5, 1.5]))
 
 

@@ -16,27 +16,27 @@ from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import sharing as sharing_check
 from msrl_graph.cost import groups, holdings
 from msrl_graph.diagnostics import Span
-from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
+from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
 from msrl_graph.ir.graph import Dim, Edge, Graph, Node, Value, Worker
 from msrl_graph.ir.instruction import Instruction
 from msrl_graph.ir.options import ReshardOptions
 from msrl_graph.ir.plan import EngineChoice, Plan, from_json
 from msrl_graph.model.models import load
-from msrl_graph.passes.dock import Dock
-from msrl_graph.planner.place import Place
+from msrl_graph.passes.dock import InsertDock
+from msrl_graph.planner.place import PlaceNodes
 from msrl_graph.sharding.layout import Layout
 
 PLAN = page.plan(page.start(evaluations=(page.EVALUATION,), engines=page.LIGHT))
 
 
-def on(cluster: Cluster, **deploy: object) -> Plan:
+def on(cluster: ClusterSpec, **deploy: object) -> Plan:
     return replace(page.start(**deploy), cluster=cluster)
 
 
-def devices(nodes: int, each: int, memory: float | None = None, device: str = "ascend-910c") -> Cluster:
+def devices(nodes: int, each: int, memory: float | None = None, device: str = "ascend-910c") -> ClusterSpec:
     kind = DEVICES[device]
     kind = replace(kind, memory=Figure(memory, "stated", "the test")) if memory else kind
-    return Cluster("some", kind, nodes, each, Figure(300e6, "stated", "the test"))
+    return ClusterSpec("some", kind, nodes, each, Figure(300e6, "stated", "the test"))
 
 
 # place
@@ -57,7 +57,7 @@ def test_generation_ranks_are_numbered_for_small_groups() -> None:
 
 
 def test_dp_comes_from_the_placement() -> None:
-    placed = Place(ENGINES).apply(
+    placed = PlaceNodes(ENGINES).apply(
         page.start(layouts={"actor.update": Layout(tp=4, dp=0), "actor.generate": Layout(tp=2, dp=0)})
     )
     assert placed.placement("actor.update").layout.dp == 4
@@ -66,7 +66,7 @@ def test_dp_comes_from_the_placement() -> None:
 
 
 def test_what_nobody_decides_is_data_parallel() -> None:
-    placed = Place(ENGINES).apply(page.start(layouts={}))
+    placed = PlaceNodes(ENGINES).apply(page.start(layouts={}))
     assert all(
         placed.placement(n).layout == Layout(dp=16) for n in ("actor.update", "actor.generate", "reference.infer")
     )
@@ -85,17 +85,17 @@ def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
             ),
         )
         device = replace(start.cluster.device, memory=Figure(memory, "stated"))
-        plan = Place(ENGINES).apply(replace(start, graph=graph, cluster=replace(start.cluster, device=device)))
+        plan = PlaceNodes(ENGINES).apply(replace(start, graph=graph, cluster=replace(start.cluster, device=device)))
         rows[memory] = plan.placement("actor.update").engine.options["micro_batch"]
     assert 1 < rows[110e9] < rows[160e9]
 
 
 def test_an_infer_takes_its_updates_engine_and_own_options() -> None:
     update = EngineChoice("fsdp", {"dtype": "f32", "micro_batch": 2})
-    placed = Place(ENGINES).apply(page.start(engines={"actor.update": update}))
+    placed = PlaceNodes(ENGINES).apply(page.start(engines={"actor.update": update}))
     assert placed.placement("actor.infer").engine.options == {"dtype": "f32", "micro_batch": 1}
     own = EngineChoice("fsdp", {"micro_batch": 4})
-    placed = Place(ENGINES).apply(page.start(engines={"actor.update": update, "actor.infer": own}))
+    placed = PlaceNodes(ENGINES).apply(page.start(engines={"actor.update": update, "actor.infer": own}))
     assert placed.placement("actor.infer").engine.options["micro_batch"] == 4
 
 
@@ -109,7 +109,7 @@ def again(**deploy: object) -> Plan:
 
 def test_infers_of_one_worker_share_what_is_stated_for_one_of_them() -> None:
     engines = {"second": EngineChoice("fsdp", {"dtype": "f32", "micro_batch": 2})}
-    placed = Place(ENGINES).apply(
+    placed = PlaceNodes(ENGINES).apply(
         again(layouts={**page.DEPLOY.layouts, "second": Layout(tp=4, dp=0, zero=3)}, engines=engines)
     )
     first, second = placed.placement("reference.infer"), placed.placement("second")
@@ -136,7 +136,7 @@ def test_only_the_micro_batch_is_a_states_own(node: str, engine: dict[str, Value
         "second": EngineChoice("fsdp", {"dtype": "bf16"}),
         node: EngineChoice("fsdp", engine),
     }
-    placed = Place(ENGINES).apply(again(engines=stated))
+    placed = PlaceNodes(ENGINES).apply(again(engines=stated))
     assert [d.code for d in sharing_check.check(placed)] == ["bad-value"] * wrong
 
 
@@ -204,7 +204,7 @@ def test_controllers_are_spread_over_the_hosts() -> None:
 def test_controllers_are_where_devices_are_idle() -> None:
     plan = spread()
     half = tuple(replace(p, devices=2) for p in plan.pools)  # all on host 0
-    found = Dock(ENGINES).apply(replace(plan, pools=half))
+    found = InsertDock(ENGINES).apply(replace(plan, pools=half))
     assert {c.host for c in found.docks.controllers} == {1}
 
 
@@ -438,7 +438,7 @@ def test_passes_are_deterministic_and_json_is_the_inverse() -> None:
 
 
 def told(plan: Plan) -> list[tuple[str, str, str]]:
-    placed = Place(ENGINES).apply(plan)
+    placed = PlaceNodes(ENGINES).apply(plan)
     return [(d.code, d.message, d.help) for d in layout_check.check(placed, ENGINES)]
 
 

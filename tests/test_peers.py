@@ -111,7 +111,7 @@ def reduced(per_token, lengths, kind, *argument, rows=None, tokens=None, term="s
     """The loss of a mini-batch of `rows` rows and `tokens` tokens, these here in two micro-batches."""
     how = Expr("call", kind, tuple(Expr("number", a) for a in argument))
     node = Node("actor.update", "actor", "update", (), attributes={"loss": Expr("call", term), "reduce": how})
-    whole = loss.Whole(sum(lengths) if tokens is None else tokens, len(lengths) if rows is None else rows)
+    whole = loss.LossNormalizer(sum(lengths) if tokens is None else tokens, len(lengths) if rows is None else rows)
     half = len(lengths) // 2
     at = sum(lengths[:half])
     parts = ((per_token[:at], lengths[:half]), (per_token[at:], lengths[half:]))

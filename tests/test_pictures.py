@@ -26,7 +26,7 @@ from msrl_graph.emit.layered_layout import draw
 from msrl_graph.emit.picture import Arrow, Box, Picture, graph_picture, placed_picture, plan_picture
 from msrl_graph.emit.svg import shorten, svg
 from msrl_graph.ir.graph import Graph
-from msrl_graph.ir.plan import Note, Plan
+from msrl_graph.ir.plan import Plan, PlanNote
 from msrl_graph.simulation.timeline import timeline
 
 Golden = Callable[[str, str], None]
@@ -264,7 +264,7 @@ def test_names_are_text_in_a_page() -> None:
     nasties = [n for n in NASTY if "<" in n or "&" in n or '"' in n]
     named = replace(
         plan,
-        notes=tuple(Note(n, n) for n in nasties),
+        notes=tuple(PlanNote(n, n) for n in nasties),
         pools=tuple(replace(p, name=n) for p, n in zip(plan.pools, nasties, strict=False)),
         graph=replace(plan.graph, name=nasties[-1]),
     )

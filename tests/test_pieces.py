@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from msrl_graph.diagnostics import Fault
-from msrl_graph.runtime.agents.template import Speech
+from msrl_graph.runtime.agents.template import ChatTemplate
 from msrl_graph.runtime.data.token_pieces import COMPOSED, BadPieceError, Pieces
 from msrl_graph.runtime.data.tokens import Tokens
 
@@ -256,7 +256,7 @@ def test_a_text_that_follows_another_and_cannot_be_joined_is_refused_with_its_ro
 
 
 def test_a_conversation_goes_on_without_a_blank(tmp_path: Path) -> None:
-    speech = Speech(Tokens(str(folder(tmp_path, "llama"))))
+    speech = ChatTemplate(Tokens(str(folder(tmp_path, "llama"))))
     whole = np.concatenate([speech.encode("12+34="), speech.following("46"), speech.following(", and")])
     assert speech.decode(whole) == "12+34=46, and"
 

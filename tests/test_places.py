@@ -11,7 +11,7 @@ from language import TESTS
 
 from msrl_graph import compile
 from msrl_graph.ir.plan import Plan
-from msrl_graph.runtime.data.numerics import Watch
+from msrl_graph.runtime.data.numerics import NumericsWatch
 from msrl_graph.runtime.functions.user_traceback import blame
 from msrl_graph.runtime.metrics.row_failures import failures
 from msrl_graph.runtime.process.task import Task
@@ -58,7 +58,7 @@ def test_rows_that_failed_are_those_of_the_call_of_the_child(plan: Plan) -> None
 
 
 def test_a_result_that_is_no_number_is_of_the_call_of_the_child(plan: Plan) -> None:
-    node, watch = plan.graph.node("host.reward"), Watch(plan)
+    node, watch = plan.graph.node("host.reward"), NumericsWatch(plan)
     with pytest.raises(RunError, match="is not finite") as raised:
         watch.tell(node, Task("train", 0, 4), Report("functions"), "reward", np.array([3]), "it is not finite")
     assert str(raised.value).startswith(f"{WHERE} on row 3 of iteration 0: it is not finite")

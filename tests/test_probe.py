@@ -14,17 +14,17 @@ from place import EXAMPLE
 from msrl_graph import compile
 from msrl_graph.diagnostics import Fault
 from msrl_graph.hardware.environment_variables import Setting
-from msrl_graph.ir.plan import Surroundings
+from msrl_graph.ir.plan import ProcessEnvironment
 from msrl_graph.runtime.driver import shipping, user_modules
 from msrl_graph.runtime.driver.cluster_probe import Hosts
 from msrl_graph.runtime.process import host_facts, interpreters
 from msrl_graph.runtime.process.cluster_join import NoResources
-from msrl_graph.runtime.process.shipped_files import File
+from msrl_graph.runtime.process.shipped_files import ShippedFile
 
 FILES = {"model policy": ["/m/config.json", "/m/model.safetensors"], "data source": ["/train.jsonl"]}
 SIZES = {"/m/config.json": 700, "/m/model.safetensors": 5000, "/train.jsonl": 90, "/out/.mark": 0}
 DIGESTS = {path: f"of {path}, {size}" for path, size in SIZES.items()}
-FACTS = host_facts.Facts(
+FACTS = host_facts.HostFacts(
     name="node-a",
     versions={"Python": "3.11.7", "msrl-graph": "0.1.0 0a1b2c3d", "torch": "2.13.0+cpu", "numpy": "2.4.6"},
     others={},
@@ -151,7 +151,7 @@ deploy grpo on pod {
     with warnings.catch_warnings(action="ignore"):
         found = compile("p.rlg", text=program)
     own = Setting("TASK_QUEUE_ENABLE", "1", "no graph is captured with level 2", "a page", fails="2")
-    return replace(found, surroundings=(Surroundings(found.pools[0].name, (own,)),))
+    return replace(found, surroundings=(ProcessEnvironment(found.pools[0].name, (own,)),))
 
 
 def test_an_interpreter_of_a_pool_is_told_on_the_hosts_that_have_processes_of_it():
@@ -290,7 +290,7 @@ def test_what_a_python_file_imports_from_its_folder_goes_with_it(tmp_path):
 def test_what_is_shipped_is_loaded_from_there_and_tracebacks_name_the_users_own_file(tmp_path):
     """In a process that sees other files at these paths."""
     path = written(tmp_path / "user")
-    files = {str(p): File(p.read_bytes(), 0) for p in user_modules.modules(path)}
+    files = {str(p): ShippedFile(p.read_bytes(), 0) for p in user_modules.modules(path)}
     for name in BESIDE:
         (tmp_path / "user" / name).write_text("raise RuntimeError('an old copy')\n")
     code = f"""

@@ -20,13 +20,13 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw, sgd
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.spec import Asked, Sampling, collected
+from msrl_graph.backends.spec import ForwardRequest, Sampling, collected
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process.environment import WAITS
 from msrl_graph.runtime.rank.micro_batches import pack
-from msrl_graph.runtime.weights.reshard import Swap
+from msrl_graph.runtime.weights.reshard import HostSwap
 from msrl_graph.sharding.layout import Layout
 
 FOLDER = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -69,9 +69,9 @@ def train(rank, folder, weights, out, cases, by="adamw"):
             spans = [np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine]
             own = weight[np.concatenate(spans or [np.zeros(0, int)])]
             packed = pack([prompts], [responses], mine)
-            engines.train(engine, packed, weighted(own, len(weight)), Asked(0.7))
+            engines.train(engine, packed, weighted(own, len(weight)), ForwardRequest(0.7))
             norms.append(engine.step(RULES[by][2], 0.5))
-        logp = engine.score([pack([prompts], [responses], rows)], Asked(1.0))[0].logp
+        logp = engine.score([pack([prompts], [responses], rows)], ForwardRequest(1.0))[0].logp
         held = {s.name: s.tensor for s in engine.shards()} if dist.get_world_size() == 1 else {}
         if rank == 0:
             torch.save((norms, logp, held), Path(out) / f"{dist.get_world_size()}-{number}")
@@ -241,7 +241,7 @@ def swap_engine(rank, folder):
     for swapped in (False, True):
         layout = Layout(dp=3, zero=3)
         engine = engines.trainer(model(), layout, rank, engines.mesh(layout), adamw(lr=0.0))
-        swap = Swap(engine.shards())
+        swap = HostSwap(engine.shards())
         prompts, responses, weight = batch()
         for _ in range(2):
             if swapped:
@@ -253,7 +253,7 @@ def swap_engine(rank, folder):
             mine = np.arange(12)[rank::3]
             index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine])
             own, packed = weight[index], pack([prompts], [responses], mine)
-            engines.train(engine, packed, weighted(own, len(weight)), Asked(1.0))
+            engines.train(engine, packed, weighted(own, len(weight)), ForwardRequest(1.0))
             engine.step(1e-3, 1.0)
         found.append([s.tensor.clone() for s in engine.shards()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -7,7 +7,7 @@ from stage import one_rank
 from transformers import get_scheduler
 
 from msrl_graph import algorithms
-from msrl_graph.ir.attributes import Update
+from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.runtime.process.task_report import RunError
 from msrl_graph.runtime.rank import learning_rate as rates
 
@@ -67,7 +67,7 @@ def test_a_schedule_ends_with_the_run_where_nothing_else_is_stated():
 )
 def test_the_steps_of_a_run(stated, steps):
     plan = one_rank(("mini_batch = 4", f"mini_batch = 4\n    {stated}"))
-    assert Update.of(plan.graph.node("actor.update")).steps_in_run(8, 15) == steps
+    assert UpdateAttributes.of(plan.graph.node("actor.update")).steps_in_run(8, 15) == steps
 
 
 def test_a_function_of_the_step_and_of_states(tmp_path):

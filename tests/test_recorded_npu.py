@@ -53,4 +53,4 @@ def test_a_ranks_life_by_an_npus_kernels_is_that_by_torchs_own(alone, tmp_path, 
 
 def test_a_thread_that_asks_before_it_has_a_device_is_refused(npu):
     with npu.standing(), pytest.raises(AssertionError, match="Stream before set_device"):
-        devices.Lane(devices.Device(DEVICE_KINDS[HOST.name]))
+        devices.Lane(devices.TorchDevice(DEVICE_KINDS[HOST.name]))

@@ -15,7 +15,7 @@ from msrl_graph.cli import compile_main
 from msrl_graph.dsl.attributes import read_as
 from msrl_graph.dsl.expressions import Names
 from msrl_graph.dsl.parse import parse_set
-from msrl_graph.ir.kinds import FLOPS, RATE, TIME, Quantity
+from msrl_graph.ir.kinds import FLOPS, RATE, TIME, QuantityKind
 from msrl_graph.ir.options import STATEMENTS
 from msrl_graph.reference import facts, syntax
 
@@ -162,6 +162,6 @@ def test_a_link_is_its_words(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @given(st.floats(1e-5, 1e16), st.sampled_from([RATE, FLOPS, TIME]))
-def test_a_quantity_reads_as_it_was(value: float, kind: Quantity) -> None:
+def test_a_quantity_reads_as_it_was(value: float, kind: QuantityKind) -> None:
     text = facts.quantity(value, kind.unit)
     assert read_as(kind, "x", parse_set("x", text)[1], Names({})).value == pytest.approx(value, rel=1e-5)

@@ -16,7 +16,7 @@ from msrl_graph.backends.spec import Shard
 from msrl_graph.hardware.cluster import Figure
 from msrl_graph.ir.plan import Reshard, Step
 from msrl_graph.passes.reshard import ways_of
-from msrl_graph.runtime.weights.reshard import Resharder, Swap
+from msrl_graph.runtime.weights.reshard import HostSwap, Resharder
 from msrl_graph.runtime.weights.transfer_routes import Block
 from msrl_graph.sharding.layout import Layout, Side, Tensor, elements, kinds, shard, slices
 from msrl_graph.sharding.redistribute import gatherers
@@ -54,7 +54,7 @@ def moving(rank):
         edge = Reshard(
             "a", "b", mode, order, "", tuple(ways), 0, buckets, (), Step("", 0, Figure(0, "assumed")), 0, 0, 0, 0, 0
         )
-        swap = Swap(given)
+        swap = HostSwap(given)
         mover = Resharder(edge, model, rank, (source, target), blocks, swap)
         for turn in range(2):
             mover.run(lambda: wanted)

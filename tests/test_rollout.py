@@ -17,10 +17,10 @@ from test_engines import sampling
 from msrl_graph import compile
 from msrl_graph.backends.generation.segments import in_stretches
 from msrl_graph.backends.spec import Response
-from msrl_graph.ir.attributes import Generate
-from msrl_graph.runtime.driver.run_state import Carried
+from msrl_graph.ir.attributes import GenerateAttributes
+from msrl_graph.runtime.driver.run_state import RunState
 from msrl_graph.runtime.process.task_report import Report
-from msrl_graph.runtime.rank.partial_rollout import Rollout
+from msrl_graph.runtime.rank.partial_rollout import PartialRollout
 from msrl_graph.runtime.weights import checkpoint
 from msrl_graph.simulation import rollout as simulation
 
@@ -73,7 +73,7 @@ def rolled(plan, task, lengths, groups, left=(), keys=None):
     """An iteration that so many groups draw, each in a thread of its own: the responses that they take, by position,
     what they report, and the positions under way, of which some have `left` before. `keys` are those drawn by so far,
     by position and number."""
-    said, told = Generate.of(plan.graph.node("actor.generate")), []
+    said, told = GenerateAttributes.of(plan.graph.node("actor.generate")), []
     positions = [*(c.position for c in task.cut), *range(task.position, task.position + task.prompts - len(task.cut))]
     here, summed = Barrier(groups, timeout=20), Barrier(groups, told.clear, timeout=20)
 
@@ -88,7 +88,7 @@ def rolled(plan, task, lengths, groups, left=(), keys=None):
         rows = np.array([row for row in range(len(positions))[number::groups] if positions[row] not in left], np.int64)
         context = [np.array([positions[row]], np.int32) for row in rows]
         how = sampling(samples=FAN, max_tokens=LONGEST, ends=(END,))
-        rollout = Rollout(task, rows, context, how, said, TAKES, task.number, together, Legible())
+        rollout = PartialRollout(task, rows, context, how, said, TAKES, task.number, together, Legible())
         taken = rollout.run(Engine(lengths, {} if keys is None else keys))
         report = Report(f"rank {number}")
         report.cut = rollout.cut(taken)
@@ -114,8 +114,8 @@ def responses(shortest, longest):
 )
 def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cuts, overdue, groups, restored):
     plan = planned(share, cuts, overdue)
-    said, carried = Generate.of(plan.graph.node("actor.generate")), Carried(plan, 100)
-    foreseen = simulation.Rollout(
+    said, carried = GenerateAttributes.of(plan.graph.node("actor.generate")), RunState(plan, 100)
+    foreseen = simulation.SimulatedRollout(
         TAKES, said.under_way(TAKES), FAN, said.stretch(LONGEST), cuts, said.waits, lambda n: (1, lengths[n])
     )
     entered, left, begun = set(), set(), set()
@@ -125,7 +125,7 @@ def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cut
         if number == restored:
             with TemporaryDirectory() as folder:
                 path = saved(carried, Path(folder), number)
-                carried = Carried(plan, 100)
+                carried = RunState(plan, 100)
                 carried.groups = groups
                 carried.restore(path, checkpoint.manifest_of(path))
         task = carried.task(number)
@@ -153,7 +153,7 @@ def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cut
 @pytest.mark.parametrize("overdue", ["wait", "drop_group"])
 def test_of_prompts_that_have_left_before_none_is_waited_for(overdue):
     plan = planned(0.6, 1, overdue)
-    carried = Carried(plan, 100)
+    carried = RunState(plan, 100)
     carried.groups = 2
     taken, reports, positions = rolled(plan, carried.task(0), [[5] * FAN] * 40, 2, left={0, 1, 3})
     assert len(positions) == 5 and taken.keys() == {2, 4} and not any(report.cut for report in reports)

@@ -16,13 +16,13 @@ from tokenizers import Tokenizer
 
 from msrl_graph import compile, noise
 from msrl_graph.cli import run_main
-from msrl_graph.ir.attributes import Generate
+from msrl_graph.ir.attributes import GenerateAttributes
 from msrl_graph.runtime.data import row_files as rows
-from msrl_graph.runtime.data.columns import Column, Piece, ragged, texts
+from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, ragged, texts
 from msrl_graph.runtime.driver.run_folder import MADE
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import RunError
-from msrl_graph.runtime.rank.partial_rollout import Rollout
+from msrl_graph.runtime.rank.partial_rollout import PartialRollout
 
 TOKENIZER = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
 RESPONSES = [np.arange(3, 3 + n) for n in (1, 4, 2, 5, 1, 1, 3, 2)]
@@ -42,12 +42,12 @@ def written(folder, iteration=0, responses=RESPONSES, changes=()):
         else ragged(PROMPTS, np.int32),
         "answer": texts(["21", "ä", "", "1"]),
         "response": ragged(responses, np.int32),
-        "reward": Column(np.arange(8, dtype=np.float32) / 2),
+        "reward": ColumnData(np.arange(8, dtype=np.float32) / 2),
         "response.logp": logp,
     }
     if any(c.name == "response_logp" for c in plan.graph.columns):
         columns["response_logp"] = ragged([np.full(len(r), -9.0) for r in responses], np.float32)
-    numbered = {name: Piece(prompts if len(column) == 4 else all_rows, column) for name, column in columns.items()}
+    numbered = {name: ColumnRows(prompts if len(column) == 4 else all_rows, column) for name, column in columns.items()}
     rows.write(folder, plan, numbered, Task("train", iteration, 4))
     return at(folder, plan, iteration)
 
@@ -114,7 +114,7 @@ def test_log_probabilities_that_an_infer_wrote_stand_beside_those_that_were_draw
 
 def test_an_iteration_of_which_no_prompt_was_left(tmp_path):
     plan = one_rank()
-    rows.write(tmp_path, plan, {"prompt": Piece(np.arange(4), ragged(PROMPTS, np.int32))}, Task("train", 0, 4))
+    rows.write(tmp_path, plan, {"prompt": ColumnRows(np.arange(4), ragged(PROMPTS, np.int32))}, Task("train", 0, 4))
     table = parquet.read_table(at(tmp_path, plan, 0))
     assert table.num_rows == 0 and {"row", "prompt_row", "prompt", "prompt_text"} == {*table.column_names}
 
@@ -193,11 +193,12 @@ def test_rows_of_an_evaluation_are_apart_and_each_goes_on_once(tmp_path, three):
     numbers = {"prompt": np.arange(4), "problem": np.arange(8), "solution": np.arange(32)}
     draw = np.random.default_rng(0)
     pieces = {
-        name: Piece(held, ragged([draw.integers(3, 13, 4) for _ in held], np.int32)) for name, held in numbers.items()
+        name: ColumnRows(held, ragged([draw.integers(3, 13, 4) for _ in held], np.int32))
+        for name, held in numbers.items()
     }
     right = draw.normal(size=32).astype(np.float32)
-    pieces["right"] = Piece(numbers["solution"], Column(right))
-    pieces["old_logp"] = Piece(numbers["solution"], ragged([np.full(4, n) for n in range(32)], np.float32))
+    pieces["right"] = ColumnRows(numbers["solution"], ColumnData(right))
+    pieces["old_logp"] = ColumnRows(numbers["solution"], ragged([np.full(4, n) for n in range(32)], np.float32))
     rows.write(tmp_path, three, pieces, Task("held_out", 40, 4))
     found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*.parquet")}
     assert found == {f"evaluation_rows/held_out/{level}/000040.parquet" for level in ("prompt", "problem", "solution")}
@@ -296,8 +297,10 @@ def rolled(folder, takes, groups=2):
     said, found = sampling(samples=2, max_tokens=5), []
     for mine in np.array_split(np.arange(4), groups):
         context = [PROMPTS[i] for i in mine]
-        stream = noise.Stream(0, "token", node.name, "train")
-        rollout = Rollout(task, mine, context, said, Generate.of(node), takes, 0, lambda of: of, stream)
+        stream = noise.RandomStream(0, "token", node.name, "train")
+        rollout = PartialRollout(
+            task, mine, context, said, GenerateAttributes.of(node), takes, 0, lambda of: of, stream
+        )
         taken = rollout.replay(rows.Recording(plan, folder), node, ("response", "response.logp"))
         tokens = {row: [g.tokens.tolist() for g in rollout.grown[row]] for row in taken}
         found.append((tokens, [(c.position, c.cuts, len(c.responses)) for c in rollout.cut(taken)]))

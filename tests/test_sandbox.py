@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from msrl_graph.tools import NotClosed, run_python, sandbox
+from msrl_graph.tools import SandboxUnavailable, run_python, sandbox
 
 patient = partial(run_python, seconds=60)  # on a busy machine Python alone takes seconds
 FORBIDDEN = "PermissionError: [Errno 1] Operation not permitted"
@@ -193,5 +193,5 @@ def test_where_it_cannot_be_closed_nothing_is_run(tmp_path, monkeypatch, forgott
     weak.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
     weak.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(NotClosed, match="cannot close it here: bwrap: No permissions to create new namespace"):
+    with pytest.raises(SandboxUnavailable, match="cannot close it here: bwrap: No permissions to create new namespace"):
         run_python("print(1)")

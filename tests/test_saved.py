@@ -269,7 +269,7 @@ def test_what_links_of_a_model_at_a_url_lead_out_to_is_not_fetched(
 def test_a_shipped_file_is_laid_inside_the_runs_folder_whatever_its_path_is(tmp_path: Path) -> None:
     up = "../" * (len(tmp_path.parts) + 8)
     path = f"{tmp_path}/{up}planted/one.py"
-    folder = shipped_files.lay({path: shipped_files.File(b"planted", 0)})
+    folder = shipped_files.lay({path: shipped_files.ShippedFile(b"planted", 0)})
     assert (folder / shipped_files.FILES / "planted" / "one.py").read_bytes() == b"planted"
 
 

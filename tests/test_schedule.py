@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Edge, Expr, Graph, Node, Worker
-from msrl_graph.ir.instruction import Instruction, Stream, Walk, Walker
+from msrl_graph.ir.instruction import Instruction, InstructionStream, Walk, Walker
 from msrl_graph.ir.plan import EngineChoice, Placement, Plan, Pool
 from msrl_graph.ir.rowsets import looping
-from msrl_graph.passes.schedule import Schedule
+from msrl_graph.passes.schedule import BuildSchedule
 from msrl_graph.sharding.layout import Layout
 
 WORKERS = (
@@ -48,10 +48,10 @@ def plan(
     )
     names = ("devices", *sorted(set(pools.values()) - {"devices"}))
     made = tuple(Pool(tuple(n for n in pools if pools[n] == p), i, 1, p) for i, p in enumerate(names))
-    return Schedule().apply(replace(Plan(graph, page.CLUSTER, deploy), placements=placements, pools=made))
+    return BuildSchedule().apply(replace(Plan(graph, page.CLUSTER, deploy), placements=placements, pools=made))
 
 
-def left_over(graph: Graph, streams: list[Stream]) -> list[str]:
+def left_over(graph: Graph, streams: list[InstructionStream]) -> list[str]:
     """What is never done when each pool walks its stream, waits for all that comes before a node, and meets another to
     reshard."""
     flow = graph.flow.digraph()
@@ -162,7 +162,7 @@ class Rounds(Walker):
     """What a process does in so many rounds of prompts; an AGAIN that is asked stands there with the round after
     which."""
 
-    def __init__(self, stream: Stream, rounds: int) -> None:
+    def __init__(self, stream: InstructionStream, rounds: int) -> None:
         self.rounds = rounds
         self.steps: list[tuple[Instruction, int]] = []
         assert Walk({stream.pool: stream.instructions}).finish(self)
@@ -201,7 +201,7 @@ def refilled(draw: st.DrawFn) -> Plan:
         return found
     chosen, attributes = draw(st.sampled_from(filters)), {"refill": Expr("number", 3)}
     nodes = tuple(replace(n, attributes=attributes) if n.name == chosen else n for n in found.graph.nodes)
-    return Schedule().apply(replace(found, graph=replace(found.graph, nodes=nodes)))
+    return BuildSchedule().apply(replace(found, graph=replace(found.graph, nodes=nodes)))
 
 
 def walk(found: Plan, rounds: int) -> None:

@@ -17,7 +17,7 @@ from msrl_graph.backends.sizes import Sizes
 from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import from_json
 from msrl_graph.ir.sequences import sequences
-from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task_report import Report, RunError
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -81,7 +81,7 @@ def test_an_update_of_token_scores_trains_the_score_of_the_row():
     stage, columns = staged(TOKENS), rows()  # its head begins at zero
     columns |= stage.act("tokens", columns)
     target = np.where(np.arange(8) % 2, -0.5, 0.5).astype(np.float32)
-    columns["returns"] = Column(target)
+    columns["returns"] = ColumnData(target)
     first = np.abs(stage.act("row", columns)["score"].values - target).max()
     for _ in range(80):
         stage.act("judge.update", columns)

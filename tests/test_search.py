@@ -27,7 +27,7 @@ from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import staleness as staleness_check
 from msrl_graph.compiler.pipeline import PASSES, unstated
 from msrl_graph.emit.search_report import why_text
-from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
+from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
 from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.plan import EngineChoice, Plan, Pool
 from msrl_graph.model.architecture import Model
@@ -88,7 +88,7 @@ def instance(seed: int, folder: Path) -> Plan:
     )
     if draw.random() < 0.5:  # resharding over a network that is slow beside the rest
         kind = replace(kind, fabric=None)
-    cluster = Cluster("some", kind, hosts, each, Figure(draw.choice([1e6, 1e8, 1e10]), "stated"))
+    cluster = ClusterSpec("some", kind, hosts, each, Figure(draw.choice([1e6, 1e8, 1e10]), "stated"))
     engines = {"actor.update": EngineChoice("fsdp", {"recompute": "none"})} if not moe and draw.random() < 0.2 else {}
     deploy = replace(page.DEPLOY, models={"policy": model}, layouts={}, engines=engines)
     if draw.random() < 0.3 and cluster.devices > 1:

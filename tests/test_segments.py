@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrl_graph.runtime.data.columns import Column, Piece, Verdicts, ragged, texts
-from msrl_graph.runtime.dock.messages import Part, Round
+from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, Verdicts, ragged, texts
+from msrl_graph.runtime.dock.messages import Round, WorkShare
 from msrl_graph.runtime.dock.segments import Activity, Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse, taken
 from msrl_graph.runtime.process.task import Task
@@ -27,12 +27,12 @@ TASK = Task("train", 3, 4)
 def pieces():
     rows = np.array([5, 2, 9])
     return {
-        "text": Piece(rows, texts(["a", "", "bcd"])),
-        "logp": Piece(rows, ragged([np.array(x) for x in ([1.5], [], [2.5, 3.5])], np.float32)),
-        "score": Piece(rows, Column(np.array([1.0, 2.0, 3.0]))),
-        "f.times": Verdicts(rows, Column(np.array([0, 2, 1], np.int32))),
-        "ids": Piece(rows, Column(np.arange(12, dtype=np.int32).reshape(4, 3), np.array([0, 1, 1, 4]))),
-        "none": Piece(np.zeros(0, np.int64), ragged([], np.int32)),
+        "text": ColumnRows(rows, texts(["a", "", "bcd"])),
+        "logp": ColumnRows(rows, ragged([np.array(x) for x in ([1.5], [], [2.5, 3.5])], np.float32)),
+        "score": ColumnRows(rows, ColumnData(np.array([1.0, 2.0, 3.0]))),
+        "f.times": Verdicts(rows, ColumnData(np.array([0, 2, 1], np.int32))),
+        "ids": ColumnRows(rows, ColumnData(np.arange(12, dtype=np.int32).reshape(4, 3), np.array([0, 1, 1, 4]))),
+        "none": ColumnRows(np.zeros(0, np.int64), ragged([], np.int32)),
     }
 
 
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_by_ascending_row(tmp_path):
 
 def test_of_a_row_that_is_there_twice_the_later_one_is_kept(tmp_path):
     files = Segments(Room(tmp_path))
-    files.write("train/0", "s", "n", {"c": Piece(np.array([3, 1, 3]), Column(np.array([1.0, 2.0, 4.0])))})
+    files.write("train/0", "s", "n", {"c": ColumnRows(np.array([3, 1, 3]), ColumnData(np.array([1.0, 2.0, 4.0])))})
     read = files.read("train/0", "s")["c"]
     assert list(read.rows) == [1, 3] and list(read.column.values) == [2.0, 4.0]
 
@@ -61,7 +61,10 @@ def test_memory_of_a_large_file_is_used_again_once_nobody_reads_it(tmp_path):
 
     def written(task, value):
         files.write(
-            task, "s", "n", {"c": Piece(np.arange(2), Column(np.full(1 << 18, value), np.array([0, 9, 1 << 18])))}
+            task,
+            "s",
+            "n",
+            {"c": ColumnRows(np.arange(2), ColumnData(np.full(1 << 18, value), np.array([0, 9, 1 << 18])))},
         )
         return (tmp_path / task.replace("/", ":") / "s").stat().st_ino
 
@@ -80,14 +83,14 @@ def test_memory_of_a_large_file_is_used_again_once_nobody_reads_it(tmp_path):
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.data())
 def test_rows_of_a_piece_are_taken_by_their_numbers(lengths, data):
     rows = np.arange(len(lengths)) * 2
-    piece = Piece(rows, ragged([np.full(n, i) for i, n in enumerate(lengths)], np.int32))
+    piece = ColumnRows(rows, ragged([np.full(n, i) for i, n in enumerate(lengths)], np.int32))
     asked = data.draw(st.permutations(list(rows)))[: data.draw(st.integers(0, len(rows)))]
     found = taken(piece, np.array(asked, int))
     assert [list(found[i]) for i in range(len(asked))] == [[r // 2] * lengths[r // 2] for r in asked]
 
 
 def test_rows_that_lie_together_are_not_copied():
-    piece = Piece(np.arange(8), ragged([np.full(3, i) for i in range(8)], np.int32))
+    piece = ColumnRows(np.arange(8), ragged([np.full(3, i) for i in range(8)], np.int32))
     assert np.shares_memory(taken(piece, np.arange(2, 6)).values, piece.column.values)
     assert not np.shares_memory(taken(piece, np.array([2, 4])).values, piece.column.values)
 
@@ -98,10 +101,10 @@ def test_who_takes_a_dead_ones_place_knows_as_much(tmp_path):
     for name in ("b", "a"):
         first.segments.write(TASK.key, name, "node", pieces())
         first.put(TASK.key, name)
-    rounds = [Round(0, (Part(np.arange(2), np.ones(2, int), np.arange(2)),), last) for last in (False, True)]
+    rounds = [Round(0, (WorkShare(np.arange(2), np.ones(2, int), np.arange(2)),), last) for last in (False, True)]
     for round in rounds:
         first.keep(TASK.key, "n", [round])
-    first.segments.write(TASK.key, "c", "node", {"c": Piece(np.arange(2), Column(np.ones(2)))})  # not told of
+    first.segments.write(TASK.key, "c", "node", {"c": ColumnRows(np.arange(2), ColumnData(np.ones(2)))})  # not told of
     second = Warehouse(0, Segments(Room(tmp_path)))
     assert second.tasks == {TASK.key: TASK}
     known = second.known(TASK)

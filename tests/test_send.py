@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from msrl_graph.backends.spec import Shard
 from msrl_graph.ir.plan import Pool
 from msrl_graph.runtime.process import memory
-from msrl_graph.runtime.weights.weight_publication import Published
+from msrl_graph.runtime.weights.weight_publication import WeightPublication
 from msrl_graph.runtime.weights.weight_send import Sender
 from msrl_graph.sharding.layout import Layout, Side, elements, full, shard
 
@@ -91,7 +91,7 @@ def publish(rank, folder, cases):
     store = met(rank, folder)
     for case in cases:
         arguments, wanted = both(rank, case)
-        given, sender = arguments[-1], Published(*arguments, store=store, deadline=60.0)
+        given, sender = arguments[-1], WeightPublication(*arguments, store=store, deadline=60.0)
         told = 0
         for version, fetches in enumerate((1, 0, 1, 2, 0, 0, 1)):
             if given:

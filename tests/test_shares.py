@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stage import Stage, one_rank, share
 from torch import distributed as dist
 
-from msrl_graph.runtime.data.columns import Column
+from msrl_graph.runtime.data.columns import ColumnData
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
@@ -26,7 +26,7 @@ def sharing(rank, *changes):
     stage = Stage(one_rank(STILL, *changes), rank)
     columns = stage.sampled()
     drawn = columns["response.logp"]
-    columns |= {"old_logp": drawn, "ref_logp": Column(drawn.values - np.float32(0.1), drawn.offsets)}
+    columns |= {"old_logp": drawn, "ref_logp": ColumnData(drawn.values - np.float32(0.1), drawn.offsets)}
 
     def act(shares, micro):
         mine = np.array(shares[rank], np.int64)

@@ -17,7 +17,7 @@ from msrl_graph.emit.picture import plan_picture
 from msrl_graph.emit.text import plan_text
 from msrl_graph.ir.plan import from_json
 from msrl_graph.runtime.metrics.display import Display, Screen
-from msrl_graph.runtime.process.log import Lines
+from msrl_graph.runtime.process.log import PrefixedStream
 
 BAD = "a\x1b[31m\x07\x7f\u202eb"
 UNSAFE = {chr(c) for c in SIGNS} - {"\n"}
@@ -76,7 +76,7 @@ def test_what_a_run_says_and_logs():
     display.say(f"`host.x` failed on {BAD}\n  more")
     assert "␛[31m" in safe(out.getvalue()) and "\n  more" in out.getvalue()
     read, write = os.pipe()
-    Lines(write, f"rank {BAD}").write(f"one {BAD}\ntwo\r\n")
+    PrefixedStream(write, f"rank {BAD}").write(f"one {BAD}\ntwo\r\n")
     os.close(write)
     with os.fdopen(read, newline="") as file:
         text = file.read()

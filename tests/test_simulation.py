@@ -29,18 +29,18 @@ from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.text import plan_text
 from msrl_graph.hardware.cluster import DEVICES, Figure
 from msrl_graph.ir.async_schedule import row_age_bound
-from msrl_graph.ir.attributes import LOOKS, Update
+from msrl_graph.ir.attributes import LOOKS, UpdateAttributes
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.dock.controller import Controller
-from msrl_graph.runtime.dock.messages import News, Place, Round
+from msrl_graph.runtime.dock.messages import Round, RowLocation, RowsReady
 from msrl_graph.runtime.dock.readers import readers
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.simulation import simulation_text
 from msrl_graph.simulation.assumptions import INVERSES, distribution, read
-from msrl_graph.simulation.flow import Done
+from msrl_graph.simulation.flow import RowTimes
 from msrl_graph.simulation.generation import Sequence, generate, tail
-from msrl_graph.simulation.rollout import Rollout
-from msrl_graph.simulation.rows import Draws, key, keys, share
+from msrl_graph.simulation.rollout import SimulatedRollout
+from msrl_graph.simulation.rows import RowSampler, key, keys, share
 from msrl_graph.simulation.run import Simulator
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -282,11 +282,11 @@ def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
     flow, done = simulator.flow, {}
     for node in plan.graph.nodes:
         rows = flow.rows(plan.graph.row_level(node))
-        done[node.name] = Done(plan.graph.row_level(node), [float(r * 7919 % 31) for r in range(rows)], 31.0)
+        done[node.name] = RowTimes(plan.graph.row_level(node), [float(r * 7919 % 31) for r in range(rows)], 31.0)
     lengths = {"prompt": simulator.draws.tokens("prompt", 0), "response": simulator.draws.tokens("response", 0)}
     for node in plan.graph.nodes[1:]:
         counted = Counter(u for b in flow.batches(node, 0, done, lengths) for part in b.parts for u in part)
-        assert set(counted.values()) == {Update.of(node).epochs}
+        assert set(counted.values()) == {UpdateAttributes.of(node).epochs}
         assert len(counted) == flow.units(node)
 
 
@@ -321,7 +321,7 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
         for edge in (e for e in plan.graph.samples() if e.dst == node.name):
             level = plan.graph.row_level(plan.graph.node(edge.src))
             times = list(map(float, random.sample(range(10**6), flow.rows(level))))
-            done[edge.src] = Done(level, times, max(times))
+            done[edge.src] = RowTimes(level, times, max(times))
         for r in reader.reads:
             # What comes by another edge than its writer's is there already.
             times = done[r.writer].times if r.writer in done else [-1.0] * flow.rows(r.rows)
@@ -335,7 +335,9 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
         controller.open(task)
         for _, column, row in sorted(arrivals):
             size = tokens[column][row] if column in tokens else 0
-            rounds += controller.heard(task.key, [News(column, np.array([row]), np.array([size]), Place(0, "some"))])
+            rounds += controller.heard(
+                task.key, [RowsReady(column, np.array([row]), np.array([size]), RowLocation(0, "some"))]
+            )
         found = flow.batches(node, iteration, done, tokens)
         assert [b.parts for b in found] == [[p.units.tolist() for p in r.parts] for r in rounds]
         assert found
@@ -355,7 +357,7 @@ def test_keys_are_those_of_a_run() -> None:
 def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(
     tokens: list[list[int]], most: int, more: int, cuts: int
 ) -> None:
-    rollout = Rollout(3, 3 + more, 2, most, cuts, True, lambda prompt: (5, tokens[prompt]))
+    rollout = SimulatedRollout(3, 3 + more, 2, most, cuts, True, lambda prompt: (5, tokens[prompt]))
     written, taken = Counter[tuple[int, int]](), list[int]()
     for version in range(6):
         working = rollout.begin(version)
@@ -495,7 +497,7 @@ def test_distributions(text: str, middle: float, average: float) -> None:
 
 def test_draws_are_keyed_by_row_and_clipped_to_the_bound() -> None:
     plan = PLANS["colocated"]()
-    draws = Draws(plan, read(plan, ["lognormal(300, 2)"], "", {}, 5))
+    draws = RowSampler(plan, read(plan, ["lognormal(300, 2)"], "", {}, 5))
     assert draws.tokens("response", 3) == draws.tokens("response", 3) != draws.tokens("response", 4)
     assert {min(draws.tokens("response", i)) >= 1 for i in range(50)} == {True}
     assert max(n for i in range(50) for n in draws.tokens("response", i)) == 512

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from msrl_graph.hardware.device_kinds import DEVICE_KINDS
-from msrl_graph.hardware.stacks import PYTHON, RELEASES, STACKS, Range, clash
+from msrl_graph.hardware.stacks import PYTHON, RELEASES, STACKS, VersionRange, clash
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,8 +27,8 @@ def test_a_lock_has_the_pins_of_its_stack(stack):
 def test_what_this_package_wants_is_what_pyproject_says():
     stated = dict(r.split(">=") for r in PROJECT["optional-dependencies"]["run"])
     (own,) = (r for r in RELEASES if r.package == PROJECT["name"])
-    assert own.wants == {PYTHON: Range(PROJECT["requires-python"].removeprefix(">="))} | {
-        p: Range(stated[p]) for p in own.wants if p != PYTHON
+    assert own.wants == {PYTHON: VersionRange(PROJECT["requires-python"].removeprefix(">="))} | {
+        p: VersionRange(stated[p]) for p in own.wants if p != PYTHON
     }
 
 
@@ -37,18 +37,18 @@ def test_the_lowest_stack_has_the_lowest_versions():
     for requirement in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["run"]:
         package, _, least = requirement.partition(">=")
         version = held[package.lower()]
-        assert not Range(below=least).meets(Range(version)), requirement
+        assert not VersionRange(below=least).meets(VersionRange(version)), requirement
         assert version.startswith(least) or package in {"tokenizers"}, requirement  # transformers asks for a later one
 
 
 @pytest.mark.parametrize(
     ("first", "second", "meet"),
     [
-        (Range("3.11"), Range("3.10", "3.13"), True),
-        (Range("3.10", "3.12"), Range("3.12", "3.13"), False),
-        (Range("2.9"), Range(below="2.10"), True),  # by numbers, not by letters
-        (Range("2.10"), Range(below="2.9"), False),
-        (Range(), Range("1", "2"), True),
+        (VersionRange("3.11"), VersionRange("3.10", "3.13"), True),
+        (VersionRange("3.10", "3.12"), VersionRange("3.12", "3.13"), False),
+        (VersionRange("2.9"), VersionRange(below="2.10"), True),  # by numbers, not by letters
+        (VersionRange("2.10"), VersionRange(below="2.9"), False),
+        (VersionRange(), VersionRange("1", "2"), True),
     ],
 )
 def test_ranges(first, second, meet):

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.runtime.dock.messages import Doing, Status, Wait
+from msrl_graph.runtime.dock.messages import CurrentActivity, Status, Wait
 from msrl_graph.runtime.driver import stalls
 from msrl_graph.runtime.driver.signals import Signals
-from msrl_graph.runtime.driver.stalls import Fates, Standstill, of_the_user
+from msrl_graph.runtime.driver.stalls import DeathReports, StallClock, of_the_user
 from msrl_graph.runtime.process import heartbeat
 from msrl_graph.runtime.process.heartbeat import RATE
 
@@ -30,7 +30,7 @@ def status(moves=0, moved=0, **more):
 
 def test_a_disk_that_moves_is_waited_for_and_one_that_does_not_is_not(clock):
     """For an hour, however slow, as long as it is faster than what processes write of themselves."""
-    disk, rows = Standstill(disk=True), Standstill(disk=False)
+    disk, rows = StallClock(disk=True), StallClock(disk=False)
     moved = 0
     for still in (disk, rows):
         still.hear([status()])
@@ -53,7 +53,7 @@ def test_each_fate_is_told_once(tmp_path):
     home = tmp_path / heartbeat.FOLDER
     home.mkdir()
     (home / f"{heartbeat.NOTE}12").write_text("rank 0\nrank 0 does not move; killed")
-    fates = Fates(str(tmp_path))
+    fates = DeathReports(str(tmp_path))
     fates.hear([status(ended={7: ("functions of host 1", "why")}), status(ended={12: ("dock of host 1", "other")})])
     assert fates.of(["rank 0", "rank 1"]) == {"rank 0": "rank 0 does not move; killed"}
     assert fates.beginning("dock", "a process of") == {"dock of host 1": "other"}
@@ -67,8 +67,8 @@ def test_each_fate_is_told_once(tmp_path):
 def test_who_is_in_the_users_code_and_who_waits():
     plan = compile(EXAMPLE)
     doing = {
-        "functions of host 0": Doing("host.reward in train/3", 9.0),
-        "rank 0": Doing("RUN actor.infer in train/3", 9.0),
+        "functions of host 0": CurrentActivity("host.reward in train/3", 9.0),
+        "rank 0": CurrentActivity("RUN actor.infer in train/3", 9.0),
     }
     everybody = {"functions of host 0", "rank 0"}
     waits = (Wait("`host.reward` (group 0)", "train/3", 9.0, "rows"),)

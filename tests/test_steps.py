@@ -15,7 +15,7 @@ from torch import distributed as dist
 from transformers import get_scheduler
 
 from msrl_graph.algorithms.optimizers import adamw, muon, sgd
-from msrl_graph.backends.devices import Device, Devices
+from msrl_graph.backends.devices import Devices, TorchDevice
 from msrl_graph.backends.optimizer.steps import Steps
 from msrl_graph.backends.spec import Shard
 from msrl_graph.runtime.dock.messages import Batch
@@ -194,7 +194,7 @@ def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optim
     for weight in (inside, own):
         weights = weight, torch.ones(4, dtype=dtype)
         shards = [Shard(t.name, full(t.shape), w) for t, w in zip(tensors, weights, strict=True)]
-        made.append(Steps(optimizer, tensors, shards, Layout(), Devices(Device(), 0, None), False, offload))
+        made.append(Steps(optimizer, tensors, shards, Layout(), Devices(TorchDevice(), 0, None), False, offload))
     for gradient in torch.randn(3, 3, 6, 4):
         one, other = (each.step([gradient.clone(), torch.ones(4)], 0.1, 1.0, True, optimizer) for each in made)
         assert one == other

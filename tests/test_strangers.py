@@ -24,7 +24,7 @@ from msrl_graph import Fault, compile
 from msrl_graph.builder.pickled_functions import ship
 from msrl_graph.cli import run_main
 from msrl_graph.files import private, urls
-from msrl_graph.runtime.data.columns import Column, Piece
+from msrl_graph.runtime.data.columns import ColumnData, ColumnRows
 from msrl_graph.runtime.dock.segments import LOCK, Room, Segments
 from msrl_graph.runtime.dock.warehouse import Warehouse
 from msrl_graph.runtime.driver import supervisor
@@ -106,7 +106,7 @@ def test_a_room_is_for_its_user_alone_whatever_the_umask(name):
         room = Room.made(name, 1)
     finally:
         os.umask(before)
-    Segments(room).write(TASK.key, "s", "node", {"c": Piece(np.arange(1), Column(np.arange(1)))})
+    Segments(room).write(TASK.key, "s", "node", {"c": ColumnRows(np.arange(1), ColumnData(np.arange(1)))})
     assert stat.S_IMODE(room.path.stat().st_mode) == 0o700
     assert {stat.S_IMODE(p.stat().st_mode) & 0o077 for p in room.path.rglob("*") if p.is_file()} == {0}
     os.close(room._held)
@@ -116,7 +116,7 @@ def test_a_room_is_for_its_user_alone_whatever_the_umask(name):
 def test_rows_and_notes_hold_no_pickle(where, tmp_path):
     """A pickle at each place that the dock reads is told of as damaged, and not loaded."""
     files, harmed = Segments(Room(tmp_path)), tmp_path / "harmed"
-    files.write(TASK.key, "s", "node", {"c": Piece(np.arange(1), Column(np.arange(1)))})
+    files.write(TASK.key, "s", "node", {"c": ColumnRows(np.arange(1), ColumnData(np.arange(1)))})
     files.note(TASK.key, "task", TASK)
     data = pickle.dumps(Harm(harmed))
     folder = tmp_path / TASK.key.replace("/", ":")
@@ -347,7 +347,7 @@ def test_results_do_not_go_where_another_run_was_quicker(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("theirs")
     with pytest.raises(Fault, match="another run has written into"):
-        supervisor.Supervisor(made, supervisor.Options(), None).whole()
+        supervisor.Supervisor(made, supervisor.WatchOptions(), None).whole()
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == "theirs"
 
 
@@ -359,7 +359,7 @@ def test_a_run_that_goes_on_writes_through_no_link(tmp_path):
     (tmp_path / "out" / "plan.json").symlink_to(tmp_path / "mine")
     made = supervisor.prepare(plan, None, str(tmp_path / "out"))
     with pytest.raises(Fault, match=r"plan.json is a link to .*mine, where the run would write"):
-        supervisor.Supervisor(made, supervisor.Options(), None).whole()
+        supervisor.Supervisor(made, supervisor.WatchOptions(), None).whole()
     assert (tmp_path / "mine").read_text() == "mine"
 
 

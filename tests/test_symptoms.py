@@ -8,9 +8,9 @@ import pytest
 from stage import one_rank
 
 from msrl_graph import compile
-from msrl_graph.runtime.data.columns import Column
-from msrl_graph.runtime.metrics.health_checks import CALM, PAGE, Symptoms, judged
-from msrl_graph.runtime.metrics.reward_variance import Means, spreads
+from msrl_graph.runtime.data.columns import ColumnData
+from msrl_graph.runtime.metrics.health_checks import CALM, PAGE, HealthChecks, judged
+from msrl_graph.runtime.metrics.reward_variance import ColumnMeans, spreads
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
 
@@ -20,7 +20,7 @@ WHERE["update"] = "`actor.update`, line 28 of grpo.rlg"
 
 def told(metrics, *changes):
     """By iteration, the first of them 1, what is told of these lines."""
-    symptoms = Symptoms(one_rank(*changes))
+    symptoms = HealthChecks(one_rank(*changes))
     return {i: words for i, line in enumerate(metrics, 1) if (words := symptoms.look({"iteration": i, **line}))}
 
 
@@ -77,7 +77,7 @@ def test_a_divergence_past_its_bound():
 
 def test_a_run_that_goes_on_does_not_tell_again():
     lines = [{"iteration": i, "entropy": e} for i, e in enumerate((2.0, 0.1, 0.1))]
-    symptoms = Symptoms(one_rank())
+    symptoms = HealthChecks(one_rank())
     for line in lines[:2]:
         symptoms.look(line)
     assert symptoms.look(lines[2]) == []
@@ -106,7 +106,9 @@ def test_the_spread_of_rewards_is_that_of_all_rows(samples):
     reports = []
     for part in parts:  # of whoever had these rows
         reports.append(Report(""))
-        Means(plan).count(reports[-1], node, Task("train", 0, 16), "reward", part, Column(values[part]).values)
+        ColumnMeans(plan).count(
+            reports[-1], node, Task("train", 0, 16), "reward", part, ColumnData(values[part]).values
+        )
     found = spreads(reports)
     groups = values.astype(np.float64).reshape(-1, samples) if samples > 1 else values.astype(np.float64)[None]
     assert found["reward/std"] == pytest.approx(groups.std(1, ddof=1).mean(), rel=1e-9)
@@ -116,7 +118,7 @@ def test_the_spread_of_rewards_is_that_of_all_rows(samples):
 
 def test_what_is_not_finite_has_no_spread():
     plan, report = compile("grpo", model="tiny", sets={"prompts": "2", "group": "2"}), Report("")
-    means, node = Means(plan), plan.graph.node("host.reward")
+    means, node = ColumnMeans(plan), plan.graph.node("host.reward")
     means.count(report, node, Task("train", 0, 2), "reward", np.arange(4), np.array([1.0, np.nan, 2.0, 4.0]))
     assert spreads([report]) == {"reward/std": pytest.approx(2**0.5), "reward/flat": 0.0} and report.sums["reward"] == (
         7.0,
@@ -134,8 +136,8 @@ def test_trainer_and_generator_that_drift_apart():
     assert told(apart, stated("max_drift = 0.03")) == {3: [f"warning: {words}, in iteration 3 ({where}): {PAGE}"]}
     stale = [{"logp_drift/1": 0.5, "logp_drift_max/1": 3.0}]
     assert told(stale, stated("max_drift = 0.03")) == {}, "the policy has changed since"
-    stops = Symptoms(one_rank(stated("max_drift = 0.03, on_drift = stop")))
+    stops = HealthChecks(one_rank(stated("max_drift = 0.03, on_drift = stop")))
     line = {"iteration": 7, **apart[2]}
     assert stops.look(line) == [] and stops.ends({"iteration": 6, **apart[0]}) == ""
     assert stops.ends(line) == f"`actor.infer` (line 24 of grpo.rlg) in iteration 7: {words}: {PAGE}"
-    assert Symptoms(one_rank(stated("max_drift = 0.03"))).ends(line) == ""
+    assert HealthChecks(one_rank(stated("max_drift = 0.03"))).ends(line) == ""

@@ -9,7 +9,7 @@ import torch
 from stage import EXAMPLE, PROMPTS, Stage, one_rank
 from test_training import close, net, token_logps
 
-from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.process.task_report import RunError
 
 GREEDY = (
@@ -75,14 +75,14 @@ def test_each_row_is_drawn_and_scored_at_its_own_temperature() -> None:
     stage = Stage(one_rank(*TEMP))
     assert stage.plan.graph.node("actor.infer").reads[-1] == stage.plan.graph.node("actor.update").reads[-1] == "temp"
     rows = np.repeat(np.arange(4), 2)
-    columns = {"prompt": ragged(PROMPTS, np.int32), "temp": Column(HEAT)}
+    columns = {"prompt": ragged(PROMPTS, np.int32), "temp": ColumnData(HEAT)}
     drawn = stage.act("actor.generate", columns)
     columns = {c: v.take(rows) for c, v in columns.items()} | drawn
     old, model = stage.act("actor.infer", columns)["old_logp"], net(stage, "actor")
     whole = [token_logps(model, columns, i, "response", float(HEAT[rows[i]])) for i in range(8)]
     assert close(old.values, [p.gather(1, t)[:, 0] for p, t in whole])
     assert np.allclose(old.values, drawn["response.logp"].values, atol=1e-3)
-    advantage = Column(np.ones_like(old.values), old.offsets)
+    advantage = ColumnData(np.ones_like(old.values), old.offsets)
     stage.act("actor.update", columns | {"old_logp": old, "ref_logp": old, "advantage": advantage})
     assert stage.told.sums["updates"] == (1.0, 0) and not stage.told.remarks
     assert stage.told.sums["clip/ratio"][0] == pytest.approx(len(old.values), rel=1e-4)  # the update's are the infer's
@@ -95,7 +95,7 @@ def test_a_row_without_a_temperature_ends_the_run() -> None:
         (-1.0, "-1, where"),
         (np.nan, "nan"),
     ):
-        heat = Column(np.array([1, 1, value, 1], np.float32))
+        heat = ColumnData(np.array([1, 1, value, 1], np.float32))
         with pytest.raises(RunError) as error:
             stage.act("actor.generate", {"prompt": prompts, "temp": heat})
         assert str(error.value).startswith(

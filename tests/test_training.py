@@ -15,8 +15,8 @@ from torch.nn.functional import logsigmoid
 from msrl_graph import compile
 from msrl_graph.checks import weights
 from msrl_graph.diagnostics import Fault
-from msrl_graph.ir.attributes import Update
-from msrl_graph.runtime.data.columns import Column, ragged, texts
+from msrl_graph.ir.attributes import UpdateAttributes
+from msrl_graph.runtime.data.columns import ColumnData, ragged, texts
 from msrl_graph.runtime.data.tokens import Tokens
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task import Task
@@ -216,10 +216,10 @@ def test_raft_pp_is_ppos_ratio_and_clip_of_right_responses():
     text = program.read_text().replace("mini_batch = 256", "mini_batch = 8")
     stage = Stage(compile(program, text=text, sets={"prompts": "4", "group": "2"}))
     columns, kept = stage.sampled(), np.array([0, 3, 4])
-    columns |= {"reward": Column(np.ones(8, np.float32), None)}
+    columns |= {"reward": ColumnData(np.ones(8, np.float32), None)}
     logp = stage.act("actor.infer", columns)["old_logp"]
     away = np.random.default_rng(0).normal(0, 0.3, len(logp.values))
-    columns["old_logp"] = Column((logp.values - away).astype(np.float32), logp.offsets)
+    columns["old_logp"] = ColumnData((logp.values - away).astype(np.float32), logp.offsets)
     ratios = [np.exp(logp[i].astype(float) - columns["old_logp"][i]) for i in kept]
     assert any((r > 1.2).any() for r in ratios) and any((r < 0.8).any() for r in ratios)
     expected = -np.mean([np.minimum(r, np.clip(r, 0.8, 1.2)).mean() for r in ratios])
@@ -285,9 +285,11 @@ def test_a_mask_that_leaves_nothing_or_little(rolled, judge, left):
     stage, columns = built(ROLLOUT, judge=judge)
     values = np.zeros(len(columns["mask"].values), bool)
     values[:left] = True
-    columns = columns | {"mask": Column(values, columns["mask"].offsets)}
+    columns = columns | {"mask": ColumnData(values, columns["mask"].offsets)}
     for name in ("advantage", "old_logp"):  # what is not looked at may be anything
-        columns[name] = Column(np.where(values, columns[name].values, np.nan).astype(np.float32), columns[name].offsets)
+        columns[name] = ColumnData(
+            np.where(values, columns[name].values, np.nan).astype(np.float32), columns[name].offsets
+        )
     stage.act("actor.update", columns)
     assert stage.told.sums["updates"] == (1, 0) and math.isfinite(stage.told.sums["loss"][0])
     assert (stage.told.sums["grad_norm"][0] == 0) == (left == 0) and stage.told.sums["loss/clip"][1] == left
@@ -309,7 +311,7 @@ def test_a_value_that_is_not_finite_is_told_once_and_goes_on(judge):
     next(s.tensor for s in stage.trainers["critic"].shards() if s.name == "score.weight")[0, 0] = math.inf
     found = stage.act("critic.infer", columns)["value"]
     assert not np.isfinite(found.values).any() and stage.told.sums["wrong/value"][0] == 8
-    columns["value"] = Column(np.full(25, np.nan, np.float32), found.offsets)
+    columns["value"] = ColumnData(np.full(25, np.nan, np.float32), found.offsets)
     stage.act("critic.update", columns)
     assert stage.told.sums["skipped"][0] == 1 and stage.told.sums["wrong/value"][0] == 8
 
@@ -471,7 +473,8 @@ def test_two_updates_of_a_worker_share_its_optimizer(judge, tmp_path):
 def test_when_an_update_is_due(judge):
     stated = ("optimizer = adamw(lr = 1e-3)\n", "optimizer = adamw(lr = 1e-3)\n    after = 2\n    every = 3\n")
     late, always = (
-        Update.of(planned(ROLLOUT, *changes, judge=judge).graph.node("actor.update")) for changes in ([stated], [])
+        UpdateAttributes.of(planned(ROLLOUT, *changes, judge=judge).graph.node("actor.update"))
+        for changes in ([stated], [])
     )
     assert [i for i in range(12) if late.due(i)] == [2, 5, 8, 11] and all(always.due(i) for i in range(12))
 
@@ -521,15 +524,17 @@ def test_a_state_is_a_factor_of_a_term(of, per):
     )
     columns = stage.sampled()
     old = stage.act("actor.infer", columns)["old_logp"]
-    ref = Column(old.values - 0.25, old.offsets)
+    ref = ColumnData(old.values - 0.25, old.offsets)
     stage.act(
-        "actor.update", columns | {"old_logp": old, "ref_logp": ref, "beta": Column(np.full(8, 0.75, np.float32))}
+        "actor.update", columns | {"old_logp": old, "ref_logp": ref, "beta": ColumnData(np.full(8, 0.75, np.float32))}
     )
     loss, clip, kl = (stage.told.sums[name] for name in ("loss", "loss/clip", "loss/kl"))
     assert kl[0] / kl[1] == pytest.approx(0.25, abs=1e-5)
     assert loss[0] == pytest.approx(clip[0] / clip[1] + 2 * 0.75 * 0.25, abs=1e-5)
     # A rank that has no rows of a mini-batch has no states of them either.
     none, report = np.zeros(0, np.int64), Report("")
-    batch = Batch(share(none, 8, 8, {"response": 20}), none, {} if of else {"beta": Column(np.zeros(0, np.float32))})
+    batch = Batch(
+        share(none, 8, 8, {"response": 20}), none, {} if of else {"beta": ColumnData(np.zeros(0, np.float32))}
+    )
     stage._update(stage.plan.graph.node("actor.update"), TASK, batch, report)
     assert report.sums["updates"] == (1, 0) and report.sums["grad_norm"] == (0, 1)

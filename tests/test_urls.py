@@ -20,7 +20,7 @@ from msrl_graph import compile
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.files import urls
-from msrl_graph.runtime.driver.distributed_checkpoint import HERE, Parted
+from msrl_graph.runtime.driver.distributed_checkpoint import HERE, DistributedCheckpoint
 from msrl_graph.runtime.weights.checkpoint import newest, sound
 
 PROGRAM = (EXAMPLE / "grpo.rlg").read_text()
@@ -245,7 +245,7 @@ def test_a_checkpoint_is_seen_at_a_url_when_all_of_it_is_there(tmp_path, monkeyp
     from fsspec.implementations.local import LocalFileSystem
 
     plan, there = compile(EXAMPLE / "grpo.rlg"), tmp_path / "bucket"
-    parted, url, put = Parted(plan, [], list), f"file://{there}", LocalFileSystem.put_file
+    parted, url, put = DistributedCheckpoint(plan, [], list), f"file://{there}", LocalFileSystem.put_file
 
     def written(iteration):
         folder = save(tmp_path / "copy", plan, iteration, keep=2)

@@ -10,9 +10,9 @@ import pytest
 
 from msrl_graph.cli import compile_main
 from msrl_graph.runtime.driver import user_modules
-from msrl_graph.runtime.driver.changed_files import Edited
+from msrl_graph.runtime.driver.changed_files import ChangedFiles
 from msrl_graph.runtime.process import shipped_files
-from msrl_graph.runtime.process.shipped_files import File
+from msrl_graph.runtime.process.shipped_files import ShippedFile
 
 WRITTEN = {
     "mine/reward.py": """
@@ -65,7 +65,7 @@ def test_a_process_uses_the_files_as_they_were_taken(reward, tmp_path):
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
     shipped_files.lay_in(
-        run, {str(p): File(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(reward)}
+        run, {str(p): ShippedFile(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(reward)}
     )
     for name in TAKEN:
         (tmp_path / name).write_text("raise RuntimeError('this was written later')\n")
@@ -99,23 +99,23 @@ def test_a_process_uses_the_files_as_they_were_taken(reward, tmp_path):
 
 def test_an_edited_file_is_told_of_once_whoever_drives(reward, tmp_path):
     helper, folder = reward.with_name("chosen.py"), tmp_path / "attempt"
-    files = {str(p): File(p.read_bytes(), p.stat().st_mtime_ns) for p in (reward, helper)}
+    files = {str(p): ShippedFile(p.read_bytes(), p.stat().st_mtime_ns) for p in (reward, helper)}
     shipped_files.lay_in(folder, files)
     assert shipped_files.laid(folder) == files
-    edited = Edited(folder, ())
+    edited = ChangedFiles(folder, ())
     os.utime(reward)  # written, and the same
     assert list(edited.look()) == []
     helper.write_text("ONE = 7\n")
     what = "after the run began; the run keeps using it as it was, --resume takes it as it is then"
     assert list(edited.look()) == [f"{helper} was edited {what}"] and list(edited.look()) == []
-    told = Edited.told(folder, ())
+    told = ChangedFiles.told(folder, ())
     assert told == (str(helper),)
     shipped_files.lay_in(tmp_path / "next", files)
-    after = Edited(tmp_path / "next", told)
+    after = ChangedFiles(tmp_path / "next", told)
     assert list(after.look()) == []
     reward.unlink()
     assert list(after.look()) == [f"{reward} was removed {what}"]
-    assert Edited.told(tmp_path / "next", told) == (str(helper), str(reward))
+    assert ChangedFiles.told(tmp_path / "next", told) == (str(helper), str(reward))
 
 
 POOL = """
@@ -152,7 +152,7 @@ def test_what_a_file_defines_can_be_pickled(taken, tmp_path):
     path.write_text(POOL)
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
-    shipped_files.lay_in(run, {str(path): File(path.read_bytes(), path.stat().st_mtime_ns)})
+    shipped_files.lay_in(run, {str(path): ShippedFile(path.read_bytes(), path.stat().st_mtime_ns)})
     (tmp_path / "main.py").write_text(
         textwrap.dedent(f"""
         from msrl_graph.runtime.process import shipped_files
@@ -193,7 +193,9 @@ def test_a_file_of_a_package_may_import_beside_it(tmp_path):
     """
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
-    shipped_files.lay_in(run, {str(p): File(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(path)})
+    shipped_files.lay_in(
+        run, {str(p): ShippedFile(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(path)}
+    )
     for folder in ("", str(run)):
         command = [sys.executable, "-c", textwrap.dedent(code), folder]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

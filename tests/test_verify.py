@@ -25,9 +25,9 @@ from msrl_graph.ir import verify
 from msrl_graph.ir.async_schedule import sparse
 from msrl_graph.ir.instruction import Instruction, Op, Walk, Walker
 from msrl_graph.ir.plan import Plan
-from msrl_graph.passes.dock import Dock
+from msrl_graph.passes.dock import InsertDock
 from msrl_graph.passes.order import passes
-from msrl_graph.planner.place import Place
+from msrl_graph.planner.place import PlaceNodes
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = {
@@ -85,12 +85,12 @@ def test_a_pass_needs_what_it_says_and_all_of_that(step: Any) -> None:
 
 
 def test_parts_of_the_list_are_named_by_where_they_begin_and_end() -> None:
-    listed = passes(Place(ENGINES), ENGINES)
+    listed = passes(PlaceNodes(ENGINES), ENGINES)
     names = [s.name for s in listed]
     assert [s.name for s in listed.until("dock")] == names[: names.index("dock") + 1]
     assert [s.name for s in listed.after("place").until("reshard")] == names[1 : names.index("reshard") + 1]
     assert [s.name for s in listed.only("schedule", "place")] == ["place", "schedule"]
-    assert listed["dock"] == Dock(ENGINES)
+    assert listed["dock"] == InsertDock(ENGINES)
     with pytest.raises(ValueError, match="'no'"):
         listed.until("no")
 

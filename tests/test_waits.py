@@ -13,15 +13,15 @@ from test_dock import reader
 
 from msrl_graph.ir.rowsets import Sieve
 from msrl_graph.runtime.dock.channel import new_key
-from msrl_graph.runtime.dock.controller import Again, Question
+from msrl_graph.runtime.dock.controller import ControllerRequest, RefillRequest
 from msrl_graph.runtime.dock.host import DockFull, DockHost, DockTimeout
-from msrl_graph.runtime.dock.messages import Member, News, Place, Way
+from msrl_graph.runtime.dock.messages import DockAddress, Member, RowLocation, RowsReady
 from msrl_graph.runtime.dock.segments import Activity, Room
 from msrl_graph.runtime.process.task import Task
 
 pytestmark = pytest.mark.slow
 TASK = Task("train", 0, 2)
-PLACE = Place(0, "some")
+PLACE = RowLocation(0, "some")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def docks(ray, hosts, deadline, capacity=0):
     found = reader(node="filter", refilling=Sieve("filter", 1, 1, 3), loops=True)
     hears = frozenset(found.hears)
     members = [Member(f"dock {host}", host, host, hears if host == 0 else frozenset()) for host in range(hosts)]
-    way = Way({}, [], [], new_key() if hosts > 1 else b"", b"", capacity)
+    way = DockAddress({}, [], [], new_key() if hosts > 1 else b"", b"", capacity)
     made = []
     for host, member in enumerate(members):
         of = (members, host, [found] if host == 0 else [], deadline, way, f"msrl-test-{os.getpid()}-{host}", 0)
@@ -54,7 +54,7 @@ def docks(ray, hosts, deadline, capacity=0):
 
 
 @dataclass(frozen=True)
-class Rows(Question[int]):
+class Rows(ControllerRequest[int]):
     """How many rows of a column have come, once there are so many: what a controller was never asked before."""
 
     column: str
@@ -67,27 +67,27 @@ class Rows(Question[int]):
 
 def verdicts(made, round, times):
     rows = np.arange(8 * round, 8 * round + 8)
-    return made.heard.remote(TASK.key, [News("filter.times", rows, np.full(8, times), PLACE, verdicts=True)])
+    return made.heard.remote(TASK.key, [RowsReady("filter.times", rows, np.full(8, times), PLACE, verdicts=True)])
 
 
 def responses(made, prompt):
     """News by which nothing is decided."""
     rows = np.arange(4 * prompt, 4 * prompt + 4)
-    return made.heard.remote(TASK.key, [News("response", rows, np.ones(4, int), PLACE)])
+    return made.heard.remote(TASK.key, [RowsReady("response", rows, np.ones(4, int), PLACE)])
 
 
 def test_news_get_past_more_waits_than_a_cluster_has_processes(ray):
     made = controllers(ray, 60.0)
-    asked = [made.ask.remote(Again("filter", TASK.key, 1)) for _ in range(3000)]
+    asked = [made.ask.remote(RefillRequest("filter", TASK.key, 1)) for _ in range(3000)]
     ray.get(verdicts(made, 0, 0), timeout=30)
     assert all(ray.get(asked, timeout=30))
 
 
 def test_a_wait_is_told_though_another_process_was_answered_about_an_earlier_round(ray):
     made = controllers(ray, 3.0)
-    late = made.ask.remote(Again("filter", TASK.key, 2))
+    late = made.ask.remote(RefillRequest("filter", TASK.key, 2))
     ray.get(verdicts(made, 0, 0))
-    assert ray.get(made.ask.remote(Again("filter", TASK.key, 1)))
+    assert ray.get(made.ask.remote(RefillRequest("filter", TASK.key, 1)))
     with pytest.raises(DockTimeout, match=r"`filter` has waited \d s in train/0 for .*and for 3 s no row has moved"):
         ray.get(late)
 
@@ -97,7 +97,7 @@ def test_a_row_that_is_computed_on_another_host_moves(ray):
     made, other = docks(ray, 2, 3.0)
     activity = Activity(Room(Path(ray.get(other.folder.remote()))), "functions of host 1")
     activity.say("host.reward in train/0")
-    late, begin = made.ask.remote(Again("filter", TASK.key, 1)), time.monotonic()
+    late, begin = made.ask.remote(RefillRequest("filter", TASK.key, 1)), time.monotonic()
     moves = ray.get(other.status.remote()).moves
     for row in range(8):
         time.sleep(0.75)

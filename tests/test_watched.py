@@ -23,11 +23,11 @@ from rich.console import Console
 from msrl_graph import compile
 from msrl_graph.cli import run_main
 from msrl_graph.emit.run_page import watch_html
-from msrl_graph.runtime.dock.messages import Doing, Seen, Status, Wait
+from msrl_graph.runtime.dock.messages import CurrentActivity, DockSnapshot, Status, Wait
 from msrl_graph.runtime.metrics import prometheus
-from msrl_graph.runtime.metrics.http_server import Watching
-from msrl_graph.runtime.metrics.ports import Doors
-from msrl_graph.runtime.metrics.run_status import POINTS, Facts
+from msrl_graph.runtime.metrics.http_server import StatusServer
+from msrl_graph.runtime.metrics.ports import ListeningSockets
+from msrl_graph.runtime.metrics.run_status import POINTS, RunFacts
 from msrl_graph.runtime.metrics.terminal_panel import _sparks, panel
 from msrl_graph.runtime.process.fault_points import file as points_file
 from msrl_graph.runtime.process.task import Task
@@ -59,7 +59,7 @@ def status(pid=7, host=0):
         ("actor.infer", "reference.infer", "host.reward", "host.advantage", "actor.update"), (512, 512)
     )
     done = dict.fromkeys(("actor.generate", *list(rows)[:-1]), 512) | {"source": 64, "actor.update": 256}
-    seen = Seen(
+    seen = DockSnapshot(
         host,
         {"train/3": {"actor.generate": (64, 64), **rows}, "train/4": {"host.reward": (0, 512)}},
         {"train/3": done},
@@ -69,13 +69,16 @@ def status(pid=7, host=0):
         10,
         pid,
     )
-    doing = {"rank 0": Doing("RUN actor.update in train/3", 0.2), "functions of host 0": Doing("source in train/4", 1)}
+    doing = {
+        "rank 0": CurrentActivity("RUN actor.update in train/3", 0.2),
+        "functions of host 0": CurrentActivity("source in train/4", 1),
+    }
     return Status("actor.update", 1, (Wait("`host.reward` (group 0)", "train/4", 1.5, "`response`"),), doing, seen)
 
 
 @pytest.fixture
 def facts(plan):
-    found = Facts(plan)
+    found = RunFacts(plan)
     found.lines, found.evaluations = [LINE], [{"evaluation": "held_out", "after_iterations": 0, "reward": 0.25}]
     found.iteration(LINE, ["reward"], [Report("rank 0", seconds={"dock wait": 0.25})])
     found.begin(Task("train", 3, 64))
@@ -142,7 +145,7 @@ def test_the_docks_are_looked_at_only_when_somebody_asks(facts):
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5 * POINTS), st.integers(1, 60))
 def test_a_curve_has_few_points_that_are_means(values, width):
-    facts = Facts.__new__(Facts)
+    facts = RunFacts.__new__(RunFacts)
     facts.lines, facts.evaluations = [{"iteration": i, "x": v} for i, v in enumerate(values)], []
     points = facts.curve("x")["points"]
     assert len(points) <= POINTS and points[-1][0] == len(values)
@@ -179,9 +182,9 @@ def events(answer):
 
 
 def test_the_page_is_for_those_who_know_its_token_and_hears_how_a_run_ended(plan, facts):
-    doors = Doors(True, 0)
+    doors = ListeningSockets(True, 0)
     ports, (metrics, page) = doors.ports, doors.lines
-    watching = Watching(plan, facts, type(ports)(os.dup(ports.page), os.dup(ports.metrics), ports.token))
+    watching = StatusServer(plan, facts, type(ports)(os.dup(ports.page), os.dup(ports.metrics), ports.token))
     address, token = re.search(r"http://([\d.:]+)/\?token=(.+)", page).groups()
     assert [ask(address, p).status for p in ("/", "/facts?token=", f"/curve?key=reward&token={token}x")] == [403] * 3
     answer = ask(address, f"/?token={token}")

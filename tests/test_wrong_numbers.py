@@ -19,13 +19,13 @@ from test_ranks import model
 
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
-from msrl_graph.backends.spec import Asked
+from msrl_graph.backends.spec import ForwardRequest
 from msrl_graph.runtime.data import numerics
-from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.data.dataset import LOOKED
 from msrl_graph.runtime.dock.messages import Batch
-from msrl_graph.runtime.dock.readers import Read, readers
-from msrl_graph.runtime.process.task import Fetch, Task
+from msrl_graph.runtime.dock.readers import ColumnRead, readers
+from msrl_graph.runtime.process.task import Task, WeightFetch
 from msrl_graph.runtime.process.task_report import Report, RunError
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import Layout
@@ -59,7 +59,7 @@ def test_an_infer_of_the_generators_weights_compares_else_the_update():
         "prompt",
         "response",
     ]
-    assert next(r for r in readers(plan) if r.node == "actor.infer").reads[-1] == Read(
+    assert next(r for r in readers(plan) if r.node == "actor.infer").reads[-1] == ColumnRead(
         "response.logp", 1, "actor.generate"
     )
     text = (
@@ -77,7 +77,7 @@ def test_an_infer_of_the_generators_weights_compares_else_the_update():
 def test_declared_log_probabilities_as_sampled_are_a_column():
     plan = one_rank(*DECLARED, ("old_logp, ref_logp, advantage) {", "old_logp, ref_logp, advantage, drawn) {"))
     assert numerics.comparison(plan).column == "drawn"
-    assert [r.reads[-1] for r in readers(plan) if r.node == "actor.infer"] == [Read("drawn", 1, "actor.generate")]
+    assert [r.reads[-1] for r in readers(plan) if r.node == "actor.infer"] == [ColumnRead("drawn", 1, "actor.generate")]
     stage = Stage(plan)
     columns = stage.sampled()
     assert list(columns["drawn"].lengths) == list(columns["response"].lengths)
@@ -107,7 +107,7 @@ def test_log_probabilities_as_sampled_may_stand_for_the_old_ones():
 def infer_alone(stage, columns):
     with torch.no_grad():
         packed = pack([columns["prompt"]], [columns["response"]], np.arange(8))
-        return stage.trainers["actor"].score([packed], Asked())[0].logp.numpy()
+        return stage.trainers["actor"].score([packed], ForwardRequest())[0].logp.numpy()
 
 
 # The numbers, one by one.
@@ -153,7 +153,7 @@ def test_rows_of_older_weights_are_told_apart_and_may_drift():
     size = len(columns["response"])
     elements = {c: len(columns[c].values) for c in ("prompt", "response", "response.logp")}
     for version in (3, 1):
-        task = Task("train", 3, 4, 2, fetches={"actor.update => actor.generate": Fetch(version, 5)})
+        task = Task("train", 3, 4, 2, fetches={"actor.update => actor.generate": WeightFetch(version, 5)})
         batch = Batch(share(np.arange(size), size, size, elements), np.arange(size), {c: columns[c] for c in elements})
         if version == 3:
             with pytest.raises(RunError, match=r"where rounding makes at most 0\.001"):
@@ -169,12 +169,12 @@ def test_rows_of_older_weights_are_told_apart_and_may_drift():
 def test_temperatures_below_1_stretch_what_rounding_makes():
     stage = Stage(one_rank(("temperature = 1.0", "temperature = 0.25")))
     columns = stage.sampled()
-    columns["response.logp"] = Column(
+    columns["response.logp"] = ColumnData(
         columns["response.logp"].values + np.float32(3e-3), columns["response.logp"].offsets
     )
     stage.act("actor.infer", columns)
     assert not stage.told.remarks
-    columns["response.logp"] = Column(
+    columns["response.logp"] = ColumnData(
         columns["response.logp"].values + np.float32(2e-3), columns["response.logp"].offsets
     )
     with pytest.raises(RunError, match=r"where rounding makes at most 0\.004$"):
@@ -205,7 +205,7 @@ def test_under_skip_the_step_with_drift_is_left_out(changes):
 
 def test_tokens_outside_the_vocabulary_and_empty_responses():
     columns = ragged([np.array([3, 4]), np.array([16]), np.zeros(0, int), np.array([5, 17, 2])], np.int32)
-    logp = Column(np.full(6, -1.0, np.float32), columns.offsets)
+    logp = ColumnData(np.full(6, -1.0, np.float32), columns.offsets)
     stage = Stage(one_rank())
     node, rows = stage.plan.graph.node("actor.generate"), np.arange(10, 14)
     what = r"^`actor.generate` \(line 23 of grpo.rlg\) on rows 11, 13 of iteration 0: it drew the token 16, outside"
@@ -219,7 +219,7 @@ def test_tokens_outside_the_vocabulary_and_empty_responses():
         stage.watch.response(node, Task("held_out", 40, 4, 2), stage.told, rows, columns, logp, 18)
     report = Report("rank")
     logp.values[-1] = logp.values[0] = math.nan
-    numerics.Watch(one_rank(SKIP)).response(node, Task("train", 0, 4, 2), report, rows, columns, logp, 16)
+    numerics.NumericsWatch(one_rank(SKIP)).response(node, Task("train", 0, 4, 2), report, rows, columns, logp, 16)
     assert {k: v for k, (v, _) in report.sums.items()} == {"wrong/token": 2, "wrong/empty": 1, "wrong/logp": 1}
     assert report.remarks[-1].endswith(
         "on row 10 of iteration 0: it drew a token with the log-probability nan"
@@ -326,7 +326,7 @@ def skip_on_all(rank, folder, cases):
 
             def step(factor=1.0, sound=True, rows=rows, engine=engine):
                 packed = pack([prompts], [responses], rows)
-                engines.train(engine, packed, lambda made: made.logp.sum() * factor / 12, Asked(1.0))
+                engines.train(engine, packed, lambda made: made.logp.sum() * factor / 12, ForwardRequest(1.0))
                 return engine.step(1e-3, 1.0, sound)
 
             def whole(engine=engine):

@@ -16,11 +16,11 @@ from side import COLUMNS, NODES, Setup, Side, Times, check, marks, memory, on, p
 
 from msrl_graph import compile
 from msrl_graph.ir.plan import Plan, from_json
-from msrl_graph.runtime.data.columns import Column, Piece, offsets_of, texts
+from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, offsets_of, texts
 from msrl_graph.runtime.dock.channel import new_key
 from msrl_graph.runtime.dock.client import Client
 from msrl_graph.runtime.dock.host import DockHost
-from msrl_graph.runtime.dock.messages import Way
+from msrl_graph.runtime.dock.messages import DockAddress
 from msrl_graph.runtime.dock.readers import members, readers
 from msrl_graph.runtime.dock.segments import room_name
 from msrl_graph.runtime.process.processes import SHARED
@@ -66,26 +66,26 @@ class Made:
         self.lengths, total = lengths, int(lengths.sum())
         self.values = {c: np.ones(total, np.int32 if c == "response" else np.float32) for c in COLUMNS}
 
-    def pieces(self, rows: Any, columns: tuple[str, ...]) -> dict[str, Piece]:
+    def pieces(self, rows: Any, columns: tuple[str, ...]) -> dict[str, ColumnRows]:
         offsets, found = offsets_of(self.lengths[rows]), {}
         for name in columns if len(rows) else ():
             if name == "reward":
-                column = Column(np.zeros(len(rows), np.float32))
+                column = ColumnData(np.zeros(len(rows), np.float32))
             else:
                 values = self.values[name][: offsets[-1]]
                 values[offsets[:-1]] = marks(rows, name)
-                column = Column(values, offsets)
-            found[name] = Piece(rows, column)
+                column = ColumnData(values, offsets)
+            found[name] = ColumnRows(rows, column)
         return found
 
 
-def prompts(task: Task) -> dict[str, Piece]:
+def prompts(task: Task) -> dict[str, ColumnRows]:
     numbers = np.arange(task.prompts)
-    prompt = Column(np.zeros(4 * len(numbers), np.int32), offsets_of(np.full(len(numbers), 4)))
-    return {"prompt": Piece(numbers, prompt), "answer": Piece(numbers, texts(["1"] * len(numbers)))}
+    prompt = ColumnData(np.zeros(4 * len(numbers), np.int32), offsets_of(np.full(len(numbers), 4)))
+    return {"prompt": ColumnRows(numbers, prompt), "answer": ColumnRows(numbers, texts(["1"] * len(numbers)))}
 
 
-def checked(rows: Any, columns: dict[str, Column]) -> None:
+def checked(rows: Any, columns: dict[str, ColumnData]) -> None:
     check(rows, {n: c.values[c.offsets[:-1]] for n, c in columns.items() if n in COLUMNS and c.offsets is not None})
 
 
@@ -93,7 +93,7 @@ def checked(rows: Any, columns: dict[str, Column]) -> None:
 class Worker:
     """The ranks and functions of one host."""
 
-    def __init__(self, plan: str, way: Way, process: int, host: int, lengths: Any) -> None:
+    def __init__(self, plan: str, way: DockAddress, process: int, host: int, lengths: Any) -> None:
         self.plan, self.host = from_json(plan), host
         self.client = Client(f"rank {process}", readers(self.plan), way, host)
         self.made = Made(lengths)

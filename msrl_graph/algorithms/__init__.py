@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..ir.graph import Expr
-from ..ir.optimizer_spec import Optimizer
+from ..ir.optimizer_spec import OptimizerSpec
 from ..ir.signatures import CallKind, Signature, signatures
 
 FOLDER = Path(__file__).parent
@@ -46,10 +46,10 @@ def scheduled(call: Expr) -> None:
 
 
 @lru_cache(maxsize=1 << 10)
-def optimizer(call: Expr) -> Optimizer:
+def optimizer(call: Expr) -> OptimizerSpec:
     """What the call of an optimizer gives, but for the learning rate, which comes with each step; ValueError where its
     options do not go together."""
-    made: Optimizer = load("optimizer", str(call.value))(
+    made: OptimizerSpec = load("optimizer", str(call.value))(
         lr=0.0, **{k: v for k, v in call.options().items() if k != "lr"}
     )
     return made

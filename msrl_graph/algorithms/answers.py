@@ -89,7 +89,7 @@ _WORDS = re.compile(r"[^\W\d_](?:[^\W\d_]|[ '-])*")
 
 
 @dataclass(frozen=True)
-class Number:
+class ParsedNumber:
     """`value` as it is written, without a percent sign; a `rounded` one has a decimal point."""
 
     value: Fraction
@@ -109,7 +109,7 @@ class Answer:
 
     text: str
     marked: bool
-    number: Number | None = None
+    number: ParsedNumber | None = None
     words: str = ""
 
 
@@ -138,7 +138,7 @@ def same(response: Answer, answer: Answer) -> bool | None:
     return False if response.marked and not response.text else None
 
 
-def number(text: str) -> Number | None:
+def number(text: str) -> ParsedNumber | None:
     """The number that a text is, its unit and currency aside; None where it is none, or something besides."""
     if len(text) > LONGEST:
         return None
@@ -168,7 +168,7 @@ def number(text: str) -> Number | None:
         or {*words} & _NO_UNITS
     ):
         return None
-    return Number(-value if parts.get("sign") == "-" else value, bool(percent), "." in found[0])
+    return ParsedNumber(-value if parts.get("sign") == "-" else value, bool(percent), "." in found[0])
 
 
 def tidy(text: str) -> str:
@@ -262,7 +262,7 @@ def _words(text: str) -> str:
     return plain.lower()
 
 
-def _equal(a: Number, b: Number) -> bool:
+def _equal(a: ParsedNumber, b: ParsedNumber) -> bool:
     """Percent may be left out, or taken as hundredths; a rounded number is equal to what it may have been rounded
     from."""
     pairs = [(a.value, b.value)]

@@ -25,7 +25,7 @@ MOST = 16  # judges at once
 EACH = 8  # questions that are worth another judge
 
 
-class Question(NamedTuple):
+class JudgeRequest(NamedTuple):
     """Two answers in LaTeX. Unless it is `marked`, math-verify looks for the answer in `response`."""
 
     response: str
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
     late: bool = False
 
 
-class Killed(RuntimeError):
+class JudgeKilled(RuntimeError):
     """Somebody has killed a judge before it was ready."""
 
 
@@ -61,11 +61,11 @@ class Judge:
         if self._stdout.readline() != b"ready\n":
             status = self.process.wait()
             self.end()
-            raise (Killed if status < 0 else RuntimeError)(
+            raise (JudgeKilled if status < 0 else RuntimeError)(
                 f"the process that runs math-verify did not start: it ended with status {status}"
             )
 
-    def ask(self, question: Question, limit: float, timeout: float) -> Verdict | None:
+    def ask(self, question: JudgeRequest, limit: float, timeout: float) -> Verdict | None:
         """The verdict, None where the judge was killed."""
         line = json.dumps([question.response, question.marked, question.answer, limit, timeout]).encode() + b"\n"
         with suppress(BrokenPipeError):
@@ -97,7 +97,7 @@ _living: list[Judge] = []
 _idle: list[Judge] = []
 
 
-def equal(questions: Sequence[Question], *, timeout: float, budget: float) -> list[Verdict]:
+def equal(questions: Sequence[JudgeRequest], *, timeout: float, budget: float) -> list[Verdict]:
     """What math-verify finds of each question, in at most `timeout` seconds of a processor.
 
     `budget` are the seconds that those may take together which come to no verdict, but any of them LEAST. RuntimeError
@@ -119,10 +119,10 @@ def equal(questions: Sequence[Question], *, timeout: float, budget: float) -> li
     return [found[q] for q in questions]
 
 
-def _asked(questions: Sequence[Question], limit: float, timeout: float) -> list[Verdict]:
+def _asked(questions: Sequence[JudgeRequest], limit: float, timeout: float) -> list[Verdict]:
     """The verdicts of judges beside each other, in the order of the questions."""
 
-    def ask(question: Question) -> Verdict:
+    def ask(question: JudgeRequest) -> Verdict:
         return _ask(question, limit, timeout)
 
     judges = min(len(os.sched_getaffinity(0)), MOST, -(-len(questions) // EACH))
@@ -132,14 +132,14 @@ def _asked(questions: Sequence[Question], limit: float, timeout: float) -> list[
         return [*threads.map(ask, questions)]
 
 
-def _ask(question: Question, limit: float, timeout: float) -> Verdict:
+def _ask(question: JudgeRequest, limit: float, timeout: float) -> Verdict:
     status = 0
     for left in range(
         1 + len(_idle), -1, -1
     ):  # a judge that someone else killed has not judged, and those that wait may all be dead
         try:
             one = _taken()
-        except Killed:
+        except JudgeKilled:
             if not left:
                 raise
             continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from ..ir.optimizer_spec import Optimizer, Rule
+from ..ir.optimizer_spec import OptimizerSpec, Rule
 from .registry import Below, Betas, Count, NotNegative, Positive, Rate, optimizer, schedule
 
 
@@ -23,14 +23,14 @@ def adamw(
     eps: Positive = 1e-8,
     weight_decay: NotNegative = 0.01,
     warmup: Count = 1,
-) -> Optimizer:
+) -> OptimizerSpec:
     """AdamW, as torch.optim.AdamW (arXiv:1711.05101).
 
     `betas` are how fast the two moments forget, `eps` is what the divisor is at least, `weight_decay` how much of a
     weight goes in a step, times the rate. Keeps two float32 moments of each weight.
     """
     options = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "fused": True}
-    return Optimizer(Rule("AdamW", options, {"exp_avg": 4, "exp_avg_sq": 4}))
+    return OptimizerSpec(Rule("AdamW", options, {"exp_avg": 4, "exp_avg_sq": 4}))
 
 
 @optimizer
@@ -41,7 +41,7 @@ def sgd(
     nesterov: bool = False,
     weight_decay: NotNegative = 0.0,
     warmup: Count = 1,
-) -> Optimizer:
+) -> OptimizerSpec:
     """Stochastic gradient descent, as torch.optim.SGD.
 
     Keeps one float32 buffer of each weight where there is `momentum`, b = momentum b + g, and nothing without. The step
@@ -51,7 +51,7 @@ def sgd(
     if nesterov and not momentum:
         raise ValueError("`nesterov` needs `momentum` above 0")
     options = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "fused": True}
-    return Optimizer(Rule("SGD", options, {"momentum_buffer": 4} if momentum else {}))
+    return OptimizerSpec(Rule("SGD", options, {"momentum_buffer": 4} if momentum else {}))
 
 
 @optimizer
@@ -65,7 +65,7 @@ def muon(
     betas: Betas = (0.9, 0.999),
     eps: Positive = 1e-8,
     warmup: Count = 1,
-) -> Optimizer:
+) -> OptimizerSpec:
     """Muon, as torch.optim.Muon, for the matrices of the layers, and AdamW for all else: embedding, head, norms, biases
     (arXiv:2502.16982).
 
@@ -77,7 +77,7 @@ def muon(
     """
     matrices = {"momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "adjust": adjust}
     others = adamw(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    return Optimizer(others.rule, Rule("Muon", matrices, {"momentum_buffer": 4}, whole=True))
+    return OptimizerSpec(others.rule, Rule("Muon", matrices, {"momentum_buffer": 4}, whole=True))
 
 
 @optimizer
@@ -88,7 +88,7 @@ def adamw_8bit(
     eps: Positive = 1e-8,
     weight_decay: NotNegative = 0.01,
     warmup: Count = 1,
-) -> Optimizer:
+) -> OptimizerSpec:
     """AdamW whose moments are kept in 8 bits, by blocks of 256 with a float32 scale each (arXiv:2110.02861).
 
     Its memory is planned. It does not run in this version: blocks are cut from what a rank holds, so that another
@@ -96,7 +96,7 @@ def adamw_8bit(
     """
     each = 1 + 4 / 256
     why = "its blocks are cut from what a rank holds, so that a result would depend on the layout"
-    return Optimizer(Rule("AdamW8bit", {}, {"exp_avg": each, "exp_avg_sq": each}), runs=False, why=why)
+    return OptimizerSpec(Rule("AdamW8bit", {}, {"exp_avg": each, "exp_avg_sq": each}), runs=False, why=why)
 
 
 @schedule

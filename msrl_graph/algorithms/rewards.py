@@ -39,7 +39,7 @@ def _verified(
     rows = [(answers.given(r), answers.gold(a)) for r, a in zip(response, answer, strict=True)]
     same = [answers.same(*row) for row in rows]
     asked = [i for i, verdict in enumerate(same) if verdict is None]
-    questions = [judges.Question(rows[i][0].text, rows[i][1].text, rows[i][0].marked) for i in asked]
+    questions = [judges.JudgeRequest(rows[i][0].text, rows[i][1].text, rows[i][0].marked) for i in asked]
     verdicts = judges.equal(questions, timeout=timeout, budget=budget)
     cut_off = [(q, v.cut_off) for q, v in zip(questions, verdicts, strict=True) if v.cut_off]
     tell("verify/cut_off", len(cut_off))

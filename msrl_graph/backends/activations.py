@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .devices import Device, Lane, content, local
+from .devices import Lane, TorchDevice, content, local
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ LEAST = 1 << 10  # bytes; copying less gains nothing
 class Activations:
     """Of the `layers` of a model on a device."""
 
-    def __init__(self, device: Device, layers: Sequence[torch.nn.Module]) -> None:
+    def __init__(self, device: TorchDevice, layers: Sequence[torch.nn.Module]) -> None:
         self.device, self.lanes = device, (Lane(device), Lane(device))
         self.now: _Pass | None = None  # a forward pass that keeps
         for layer in layers:
@@ -80,7 +80,7 @@ class _Saved:
 class _Pass:
     """What one forward pass keeps, layer by layer: a group each."""
 
-    def __init__(self, device: Device, out: Lane, back: Lane) -> None:
+    def __init__(self, device: TorchDevice, out: Lane, back: Lane) -> None:
         self.device, self.out, self.back = device, out, back
         self.groups: list[list[_Kept]] = [[]]
         self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Kept]] = {}

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Context:
+class ContextGroup:
     """The ranks that trees are divided over, of which this is the `rank`-th of `size`."""
 
     size: int = 1
@@ -40,11 +40,11 @@ class Context:
     ulysses: bool = False
 
     @staticmethod
-    def of(layout: Layout, devices: Devices) -> Context:
+    def of(layout: Layout, devices: Devices) -> ContextGroup:
         if layout.cp == 1:
-            return Context()
+            return ContextGroup()
         mesh = devices.axis("cp")
-        return Context(layout.cp, mesh.get_local_rank(), mesh.get_group(), layout.cp_kind == "ulysses")
+        return ContextGroup(layout.cp, mesh.get_local_rank(), mesh.get_group(), layout.cp_kind == "ulysses")
 
     def share(self, tree: Tree, micro_batch: MicroBatch, multiple: int = 1) -> tuple[Tree, MicroBatch]:
         """What this rank computes: its nodes, padded to a multiple and to as many as each rank has; and of the tokens
@@ -66,7 +66,7 @@ class Context:
             return replace(tree, **longer), micro_batch
         own, tokens = of == self.rank, torch.nonzero(of[tree.before] == self.rank).flatten()
         ids, depth, before = padded(tree.ids[own]), padded(tree.depth[own]), local[tree.before[tokens]]
-        part: Part
+        part: ContextShard
         if self.ulysses:
             at = of * nodes + local
             place = tree.place.new_zeros(self.size * nodes).index_copy(0, at, tree.place)
@@ -82,7 +82,7 @@ class Context:
 
     def gathered(self, made: Outputs, tree: Tree) -> Outputs:
         """What all ranks' outputs are, in the order of the tokens."""
-        if not isinstance(tree, Part):
+        if not isinstance(tree, ContextShard):
             return made
         return Outputs(*(None if x is None else _gather()(x, tree) for x in made))
 
@@ -108,16 +108,16 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Part(Tree):
+class ContextShard(Tree):
     """A rank's part of a tree: of all `asked` tokens it has `tokens`, which `before` is of."""
 
     tokens: torch.Tensor
     asked: int
-    context: Context
+    context: ContextGroup
 
 
 @dataclass(frozen=True)
-class _Exchanged(Part):
+class _Exchanged(ContextShard):
     """`rows` and `place` are of all nodes, rank after rank."""
 
     def attend(
@@ -140,7 +140,7 @@ class _Exchanged(Part):
 
 
 @dataclass(frozen=True)
-class _Ring(Part):
+class _Ring(ContextShard):
     """`rows` and `place` are of this rank's own nodes; those of a row have every `size`-th depth."""
 
     def product(
@@ -159,7 +159,7 @@ def _gather() -> Any:
         loss."""
 
         @staticmethod
-        def forward(context: Any, own: torch.Tensor, part: Part) -> torch.Tensor:
+        def forward(context: Any, own: torch.Tensor, part: ContextShard) -> torch.Tensor:
             context.save_for_backward(part.tokens)
             every = own.new_zeros(part.asked, *own.shape[1:]).index_copy(0, part.tokens, own)
             dist.all_reduce(every, group=part.context.group)

@@ -40,7 +40,7 @@ _RESIZE = "resize_"
 _watchers: list[Callable[[torch.UntypedStorage], object]] = []
 
 
-class Memory(NamedTuple):
+class MemoryUsage(NamedTuple):
     """Bytes."""
 
     free: int
@@ -48,7 +48,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Device:
+class TorchDevice:
     """The `index`-th of the devices of a kind that this process sees (hardware/visibility_masks.py)."""
 
     kind: DeviceKind = HOST
@@ -79,14 +79,14 @@ class Device:
 
     # Memory.
 
-    def memory(self) -> Memory:
+    def memory(self) -> MemoryUsage:
         """What others hold of it is not free; a host's cores have the host's memory."""
         if self.kind.shares_host_memory:
             import psutil
 
             found = psutil.virtual_memory()
-            return Memory(found.available, found.total)
-        return Memory(*self._module.mem_get_info(self.index))
+            return MemoryUsage(found.available, found.total)
+        return MemoryUsage(*self._module.mem_get_info(self.index))
 
     def peak(self) -> int:
         """The most bytes at once of this process since `reset_peak`: of its tensors; on a host of all that it holds."""
@@ -122,7 +122,7 @@ class Device:
 class Lane:
     """A stream of a device beside the one that its process computes on."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: TorchDevice) -> None:
         self.module = device._module
         self.stream = self.module.Stream()
 
@@ -154,7 +154,7 @@ class Devices:
     needs further groups makes them among its own ranks (`among`). `per_host`: of the mesh's ranks, in the order of
     their numbers, each host has so many; 0: one host has all."""
 
-    device: Device = Device()
+    device: TorchDevice = TorchDevice()
     rank: int = 0
     mesh: DeviceMesh | None = None
     per_host: int = 0
@@ -187,10 +187,10 @@ class Devices:
         return self._groups[ranks]
 
 
-def of(tensor: torch.Tensor) -> Device:
+def of(tensor: torch.Tensor) -> TorchDevice:
     """The device that a tensor lies on."""
     kind = next(k for k in DEVICE_KINDS.values() if k.torch == tensor.device.type)
-    return Device(kind, tensor.device.index or 0)
+    return TorchDevice(kind, tensor.device.index or 0)
 
 
 def is_host_buffer(storage: torch.UntypedStorage) -> bool:

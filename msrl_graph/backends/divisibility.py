@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ir.attributes import Update
+from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Graph, Node
 from ..model.architecture import Model
 from ..sharding.layout import Layout
@@ -60,7 +60,7 @@ def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
 def rows_in_step(graph: Graph, node: Node) -> int | None:
     """The rows of an update that every rank needs the same share of: those of a mini-batch. None where nothing is
     updated, or a filter leaves a number of rows that nobody knows yet."""
-    said = Update.of(node)
+    said = UpdateAttributes.of(node)
     if node.verb != "update" or (said.mini_batch is None and any(n.filters for n in graph.nodes)):
         return None
     return said.step_rows(graph.rows[graph.level(node)])

@@ -14,7 +14,7 @@ from ..sharding.layout import AXES, Layout
 
 
 @dataclass(frozen=True)
-class Spread:
+class ExpertPlacement:
     """An engine's rule. Each function takes a layout, of which all but etp is settled.
 
     - `etp`: that of a layout which states none.
@@ -76,12 +76,14 @@ def _of_vllm(layout: Layout) -> bool:
     return layout.etp == 1 and layout.ep % layout.tp == 0 and layout.dp % (layout.ep // layout.tp) == 0
 
 
-NONE = Spread("each rank has all experts")
+NONE = ExpertPlacement("each rank has all experts")
 # Tokens go to their experts by an all-to-all.
-WHOLE = Spread("ep divides tp · cp · dp, etp is 1", has=lambda layout: layout.etp == 1 and _divides(layout))
+WHOLE = ExpertPlacement("ep divides tp · cp · dp, etp is 1", has=lambda layout: layout.etp == 1 and _divides(layout))
 # expert_tensor_parallel_size is tensor_model_parallel_size where nothing else is said.
-MEGATRON = Spread("ep · etp divides tp · cp · dp; etp is tp where it is not stated", lambda layout: layout.tp, _divides)
-VLLM = Spread(
+MEGATRON = ExpertPlacement(
+    "ep · etp divides tp · cp · dp; etp is tp where it is not stated", lambda layout: layout.tp, _divides
+)
+VLLM = ExpertPlacement(
     "without `ep` each rank of tp has a part of every expert (etp is tp), with `ep = tp` it has whole ones; an ep over "
     "several replicas, a multiple of tp, is planned and not run",
     lambda layout: 1 if layout.ep > 1 else layout.tp,

@@ -13,23 +13,23 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..ir.optimizer_spec import Optimizer
+from ..ir.optimizer_spec import OptimizerSpec
 from ..sharding.layout import Layout, shard
 from . import expert_placement, experts, hf_modules, kernels, peaks, prefix_tree
 from .activations import Activations
-from .context_parallel import Context
+from .context_parallel import ContextGroup
 from .devices import local
 from .kernels.modules import divide_rows, install
 from .optimizer.gradients import Gradients
 from .optimizer.steps import Steps, calls
 from .spec import (
     Act,
-    Asked,
-    Calls,
     EngineSpec,
+    ForwardRequest,
     Lint,
     Loss,
     MicroBatch,
+    OperatorCalls,
     Outputs,
     Shard,
     Situation,
@@ -57,7 +57,7 @@ def _lints(situation: Situation) -> Iterator[Lint]:
         yield Lint(message, "zero = 3 needs less memory still, zero = 1 less communication")
 
 
-def _calls(act: Act, layout: Layout) -> Calls:
+def _calls(act: Act, layout: Layout) -> OperatorCalls:
     """Counted by torch's profiler on Qwen2 models."""
     if act == "step":
         return calls(layout)
@@ -66,15 +66,15 @@ def _calls(act: Act, layout: Layout) -> Calls:
     # as three on tensors.
     if act == "update":
         hooks = SPEC.divided(layout) * (300 if layout.zero >= 3 else 200)
-        found = Calls(232 + hooks, 83 + hooks)
+        found = OperatorCalls(232 + hooks, 83 + hooks)
     else:
         hooks = SPEC.divided(layout) * 100
-        found = Calls(73 + hooks, 46 + hooks)
+        found = OperatorCalls(73 + hooks, 46 + hooks)
     if layout.tp > 1:
-        found = Calls(3 * found.layer, 3 * found.rest)
+        found = OperatorCalls(3 * found.layer, 3 * found.rest)
     if layout.cp > 1:  # on tensors: of a ring by blocks, and what divides a tree and gathers outputs
         forward, both = (24 * layout.cp, 54 * layout.cp) if layout.cp_kind == "ring" else (18, 39)
-        found = Calls(found.layer + (both if act == "update" else forward), found.rest + 30)
+        found = OperatorCalls(found.layer + (both if act == "update" else forward), found.rest + 30)
     return found
 
 
@@ -90,7 +90,7 @@ SPEC = EngineSpec(
     name="fsdp",
     verbs=("infer", "update"),
     axes=("tp", "cp", "dp", "ep"),
-    build="msrl_graph.backends.fsdp:Engine",
+    build="msrl_graph.backends.fsdp:FsdpEngine",
     options=("micro_batch", "recompute", "dtype", "offload", "activations", "compile"),
     zero=(0, 1, 2, 3),
     divided_from=2,
@@ -106,13 +106,13 @@ SPEC = EngineSpec(
 )
 
 
-class Engine:
+class FsdpEngine:
     """A model on this rank."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         model, layout, rank, optimizer = weights.model, placement.layout, devices.rank, weights.optimizer
         self.model, self.layout, self.place = model, layout, devices.device.place
-        self.divided, self.context = SPEC.divided(layout), Context.of(layout, devices)
+        self.divided, self.context = SPEC.divided(layout), ContextGroup.of(layout, devices)
         module = hf_modules.empty(model)
         if placement.engine.options.get("recompute") == "full":
             module.gradient_checkpointing_enable()
@@ -163,20 +163,20 @@ class Engine:
     def shards(self) -> list[Shard]:
         return self._shards
 
-    def score(self, micro_batches: Sequence[MicroBatch], asked: Asked) -> list[Outputs]:
+    def score(self, micro_batches: Sequence[MicroBatch], asked: ForwardRequest) -> list[Outputs]:
         import torch
 
         with torch.no_grad():
             return [self._forward(micro_batch, asked) for micro_batch in micro_batches]
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: Asked) -> None:
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: ForwardRequest) -> None:
         for i in range(len(micro_batches)):
             total = loss(self._forward(micro_batches[i], asked), i)
             # FSDP2 averages over dp, the loss's parts add up.
             (total * self.layout.dp if self.divided else total).backward()  # type: ignore[no-untyped-call]
             del total  # or the next micro-batch would have its graph beside its own
 
-    def _forward(self, micro_batch: MicroBatch, asked: Asked) -> Outputs:
+    def _forward(self, micro_batch: MicroBatch, asked: ForwardRequest) -> Outputs:
         import torch
 
         tree, known = self.context.share(prefix_tree.tree(micro_batch), micro_batch)
@@ -196,7 +196,7 @@ class Engine:
         lr: float,
         clip_grad: float,
         sound: bool = True,
-        optimizer: Optimizer | None = None,
+        optimizer: OptimizerSpec | None = None,
         node: Node | None = None,
     ) -> float:
         import torch
@@ -306,7 +306,7 @@ def _outputs(
     token: torch.Tensor,
     given: torch.Tensor | None,
     heat: float | torch.Tensor,
-    asked: Asked,
+    asked: ForwardRequest,
 ) -> Outputs:
     """Stands in for the model's forward, so that FSDP2 gathers embedding and head around the whole of it. Logits are
     made only where a token is asked for, and in float32."""

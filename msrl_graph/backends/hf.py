@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from ..sharding.layout import Layout, shard
 from . import experts, hf_modules, kernels, peaks
 from .devices import release, take
-from .generation.continuous import Batch
+from .generation.continuous import SequenceBatch
 from .generation.sampling import draw
 from .generation.segments import in_stretches
 from .generation.stops import looks_for
 from .kernels.modules import install
-from .spec import Act, Calls, EngineSpec, Response, Sampling, Shard, Weights
+from .spec import Act, EngineSpec, OperatorCalls, Response, Sampling, Shard, Weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from .devices import Devices
 
 
-def _calls(act: Act, layout: Layout) -> Calls:
+def _calls(act: Act, layout: Layout) -> OperatorCalls:
     """Counted by torch's profiler on Qwen2 models of 2 and 6 layers; the drawing of a token is part of it."""
-    return Calls(63 if act == "prefill" else 55, (68 if act == "prefill" else 57) + 17 * (layout.tp > 1))
+    return OperatorCalls(63 if act == "prefill" else 55, (68 if act == "prefill" else 57) + 17 * (layout.tp > 1))
 
 
 SPEC = EngineSpec(
     name="hf",
     verbs=("generate",),
     axes=("tp", "dp"),
-    build="msrl_graph.backends.hf:Engine",
+    build="msrl_graph.backends.hf:HfEngine",
     options=("micro_batch", "dtype", "memory"),
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
     calls=_calls,
@@ -51,7 +51,7 @@ SPEC = EngineSpec(
 )
 
 
-class Engine:
+class HfEngine:
     """A generator on this rank; the responses to `micro_batch` prompts are under way at once (0: all)."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
@@ -117,7 +117,7 @@ class Engine:
         batches = []
         for some in apart:
             of = [prompts[i] for i in some[::each] // each]
-            batches.append((some, Batch(self, of, keys[some], begun[some], sampling.of(some), slots, stops)))
+            batches.append((some, SequenceBatch(self, of, keys[some], begun[some], sampling.of(some), slots, stops)))
         for step in count(1):
             for some, batch in batches:
                 with torch.inference_mode():  # not while others compute between two steps

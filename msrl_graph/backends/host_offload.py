@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .devices import Device, Lane, release, take
+from .devices import Lane, TorchDevice, release, take
 
 if TYPE_CHECKING:
     import torch
 
 
-class Away:
+class HostOffload:
     """Tensors of a device, some of which may be parts of one storage. What they hold in between is `stored`, in buffers
     that stay once they are made; `drop` lets go of them."""
 
-    def __init__(self, device: Device, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, device: TorchDevice, tensors: Sequence[torch.Tensor]) -> None:
         self.device, self.tensors = device, list(tensors)
         storages = {t.untyped_storage()._cdata: t for t in tensors}
         # An engine may keep a padded storage behind an uneven shard: it gets back what it had.

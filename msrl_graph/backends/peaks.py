@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from ..ir.workload import Work, kv_elements
+from ..ir.workload import Workload, kv_elements
 from .sizes import GRADIENT, Sizes, around, step
 from .spec import Moments
 
@@ -50,13 +50,13 @@ class _Layer(Sizes):
         return (2 if self.item == 4 else 3) * self.hidden + self.scored * self.work.model.hidden * self.item
 
 
-def trainer(verb: str, work: Work) -> Moments:
+def trainer(verb: str, work: Workload) -> Moments:
     """The moments of an infer or an update by torch (backends/fsdp.py)."""
     s = _Layer(work)
     return _update(s) if verb == "update" else _infer(s)
 
 
-def stored(work: Work) -> int:
+def stored(work: Workload) -> int:
     """Bytes that all layers keep between forward and backward."""
     return work.model.layers * (_Layer(work).hidden if work.recompute else _Layer(work).saved)
 
@@ -200,7 +200,7 @@ def _backward(s: _Layer) -> dict[str, dict[str, int]]:
     }
 
 
-def generator(verb: str, work: Work) -> Moments:
+def generator(verb: str, work: Workload) -> Moments:
     """The moments of a generation by transformers (backends/hf.py): `rows` prompts at once, `samples` responses each,
     the cache one tensor of keys and one of values a layer, copied whenever it grows."""
     if verb != "generate":

@@ -16,13 +16,13 @@ from . import devices
 if TYPE_CHECKING:
     import torch
 
-    from .context_parallel import Context
+    from .context_parallel import ContextGroup
 
 SCORES = 1 << 24  # made at once where there is none
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context, scaling: float, window: int | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: ContextGroup, scaling: float, window: int | None
 ) -> torch.Tensor:
     """Takes and gives [rows, heads, width, size], of this rank's places."""
     found: torch.Tensor = _function()(q, k, v, context, scaling, window)
@@ -66,7 +66,7 @@ def _function() -> Any:
     return Ring.apply
 
 
-def _seen(q: torch.Tensor, step: int, context: Context, window: int | None) -> tuple[int, torch.Tensor | None]:
+def _seen(q: torch.Tensor, step: int, context: ContextGroup, window: int | None) -> tuple[int, torch.Tensor | None]:
     """How a rank's queries see the keys of the one that is `step` before it: from the `first` query on each sees the
     keys up to its own place less `first`, since those of a later rank stand behind it; or those that a mask says."""
     import torch

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from math import gcd
 
 from ..ir import optimizer_spec
-from ..ir.workload import Work
+from ..ir.workload import Workload
 from ..sharding.layout import Side, Tensor, TensorKind, box_at, elements, held, kinds, stage_parts
 from .spec import BYTES, Moments
 
@@ -27,7 +27,7 @@ class Sizes:
     """Bytes of what a rank computes with: `item` of an element, of `tokens` a layer sees and of tokens `laid` out row
     by row for attention, of one scored token."""
 
-    work: Work
+    work: Workload
 
     @cached_property
     def item(self) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 from ..hardware.device_kinds import DeviceKind, Where
 from ..hardware.environment_variables import Setting
 from ..sharding.layout import Box, Layout, Side
-from .expert_placement import NONE, Spread
+from .expert_placement import NONE, ExpertPlacement
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..ir.graph import Node
-    from ..ir.optimizer_spec import Optimizer
+    from ..ir.optimizer_spec import OptimizerSpec
     from ..ir.plan import Placement, Plan
-    from ..ir.workload import Work
+    from ..ir.workload import Workload
     from ..model.architecture import Model
     from .devices import Devices
 
@@ -38,7 +38,7 @@ Act = Literal["prefill", "decode", "infer", "update", "step"]
 
 
 @dataclass(frozen=True)
-class Calls:
+class OperatorCalls:
     """How many operators Python calls, those that another one calls left out: `layer` for each of the model's layers,
     `rest` besides, and `sequence` for each sequence. What else Python does counts as so many operators as take as
     long."""
@@ -125,7 +125,7 @@ class EngineSpec:
     vocabulary_multiple: int = 1
     pads_whole: bool = False
     replicates_kv_heads: bool = False
-    spread: Spread = NONE
+    spread: ExpertPlacement = NONE
     packs_experts: bool = False
     families: tuple[str, ...] = ("llama", "qwen2")
     off_host: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class EngineSpec:
     groups: Callable[[Layout], int] = lambda layout: layout.ep > 1
     lints: Callable[[Situation], Iterable[Lint]] = lambda situation: ()
     settings: Callable[[Situation], Iterable[Setting]] = lambda situation: ()
-    calls: Callable[[Act, Layout], Calls] | None = None
+    calls: Callable[[Act, Layout], OperatorCalls] | None = None
     fused: tuple[Where, ...] = ()
     block: int = 0
     shares_beginnings: tuple[Where, ...] = ()
@@ -149,7 +149,7 @@ class EngineSpec:
     building: Callable[..., dict[str, int]] | None = None
     divides_sequence: bool = False
 
-    def eager(self, where: Where) -> Callable[[Act, Layout], Calls] | None:
+    def eager(self, where: Where) -> Callable[[Act, Layout], OperatorCalls] | None:
         """What counts its operators on such devices; None where kernels are fused."""
         return None if where in self.fused else self.calls
 
@@ -208,8 +208,8 @@ class Weights:
 
     model: Model
     node: Node
-    optimizer: Optimizer | None = None
-    work: Work | None = None
+    optimizer: OptimizerSpec | None = None
+    work: Workload | None = None
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ MicroBatch: TypeAlias = "TensorDict"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ForwardRequest:
     """What forward passes are to give of each token that is asked for, beside its log-probability and those of the
     tokens that its micro-batch gives: the `entropy` of the distribution that it is drawn from, and the `best` likeliest
     tokens there. All are at a `temperature`, unless the micro-batch has its own. `node` is the one that asks: an update
@@ -308,10 +308,10 @@ class Trainer(Protocol):
     def shards(self) -> list[Shard]:
         """The weights at rest on this rank."""
 
-    def score(self, micro_batches: Sequence[MicroBatch], asked: Asked) -> list[Outputs]:
+    def score(self, micro_batches: Sequence[MicroBatch], asked: ForwardRequest) -> list[Outputs]:
         """What forward passes give, apart from any graph; nothing where the last layers are not."""
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: Asked) -> None:
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: ForwardRequest) -> None:
         """Adds the gradient of this rank's part of the loss (the parts of all micro-batches and of all dp ranks add up
         to the mini-batch's). `loss` is called once a micro-batch, with what its forward pass gave and its number, on
         the ranks that have the last layers, in the same order on all of them: it may hold a collective over dp. A graph
@@ -322,7 +322,7 @@ class Trainer(Protocol):
         lr: float,
         clip_grad: float,
         sound: bool = True,
-        optimizer: Optimizer | None = None,
+        optimizer: OptimizerSpec | None = None,
         node: Node | None = None,
     ) -> float:
         """An optimizer step; the gradient's norm before clipping, the same on all ranks. Gradients are released. Where

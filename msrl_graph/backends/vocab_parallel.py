@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .spec import Asked, Outputs
+from .spec import ForwardRequest, Outputs
 
 if TYPE_CHECKING:
     import torch
 
 
 def outputs(
-    logits: torch.Tensor, first: int, token: torch.Tensor, given: torch.Tensor | None, asked: Asked, group: Any
+    logits: torch.Tensor, first: int, token: torch.Tensor, given: torch.Tensor | None, asked: ForwardRequest, group: Any
 ) -> Outputs:
     """`logits` [tokens, part] are float32, divided by the temperature, of the ids from `first` on; `token` [tokens] and
     `given` [tokens, k] are whole ids; `group` the ranks that have the parts, None where this one has all."""

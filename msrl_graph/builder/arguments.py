@@ -21,10 +21,10 @@ from ..diagnostics import Diagnostic, Fault, Span, kind_of, render
 from ..dsl import ast
 from ..dsl.parse import MAX_DEPTH, parse_edge, parse_expr, parse_type
 from ..dsl.syntax_errors import RESERVED
-from ..ir.kinds import String
+from ..ir.kinds import StringKind
 from ..ir.options import STATEMENTS
 from . import pickled_functions
-from .callsite import Part, Site, caller
+from .callsite import CallArgument, CallSite, caller
 
 Value = bool | SupportsIndex | float | str | Callable[..., object] | Sequence["Value"]
 Names = str | Sequence[str]
@@ -36,7 +36,7 @@ STRINGS = {
     (statement, key)
     for statement, said in STATEMENTS.items()
     for key, kind in said.kinds().items()
-    if isinstance(kind, String)
+    if isinstance(kind, StringKind)
 }
 
 
@@ -44,9 +44,9 @@ class Arguments:
     """The arguments of the call of a method, to parts of a syntax tree."""
 
     def __init__(self, *parameters: str) -> None:
-        self.site: Site = caller(Path(__file__).parent.parent, parameters)
+        self.site: CallSite = caller(Path(__file__).parent.parent, parameters)
 
-    def argument(self, name: str, index: int = 0) -> Part:
+    def argument(self, name: str, index: int = 0) -> CallArgument:
         return self.site.argument(name, index)
 
     def key(self, name: str) -> ast.Name:
@@ -162,7 +162,7 @@ class Arguments:
         part = self.argument(parameter)
         return ast.Column(self.key(name), self.type(kind, part), self.site.key(name).to(part.span))
 
-    def type(self, kind: str, part: Part) -> ast.Type:
+    def type(self, kind: str, part: CallArgument) -> ast.Type:
         return self.text(self.string(kind, 'a column\'s type is a str, as in "f32"', part.span), part, parse_type)
 
     def path(self, parameter: str, value: str | os.PathLike[str]) -> ast.Literal_:
@@ -188,7 +188,7 @@ class Arguments:
             self.fail("the number is too large", span, code="bad-value")
         return whole
 
-    def expr(self, value: Value, part: Part, quoted: bool = False, depth: int = 0) -> ast.Expr:
+    def expr(self, value: Value, part: CallArgument, quoted: bool = False, depth: int = 0) -> ast.Expr:
         span = part.span
         if depth > MAX_DEPTH:
             self.fail("the list is nested too deeply", span, code="bad-value")
@@ -233,7 +233,7 @@ class Arguments:
         (path, name), folder = found, Path(span.file).resolve().parent
         return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{name}"
 
-    def text(self, value: str, part: Part, read: Callable[[str, str], T]) -> T:
+    def text(self, value: str, part: CallArgument, read: Callable[[str, str], T]) -> T:
         """The tree of a text of the language, its spans where the text stands in the Python file."""
         try:
             found = read(value, part.span.file)
@@ -267,7 +267,7 @@ class Arguments:
         raise fault from None
 
 
-def at(part: Part, text: str, start: int, end: int) -> Span:
+def at(part: CallArgument, text: str, start: int, end: int) -> Span:
     """Where characters of a text stand that an argument is."""
 
     def place(at: int) -> tuple[int, int]:

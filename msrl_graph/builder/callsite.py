@@ -23,7 +23,7 @@ QUOTES = ('"""', "'''", '"', "'")
 
 
 @dataclass(frozen=True)
-class Part:
+class CallArgument:
     """A stretch of a call: an argument, or an element of one. `node` is None where nothing smaller can be told apart in
     it."""
 
@@ -31,7 +31,7 @@ class Part:
     source: _Source
     node: ast.expr | None = None
 
-    def item(self, index: int) -> Part:
+    def item(self, index: int) -> CallArgument:
         """An element of a list or tuple that is written out, else the whole."""
         if not isinstance(self.node, ast.List | ast.Tuple) or any(isinstance(e, ast.Starred) for e in self.node.elts):
             return self
@@ -59,14 +59,14 @@ class Part:
         return next((q for q in QUOTES if written == f"{q}{value}{q}"), None)
 
 
-class Site:
+class CallSite:
     """A call: its span, and the parts of it that are arguments. `parameters` are the names of those that may be given
     by position."""
 
     def __init__(self, source: _Source, span: Span, call: ast.Call | None, parameters: tuple[str, ...]) -> None:
         self.span, self._source, self._call, self._parameters = span, source, call, parameters
 
-    def argument(self, name: str, index: int = 0) -> Part:
+    def argument(self, name: str, index: int = 0) -> CallArgument:
         """The argument of that name; `index` counts those of a parameter such as `*groups`."""
         if self._call is not None:
             for keyword in self._call.keywords:
@@ -75,7 +75,7 @@ class Site:
             at = self._parameters.index(name) + index if name in self._parameters else len(self._call.args)
             if at < len(self._call.args) and not any(isinstance(a, ast.Starred) for a in self._call.args[: at + 1]):
                 return self._source.part(self._call.args[at])
-        return Part(self.span, self._source)
+        return CallArgument(self.span, self._source)
 
     def key(self, name: str) -> Span:
         """The name of an argument that is given by name."""
@@ -86,7 +86,7 @@ class Site:
         return self.span
 
 
-def caller(inner: Path, parameters: tuple[str, ...]) -> Site:
+def caller(inner: Path, parameters: tuple[str, ...]) -> CallSite:
     """The call that led out of the user's code into the files under the folder `inner`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and inner in Path(frame.f_code.co_filename).parents:
@@ -97,10 +97,10 @@ def caller(inner: Path, parameters: tuple[str, ...]) -> Site:
     line, end_line, _, end = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     call = None if end_line is None or end is None else _calls(source.lines).get((end_line, end))
     if call is not None:
-        return Site(source, source.span(call), call, parameters)
+        return CallSite(source, source.span(call), call, parameters)
     line = line or frame.f_lineno
     text = source.lines[line - 1] if line <= len(source.lines) else ""
-    return Site(
+    return CallSite(
         source, Span(file, line, len(text) - len(text.lstrip()) + 1, line, len(text.rstrip()) + 1), None, parameters
     )
 
@@ -110,8 +110,8 @@ class _Source:
     file: str
     lines: tuple[str, ...]
 
-    def part(self, node: ast.expr) -> Part:
-        return Part(self.span(node), self, node)
+    def part(self, node: ast.expr) -> CallArgument:
+        return CallArgument(self.span(node), self, node)
 
     def span(self, node: Any) -> Span:
         start, end = self._column(node.lineno, node.col_offset), self._column(node.end_lineno, node.end_col_offset)

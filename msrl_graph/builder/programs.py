@@ -23,7 +23,7 @@ from ..dsl.parse import parse_undo
 from ..dsl.unparse import write
 from ..emit.humanize import many
 from .arguments import Arguments, Names, Value, at
-from .statements import Body, S
+from .statements import S, Statements
 
 NODE = ("function", "generate", "infer", "update")
 
@@ -88,12 +88,12 @@ class _OfPackage(Imported):
         self.name, self._file = name, None
 
 
-class Stated(Program, Generic[S]):
+class StatementBuilder(Program, Generic[S]):
     """A program of statements: a method adds one, or replaces the one that states the same, and returns the object."""
 
     def __init__(self, span: Span) -> None:
         super().__init__(span)
-        self._body: Body[S] = Body()
+        self._body: Statements[S] = Statements()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}: {many(len(self._body), 'statement')}>"
@@ -107,7 +107,7 @@ class Stated(Program, Generic[S]):
         return self
 
 
-class Algorithm(Stated[ast.AlgorithmStatement]):
+class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
     """`algorithm NAME { … }`; with `extends`, what differs from another algorithm: one built here, imported, or the
     package's by name."""
 
@@ -228,7 +228,7 @@ class Cluster(Program):
         return ast.Cluster(self._name, self._attrs, self._span)
 
 
-class Deploy(Stated[ast.DeployStatement]):
+class Deploy(StatementBuilder[ast.DeployStatement]):
     """`deploy ALGORITHM on CLUSTER [as NAME] { … }`; an algorithm of the package may be given by its name. Of a deploy
     in place of the algorithm, one built here or imported as `extends`, what differs from it: `deploy NAME extends OTHER
     [on CLUSTER] { … }`."""

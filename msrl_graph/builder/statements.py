@@ -22,7 +22,7 @@ KINDS = {ast.Param: "param", ast.Columns: "column", ast.State: "state", ast.Work
 
 
 @dataclass(frozen=True)
-class Entry:
+class StatementSlot:
     """A place in a program: the keys that it was made for, and the statements that are there, none once they were
     replaced elsewhere or dropped."""
 
@@ -39,20 +39,20 @@ class Entry:
         """The `drop` that is there."""
         return next((s for s in self.statements if isinstance(s, ast.Drop | ast.Undo)), None)
 
-    def less(self, keys: frozenset[Key]) -> Entry:
+    def less(self, keys: frozenset[Key]) -> StatementSlot:
         """The entry without what these keys name."""
         return replace(self, statements=tuple(left for s in self.statements for left in _without(s, keys)))
 
-    def after(self, drop: ast.Drop | ast.Undo) -> Entry:
+    def after(self, drop: ast.Drop | ast.Undo) -> StatementSlot:
         """The entry without what a drop takes away."""
         return replace(self, statements=tuple(left for s in self.statements for left in _left(drop, s)))
 
 
-class Body(Generic[S]):
+class Statements(Generic[S]):
     """The statements of an algorithm or a deploy, in order."""
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self._entries: list[StatementSlot] = []
 
     def __iter__(self) -> Iterator[S]:
         """All statements; columns that follow each other are one."""
@@ -123,7 +123,7 @@ def keys_of(statement: Statement) -> frozenset[Key]:
     return frozenset(statement_key(one, 0) for one in split_statement(cast(ast.DeployStatement, statement)))
 
 
-def _add(entries: list[Entry], statement: Statement) -> None:
+def _add(entries: list[StatementSlot], statement: Statement) -> None:
     keys = keys_of(statement)
     there = [i for i, entry in enumerate(entries) if (entry.present or entry.keys) & keys]
     for i in there:
@@ -138,10 +138,10 @@ def _add(entries: list[Entry], statement: Statement) -> None:
         changed = frozenset({("change", node_name(statement))})
         entries[there[0] :] = [entry.less(changed) for entry in entries[there[0] :]]
     begin = max((i + 1 for i, drop in _drops(entries) if _left(drop, statement) != (statement,)), default=0)
-    _put(entries, Entry(keys, (statement,)), begin)
+    _put(entries, StatementSlot(keys, (statement,)), begin)
 
 
-def _add_change(entries: list[Entry], change: ast.Node) -> None:
+def _add_change(entries: list[StatementSlot], change: ast.Node) -> None:
     """Add a change of a node's attributes to the changes of it so far, since the node was last stated whole."""
     keys = keys_of(change)
     whole = frozenset({("node", node_name(change))})
@@ -162,20 +162,20 @@ def _add_change(entries: list[Entry], change: ast.Node) -> None:
             change = replace(change, attrs=(*kept, *stated.values()))
         entries[place] = replace(entries[place], statements=())
     drops = [i + 1 for i, drop in _drops(entries) if _left(drop, change) != (change,)]
-    _put(entries, Entry(keys, (change,)), max([begin, *drops]))
+    _put(entries, StatementSlot(keys, (change,)), max([begin, *drops]))
 
 
-def _add_drop(entries: list[Entry], drop: ast.Drop | ast.Undo) -> None:
+def _add_drop(entries: list[StatementSlot], drop: ast.Drop | ast.Undo) -> None:
     keys = keys_of(drop)
     place = next((i for i, entry in enumerate(entries) if entry.keys == keys), None)
     if place is None:
-        entries.append(Entry(keys, (drop,)))
+        entries.append(StatementSlot(keys, (drop,)))
         return
-    entries[place] = Entry(keys, (drop,))
+    entries[place] = StatementSlot(keys, (drop,))
     entries[place + 1 :] = [entry.after(drop) for entry in entries[place + 1 :]]
 
 
-def _put(entries: list[Entry], new: Entry, begin: int) -> None:
+def _put(entries: list[StatementSlot], new: StatementSlot, begin: int) -> None:
     """Put an entry at the first place, from `begin` on, of those that it replaces, else at the end."""
     places = [
         i
@@ -189,12 +189,12 @@ def _put(entries: list[Entry], new: Entry, begin: int) -> None:
         entries.append(new)
 
 
-def _drops(entries: Sequence[Entry], after: int = -1) -> list[tuple[int, ast.Drop | ast.Undo]]:
+def _drops(entries: Sequence[StatementSlot], after: int = -1) -> list[tuple[int, ast.Drop | ast.Undo]]:
     """The drops that stand after a place."""
     return [(i, entry.drop) for i, entry in enumerate(entries) if i > after and entry.drop is not None]
 
 
-def _cancel_drops(entries: list[Entry], after: int, statement: Statement) -> None:
+def _cancel_drops(entries: list[StatementSlot], after: int, statement: Statement) -> None:
     """Take back the drops of what is stated again at a place before them."""
     for i, drop in _drops(entries, after):
         if _left(drop, statement) != (statement,):

@@ -14,7 +14,7 @@ from ..data.datafile import CHARACTERS, few, head
 from ..diagnostics import Diagnostic, Fault
 from ..files import urls
 from ..files.paths import is_file
-from ..ir.plan import Data, Plan
+from ..ir.plan import DataSource, Plan
 
 
 def check(plan: Plan) -> list[Diagnostic]:
@@ -42,7 +42,7 @@ def _found(plan: Plan) -> Iterator[Diagnostic]:
             yield few(data, f"{count:,} row{'s' * (count > 1)}", most)
 
 
-def _at_hand(data: Data) -> Data:
+def _at_hand(data: DataSource) -> DataSource:
     """With the copy of a short file at a URL."""
     if not urls.is_url(data.path):
         return data

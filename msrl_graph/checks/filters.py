@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ..diagnostics import Diagnostic
-from ..ir.attributes import Call, Generate
+from ..ir.attributes import CallAttributes, GenerateAttributes
 from ..ir.graph import Graph
 from ..ir.rowsets import rowsets
 from .columns import Library
@@ -25,7 +25,7 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
             continue
         if not node.filters or node.per != "row" or not (level := graph.row_level(node)):
             continue
-        if Generate.of(node).on_failure == "drop_group":
+        if GenerateAttributes.of(node).on_failure == "drop_group":
             continue
         if any(s.scope != "row" for _, s in calls(node, library)):
             continue  # it must filter whole groups itself, which is told of it
@@ -54,7 +54,7 @@ def compared(graph: Graph, library: Library) -> list[Diagnostic]:
     """Comparisons of what is no number of the row."""
     found, columns = [], {c.name: c for c in graph.columns}
     for node in graph.nodes:
-        keep = Call.of(node).keep
+        keep = CallAttributes.of(node).keep
         column = columns.get(str(keep.args[0].value)) if keep is not None and keep.kind != "call" else None
         if keep is not None and column is not None and (column.dims or column.element in ("text", "json")):
             what = "text" if column.element in ("text", "json") else "several numbers"
@@ -68,7 +68,7 @@ def compared(graph: Graph, library: Library) -> list[Diagnostic]:
 def rows_apart(graph: Graph, library: Library) -> list[Diagnostic]:
     """Nodes after two filters that may repeat rows, neither of which chooses from what the other left: no row has
     passed both."""
-    if not any(Call.of(n).select is not None for n in graph.nodes):
+    if not any(CallAttributes.of(n).select is not None for n in graph.nodes):
         return []
     found, rows = [], rowsets(graph)
     for name, sets in rows.apart.items():
@@ -118,7 +118,7 @@ def unfiltered(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
     """Two refills: each would wait for the prompts that the other asks for."""
-    refills = [n for n in graph.nodes if Call.of(n).refill]
+    refills = [n for n in graph.nodes if CallAttributes.of(n).refill]
     found = []
     for first, node in pairwise(refills):
         message = f"`{node.name}` refills, and `{first.name}` does too: there is one number of groups to reach"
@@ -130,7 +130,7 @@ def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
 def adaptive(graph: Graph, library: Library) -> list[Diagnostic]:
     """A share of prompts that pass is known where each prompt has one verdict."""
     found = []
-    for node in (n for n in graph.nodes if Call.of(n).adaptive and Call.of(n).refill):
+    for node in (n for n in graph.nodes if CallAttributes.of(n).adaptive and CallAttributes.of(n).refill):
         if node.per in ("row", "batch") or graph.column(node.per).level != 0:
             message = f"`{node.name}` is `adaptive`, and does not choose whole prompts: no share of them passes"
             first = next(iter(graph.node("source").writes), "prompt")
@@ -143,7 +143,7 @@ def refilled_batch(graph: Graph, library: Library) -> list[Diagnostic]:
     """`per = batch` before a refill: its batch is not whole until the rows are there that the refill brings."""
     found = []
     for node in graph.nodes:
-        if not Call.of(node).refill:
+        if not CallAttributes.of(node).refill:
             continue
         for before in sorted(graph.flow.before(node.name)):
             if graph.node(before).per == "batch":

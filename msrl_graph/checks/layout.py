@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..backends.divisibility import misfits, rows_in_step
 from ..backends.spec import EngineSpec, compiled, compiles
 from ..diagnostics import Diagnostic, Span
-from ..ir.attributes import Update
+from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Graph, Node
 from ..ir.plan import Placement, Plan, Pool
 from ..sharding.layout import AXES, Layout
@@ -177,7 +177,7 @@ def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
 
 def _mini_batch(graph: Graph, node: Node, layout: Layout) -> Iterator[Diagnostic]:
     """Every rank of an update needs the same share of every mini-batch."""
-    size, stated = rows_in_step(graph, node), Update.of(node).mini_batch
+    size, stated = rows_in_step(graph, node), UpdateAttributes.of(node).mini_batch
     if size is None:
         return
     if size % layout.dp:

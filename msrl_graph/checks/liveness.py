@@ -11,16 +11,18 @@ from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic
 from ..ir.async_schedule import lanes
-from ..ir.attributes import Call, SampleEdge, Update
+from ..ir.attributes import CallAttributes, SampleEdgeAttributes, UpdateAttributes
 from ..ir.graph import Edge, Graph, Node
-from ..ir.plan import Memory, Plan
+from ..ir.plan import PhaseMemory, Plan
 from ..ir.sequences import is_tokens, weighs
 from .columns import Library
 
 
 def starved(graph: Graph, library: Library) -> list[Diagnostic]:
     """Batches of more rows than there are."""
-    repeated = {n for node in graph.nodes if Call.of(node).select is not None for n in graph.flow.after(node.name)}
+    repeated = {
+        n for node in graph.nodes if CallAttributes.of(node).select is not None for n in graph.flow.after(node.name)
+    }
     found: list[Diagnostic] = []
     for node in graph.nodes:
         if node.name not in repeated:
@@ -37,7 +39,7 @@ def _has(graph: Graph, level: int) -> str:
 
 def _mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
     level = graph.level(node)
-    size, rows = Update.of(node).mini_batch, graph.rows[level]
+    size, rows = UpdateAttributes.of(node).mini_batch, graph.rows[level]
     if size is not None and size > rows > 0:
         message = f"`{node.name}` waits for a mini-batch of {size:,} rows, and an iteration has {_has(graph, level)}"
         help = f"`mini_batch = {rows}` is all of them; or more prompts an iteration"
@@ -46,7 +48,7 @@ def _mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
 
 def _streams(graph: Graph, node: Node) -> Iterator[Diagnostic]:
     for edge in graph.into(node.name):
-        said = SampleEdge.of(edge)
+        said = SampleEdgeAttributes.of(edge)
         for key, asked, what, check in (
             ("stream", said.stream, "of them", _units),
             ("stream_tokens", said.stream_tokens, "tokens", _tokens),
@@ -139,7 +141,7 @@ def _largest(graph: Graph) -> int:
     return max((size // max(graph.rows[graph.column(c).level], 1) for c, size in graph.column_bytes.items()), default=0)
 
 
-def _held(memory: Memory) -> int:
+def _held(memory: PhaseMemory) -> int:
     return memory.items.get("rows", 0)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
-from ..ir.plan import Memory, Plan
+from ..ir.plan import PhaseMemory, Plan
 
 
-def check(plan: Plan, nearest: Callable[[Memory], str] = lambda worst: "") -> list[Diagnostic]:
+def check(plan: Plan, nearest: Callable[[PhaseMemory], str] = lambda worst: "") -> list[Diagnostic]:
     """What does not fit in a plan whose memory is counted; `nearest` finds a layout that fits in place of the one of a
     phase."""
     found = []
@@ -33,7 +33,7 @@ def check(plan: Plan, nearest: Callable[[Memory], str] = lambda worst: "") -> li
     return found
 
 
-def table(phases: list[Memory]) -> str:
+def table(phases: list[PhaseMemory]) -> str:
     """By phase, the sum and the items from the largest on."""
     lines = []
     for m in phases:
@@ -43,7 +43,7 @@ def table(phases: list[Memory]) -> str:
     return "\n".join(lines)
 
 
-def _span(plan: Plan, worst: Memory) -> Span:
+def _span(plan: Plan, worst: PhaseMemory) -> Span:
     """The layout statement of a node of the phase, in the pool; the reshard's is that of its source, where that is
     there."""
     here = [n for n in plan.graph.nodes if plan.placement(n.name).pool == worst.pool]
@@ -54,7 +54,7 @@ def _span(plan: Plan, worst: Memory) -> Span:
     return next((s for s in spans if s != NOWHERE), plan.deploy.span)
 
 
-def _advice(plan: Plan, worst: Memory) -> str:
+def _advice(plan: Plan, worst: PhaseMemory) -> str:
     """The cheapest change that takes away the largest item."""
     largest = max(worst.items, key=lambda k: worst.items[k])
     if worst.place == "host":

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from .. import algorithms
 from ..diagnostics import Diagnostic
-from ..ir.attributes import Update
+from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Graph, Node
 from .columns import Library
 
@@ -19,7 +19,7 @@ def rated(graph: Graph, library: Library) -> list[Diagnostic]:
     """Learning rates from a state of which each row has one: a step has one rate."""
     found, each = [], {s.name: s.per for s in graph.states if s.per}
     for node in _updates(graph):
-        rate = Update.of(node).rate
+        rate = UpdateAttributes.of(node).rate
         for name in [*([str(rate.value)] if rate.kind == "state" else []), *rate.columns().values()]:
             if name in each:
                 message = (
@@ -48,19 +48,17 @@ def shared(graph: Graph, library: Library) -> list[Diagnostic]:
                     f"`{node.name}` and `{first.name}` share an optimizer, and keep different states of the weights"
                 )
                 note = ((first.at("optimizer"), f"the optimizer of `{first.name}`"),)
-                help = (
-                    f"write `{Update.of(first).optimizer.value}(…)` in both, with momentum in both or in none; "
-                    "other options may differ"
-                )
+                optimizer = UpdateAttributes.of(first).optimizer.value
+                help = f"write `{optimizer}(…)` in both, with momentum in both or in none; other options may differ"
                 found.append(Diagnostic("bad-value", message, node.at("optimizer"), help, related=note))
     return found
 
 
 def _updates(graph: Graph) -> Iterator[Node]:
     for node in graph.verb("update"):
-        if "lr" in Update.of(node).optimizer.keys:
+        if "lr" in UpdateAttributes.of(node).optimizer.keys:
             yield node
 
 
 def _kept(node: Node) -> list[tuple[str, list[str]]]:
-    return [(rule.name, [*rule.keeps]) for rule in algorithms.optimizer(Update.of(node).optimizer).rules]
+    return [(rule.name, [*rule.keeps]) for rule in algorithms.optimizer(UpdateAttributes.of(node).optimizer).rules]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..diagnostics import NOWHERE, Diagnostic, Span, nearest
-from ..ir.attributes import CALLED, Call, Generate, ReshardingEdge, Update
+from ..ir.attributes import CALLED, CallAttributes, GenerateAttributes, ReshardingEdgeAttributes, UpdateAttributes
 from ..ir.graph import ELEMENTS, KINDS, Column, Expr, Graph, Node
 from ..ir.kinds import LOSS, OPTIMIZER
 from ..ir.plan import METRICS, reported
@@ -71,9 +71,11 @@ def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     for node in graph.verb("update"):
         rows = graph.rows[graph.level(node)]
-        said = Update.of(node)
+        said = UpdateAttributes.of(node)
         steps = said.steps(rows)
-        behind = max((ReshardingEdge.of(e).staleness for e in graph.reshards() if e.src == node.name), default=0)
+        behind = max(
+            (ReshardingEdgeAttributes.of(e).staleness for e in graph.reshards() if e.src == node.name), default=0
+        )
         beside = [u.name for u in graph.sharing(node.worker) if u.verb == "update" and u.name != node.name]
         if steps == 1 and not behind and not beside:
             continue
@@ -194,7 +196,7 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
             versions = [c for c in columns if c.element == "i32" and like and [d.like for d in c.dims] == [like]]
             for column in columns:
                 own = [*responses, *logps[:1], *masks[:1], *versions[:1]]
-                if column not in own and like and Generate.of(node).partner is None:
+                if column not in own and like and GenerateAttributes.of(node).partner is None:
                     help = (
                         f"declare log-probabilities as `f32[{like}]`, a mask as `bool[{like}]`, versions as "
                         f"`i32[{like}]`; functions write the rest"
@@ -212,7 +214,7 @@ def results(graph: Graph, library: Library) -> list[Diagnostic]:
     the reverse."""
     found, columns = [], {c.name: c for c in graph.columns}
     for node in graph.nodes:
-        call = Call.of(node).call
+        call = CallAttributes.of(node).call
         entry = library.get(("function", str(call.value))) if call is not None else None
         if (
             call is None or entry is None or ":" in str(call.value)
@@ -241,7 +243,7 @@ def _read(graph: Graph, node: Node, wrong: Callable[[Node, str, str], None]) -> 
     row."""
     tokens = {c for c in node.reads if is_tokens(graph, c) or graph.column(c).element == "text"}
     for column in map(graph.column, node.reads):
-        beside = Generate.of(node).partner is not None and column.element == "json"
+        beside = GenerateAttributes.of(node).partner is not None and column.element == "json"
         beside = beside or any((e.kind, e.value) == ("column", column.name) for e in tempered(graph, node))
         if node.verb != "update" and column.name not in tokens and not beside:
             wrong(
@@ -320,7 +322,7 @@ def too_long(graph: Graph, library: Library) -> list[Diagnostic]:
     """Generations that may write more tokens than the response's column holds."""
     found = []
     for node in graph.verb("generate"):
-        wanted = Generate.of(node).max_tokens
+        wanted = GenerateAttributes.of(node).max_tokens
         responses = [c for c in map(graph.column, node.writes) if c.element == "i32" and c.dims and c.dims[0].ragged]
         for column in responses:
             bound = graph.bound(column.name)
@@ -347,7 +349,7 @@ def own_metric(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def taken(node: Node, library: Library) -> set[str]:
     """The columns that the loss of an update takes: by name, as factors of terms, and as what terms are called with."""
-    found = _named(Update.of(node).loss)
+    found = _named(UpdateAttributes.of(node).loss)
     for call, signature in calls(node, library):
         found |= {call.columns().get(p, p) for p in signature.columns} | ({*node.reads} if signature.rest else set())
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
 from ..ir.async_schedule import aged, by_state, hindered, in_turns, late_states
-from ..ir.attributes import ReshardingEdge
+from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, shared_staleness
 from ..ir.sequences import heating, of_response
@@ -59,7 +59,7 @@ def sampled(graph: Graph, node: Node) -> set[str]:
 
 def _cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
     """What makes a generation off-policy, and where it stands."""
-    edge = next((e for e in graph.reshards() if e.dst == node.name and ReshardingEdge.of(e).staleness), None)
+    edge = next((e for e in graph.reshards() if e.dst == node.name and ReshardingEdgeAttributes.of(e).staleness), None)
     if edge is not None:
         return "staleness", edge.at("staleness")
     if node.cuts:
@@ -71,7 +71,7 @@ def missing(graph: Graph, library: Library) -> list[Diagnostic]:
     """Versions that are not sent, where the rows of the iterations between would be too old."""
     found = []
     for edge in graph.reshards():
-        said = ReshardingEdge.of(edge)
+        said = ReshardingEdgeAttributes.of(edge)
         if said.staleness >= said.every - 1:
             continue
         least = said.every - 1
@@ -112,7 +112,7 @@ def check(plan: Plan) -> list[Diagnostic]:
     held, turns, behind = hindered(plan), in_turns(plan), aged(plan)
     found = loops(plan)
     for edge in plan.graph.reshards():
-        said, pool = ReshardingEdge.of(edge), plan.placement(edge.dst).pool
+        said, pool = ReshardingEdgeAttributes.of(edge), plan.placement(edge.dst).pool
         if not said.staleness or (edge.src, edge.dst) in behind:
             continue
         seldom = said.every > 1

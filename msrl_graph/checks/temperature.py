@@ -7,7 +7,7 @@ or 0, whatever the weights are, so nothing that a policy computes of such tokens
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic
-from ..ir.attributes import Generate
+from ..ir.attributes import GenerateAttributes
 from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.sequences import sequences
 from .columns import Library
@@ -17,7 +17,7 @@ def one_number(graph: Graph, library: Library) -> list[Diagnostic]:
     """Temperatures of rows that are no plain numbers."""
     found = []
     for node in graph.verb("generate"):
-        expr = Generate.of(node).temperature
+        expr = GenerateAttributes.of(node).temperature
         column = graph.column(str(expr.value)) if expr.kind == "column" else None
         if (
             column is None
@@ -56,7 +56,7 @@ def equal(graph: Graph, library: Library) -> list[Diagnostic]:
     """Several responses to one prompt that are all the same."""
     found = []
     for node in filter(_cold, graph.verb("generate")):
-        said = Generate.of(node)
+        said = GenerateAttributes.of(node)
         if said.samples > 1 and said.partner is None:
             message = (
                 f"`{node.name}` draws {said.samples:,} equal responses to each prompt: at temperature 0 it "
@@ -75,5 +75,5 @@ def equal(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _cold(node: Node) -> bool:
-    expr = Generate.of(node).temperature
+    expr = GenerateAttributes.of(node).temperature
     return expr.kind == "number" and expr.value == 0

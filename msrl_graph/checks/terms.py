@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ..diagnostics import Diagnostic
-from ..ir.attributes import Generate, Update
+from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import ELEMENTS, Graph, Node
 from ..ir.sequences import is_tokens, of_response, sequences, tempered
 from ..ir.signatures import FILLED, ROUNDING
@@ -89,7 +89,7 @@ def of_rows(graph: Graph, library: Library) -> list[Diagnostic]:
             message = f"`reduce` is for terms of tokens, and `{rows[0][1].name}` gives one number a row"
             help = "leave it out: the loss is the mean over rows"
             found.append(Diagnostic("bad-value", message, node.at("reduce"), help))
-        if node.stated("masked_rows") is not None and (rows or str(Update.of(node).reduce.value) == "tokens"):
+        if node.stated("masked_rows") is not None and (rows or str(UpdateAttributes.of(node).reduce.value) == "tokens"):
             over = "rows" if rows else "tokens"
             message = f"`masked_rows` of `{node.name}` has no effect: its loss is the mean over {over}"
             help = "leave it out" if rows else "leave it out, or state `reduce = sequences`"
@@ -179,8 +179,8 @@ def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
     """Updates that train on what an environment or an agent wrote, and functions that know of masks and take it for the
     policy's."""
     found = []
-    for node in (n for n in graph.verb("generate") if Generate.of(n).partner is not None):
-        partner = "environment" if Generate.of(node).environment is not None else "agent"
+    for node in (n for n in graph.verb("generate") if GenerateAttributes.of(n).partner is not None):
+        partner = "environment" if GenerateAttributes.of(node).environment is not None else "agent"
         mask, responses = of_response(graph, node, "bool"), [c for c in node.writes if is_tokens(graph, c)]
         for other in graph.nodes:
             whole = [c for c in _unmasked(graph, other, library) if c in responses]

@@ -20,7 +20,7 @@ from ..diagnostics import Diagnostic, Fault, render, render_json
 from ..diagnostics.terminal_text import shown
 
 if TYPE_CHECKING:
-    from ..compiler.sources import Source
+    from ..compiler.sources import ProgramSource
     from ..ir.plan import Plan
 
 COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
@@ -45,7 +45,7 @@ def natural(text: str) -> int:
     return int(text)
 
 
-def tell(diagnostics: Sequence[Diagnostic], source: Source | None, options: argparse.Namespace) -> None:
+def tell(diagnostics: Sequence[Diagnostic], source: ProgramSource | None, options: argparse.Namespace) -> None:
     """Diagnostics to stderr, in the order of the text."""
     from ..compiler.sources import texts
 

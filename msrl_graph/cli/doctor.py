@@ -21,7 +21,7 @@ from ..hardware.calibration import Calibration
 from .common import guarded, load_plan, tell
 
 if TYPE_CHECKING:
-    from ..compiler.sources import Source
+    from ..compiler.sources import ProgramSource
     from ..ir.plan import Plan
     from ..runtime.doctor.findings import Finding
 
@@ -73,7 +73,7 @@ def _doctor(argv: Sequence[str]) -> int:
         if path is None:
             p.error("MSRL_HERE is empty: say with `--out` where what is measured goes")
         return _calibrate(path)
-    source: list[Source] = []
+    source: list[ProgramSource] = []
     try:
         plan = _plan(options, p, source) if options.program else None
     except Fault as fault:
@@ -82,7 +82,7 @@ def _doctor(argv: Sequence[str]) -> int:
     return _examine(path, plan, options.json)
 
 
-def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser, source: list[Source]) -> Plan:
+def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser, source: list[ProgramSource]) -> Plan:
     """The plan of the program; `source` is given what it was read from. Raises Fault."""
     if options.program.endswith(".json"):
         if options.sets or options.deploy or options.model:

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..compiler.sources import Source
+from ..compiler.sources import ProgramSource
 from ..diagnostics import Diagnostic, Fault
 from ..diagnostics.terminal_text import shown
 from ..dsl.format import format
@@ -58,7 +58,7 @@ def _fmt(argv: Sequence[str]) -> int:
             old = _read(file)
             # As the compiler reads it, whatever the file's line ends are.
             text = old.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-            source = Source(name, text, Path()) if file == "-" else source
+            source = ProgramSource(name, text, Path()) if file == "-" else source
             new = format(text, name)
         except Fault as fault:
             told += fault.diagnostics

@@ -17,7 +17,7 @@ from ..diagnostics.terminal_text import shown
 from .common import guarded, load_plan, natural, tell
 
 if TYPE_CHECKING:
-    from ..compiler.sources import Source
+    from ..compiler.sources import ProgramSource
     from ..ir.plan import Plan
 
 
@@ -171,7 +171,7 @@ class _Program:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.source: Source | None = None
+        self.source: ProgramSource | None = None
 
     def plan(self, p: argparse.ArgumentParser) -> Plan:
         """Compile it, or load it. Raises Fault."""
@@ -249,7 +249,7 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return _not_installed(error)
     resume = options.resume or ""
-    watched = supervisor.Options(
+    watched = supervisor.WatchOptions(
         options.measure_memory,
         options.verbose,
         options.record,

@@ -18,7 +18,7 @@ from typing import Any
 from .. import algorithms, checks
 from ..backends import ENGINES
 from ..diagnostics import NOWHERE, Diagnostic, Fault
-from ..dsl.lower import Context, Lowered, lower
+from ..dsl.lower import LoweredProgram, LoweringContext, lower
 from ..dsl.parse import parse
 from ..dsl.unparse import write
 from ..files.paths import is_folder
@@ -128,11 +128,11 @@ def _program(plan: Plan) -> Iterator[str]:
         yield from _model(model)
 
 
-def _lowered(plan: Plan) -> Lowered:
+def _lowered(plan: Plan) -> LoweredProgram:
     """What comes of the program that says what a plan says. Raises Fault."""
     if odd := next((n for n in _names(plan) if not NAME.fullmatch(n)), ""):
         raise Fault(Diagnostic("bad-plan", f"`{odd}` is not a name"))
-    context = Context(
+    context = LoweringContext(
         load=lambda target, of_file, span: parse("", target),
         library=algorithms.library(),
         engines=ENGINES,

@@ -33,12 +33,12 @@ from ..checks import (
 )
 from ..diagnostics import Diagnostic, Fault, ProgramWarning, public, render
 from ..dsl import ast
-from ..dsl.lower import Context, Refused, lower
+from ..dsl.lower import LoweringContext, LoweringFault, lower
 from ..dsl.parse import parse
 from ..ir.graph import Graph
 from ..ir.plan import Plan
 from ..ir.plan_paths import at_hand
-from ..ir.search_record import Searched
+from ..ir.search_record import SearchRecord
 from ..model import models
 from ..passes.order import passes
 from ..passes.spec import Passes
@@ -48,7 +48,7 @@ from ..planner.pools import Division
 from ..planner.search import Search
 from . import python_hints, unsupported
 from .options import asked
-from .sources import Source, importer, read, texts
+from .sources import ProgramSource, importer, read, texts
 
 if TYPE_CHECKING:
     from ..builder import Program
@@ -103,7 +103,7 @@ class Compilation:
     """What each stage gave, up to the one asked for; `placed` and `plan` are None too where the program has no
     deploy."""
 
-    source: Source
+    source: ProgramSource
     tree: ast.File
     graph: Graph | None = None
     placed: Plan | None = None
@@ -167,7 +167,7 @@ def _told(program: str | Path | Program | ast.File, text: str | None, **options:
     return result
 
 
-def rendered(source: Source | None, diagnostics: Sequence[Diagnostic]) -> list[str]:
+def rendered(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) -> list[str]:
     known = texts(source, diagnostics)
     return [render(d, known) for d in diagnostics]
 
@@ -192,7 +192,7 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def translate(
-    source: Source,
+    source: ProgramSource,
     *,
     deploy: str | None = None,
     model: str | None = None,
@@ -208,7 +208,7 @@ def translate(
         return Compilation(source, tree)
     try:
         lowered = lower(tree, context(source, deploy or source.deploy, model, sets))
-    except Refused as fault:
+    except LoweringFault as fault:
         # What could be read of the graph may have more to tell, in the same run.
         told = (
             checks.check(fault.graph, fault.library, fault.diagnostics, dropped=fault.dropped)
@@ -269,7 +269,7 @@ def with_hosts(plan: Plan, nodes: int) -> Plan | None:
     return None if unsupported.unready(found) else replace(found, notes=(*found.notes, *unsupported.notes(found)))
 
 
-def unstated(plan: Plan, budget: float | None = None) -> Searched | None:
+def unstated(plan: Plan, budget: float | None = None) -> SearchRecord | None:
     """What the search would have found for a plan whose layouts the file states, had it not; None where one is open."""
     if any(has_open_layout(plan, o) for o in owners(plan, Division(plan.pools))):
         return None
@@ -278,10 +278,10 @@ def unstated(plan: Plan, budget: float | None = None) -> Searched | None:
 
 
 def context(
-    source: Source, deploy: str | None = None, model: str | None = None, sets: Mapping[str, str] | None = None
-) -> Context:
+    source: ProgramSource, deploy: str | None = None, model: str | None = None, sets: Mapping[str, str] | None = None
+) -> LoweringContext:
     """What lowering may ask of the rest of the package."""
-    return Context(
+    return LoweringContext(
         load=importer(source.folder),
         library=algorithms.library(),
         engines=ENGINES,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Source:
+class ProgramSource:
     """A program's text; `folder` is what the paths in it are relative to. With `tree`, the program that a Python file
     of this text made; `deploy` is the one of it that is meant, where nobody chooses another."""
 
@@ -36,24 +36,24 @@ class Source:
     deploy: str | None = None
 
 
-def read(source: str | Path | Program | ast.File, text: str | None = None) -> Source:
+def read(source: str | Path | Program | ast.File, text: str | None = None) -> ProgramSource:
     """The source that a path or the name of a package's algorithm stands for, or that a program was built in."""
     if not isinstance(source, str | Path):
         tree, meant = (source, None) if isinstance(source, ast.File) else _built(source)
         path = Path(tree.path)
         folder = path.parent if is_file(path) else Path()
-        return Source(tree.path, "".join(linecache.getlines(tree.path)), folder, tree, meant)
+        return ProgramSource(tree.path, "".join(linecache.getlines(tree.path)), folder, tree, meant)
     path = Path(source)
     if text is not None:
-        return Source(str(source), program_text.plain(text, str(source)), path.parent if path.suffix else Path())
+        return ProgramSource(str(source), program_text.plain(text, str(source)), path.parent if path.suffix else Path())
     if not is_file(path) and path.suffix == "" and len(path.parts) == 1:
         path = algorithms.FOLDER / f"{source}.rlg"
         if not is_file(path):
             known = [p.stem for p in algorithms.FOLDER.glob("*.rlg")]
             message = f"`{source}` is neither a file nor an algorithm of the package"
             raise Fault(Diagnostic("missing-file", message, help=nearest(str(source), known)))
-        return Source(path.name, program_text.read(path, path.name), path.parent)
-    return Source(str(source), program_text.read(path, str(source)), path.parent)
+        return ProgramSource(path.name, program_text.read(path, path.name), path.parent)
+    return ProgramSource(str(source), program_text.read(path, str(source)), path.parent)
 
 
 def _built(source: object) -> tuple[ast.File, str | None]:
@@ -87,7 +87,7 @@ def _import(folder: Path, read: dict[Path, ast.File], target: str, of_file: bool
     return read[path]
 
 
-def texts(source: Source | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:
+def texts(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:
     """The texts that diagnostics point into, by the names that their spans have: the source's, files that it imports,
     and flags of the command line."""
     found = {} if source is None else {source.name: source.text}

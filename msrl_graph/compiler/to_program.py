@@ -12,11 +12,11 @@ from typing import Any, Literal
 from ..diagnostics import NOWHERE
 from ..dsl import ast
 from ..hardware.device_kinds import HOST
-from ..ir.attribute_schema import Declared
+from ..ir.attribute_schema import DeclaredAttributes
 from ..ir.graph import Edge, Expr, Graph, Node
-from ..ir.kinds import Counts, Draws, Flag, Name, Quantity, String, ValueKind, Words
+from ..ir.kinds import CountsKind, DrawsKind, FlagKind, NameKind, QuantityKind, StringKind, ValueKind, WordsKind
 from ..ir.options import DockOptions, EngineOptions, EvaluateOptions, LayoutOptions, ReshardOptions, Run
-from ..ir.plan import Deploy, EngineChoice, Plan
+from ..ir.plan import Deployment, EngineChoice, Plan
 from ..sharding.layout import Layout
 
 
@@ -97,7 +97,7 @@ def _attrs(said: Mapping[str, Expr]) -> tuple[ast.Attr, ...]:
 # Where and how it runs.
 
 
-def _deploy(graph: Graph, deploy: Deploy, cluster: str) -> ast.Deploy:
+def _deploy(graph: Graph, deploy: Deployment, cluster: str) -> ast.Deploy:
     body: list[ast.DeployStatement] = []
     body += [ast.Model(_name(name), _string(name), (), NOWHERE) for name in deploy.models]
     for data in deploy.data.values():
@@ -126,7 +126,7 @@ def _engine(node: str, engine: EngineChoice) -> ast.Engine:
     return ast.Engine((ast.Ref(node, NOWHERE),), _name(engine.name), _attrs(given), NOWHERE)
 
 
-def _said(declared: type[Declared], values: Any) -> Iterator[tuple[str, Expr]]:
+def _said(declared: type[DeclaredAttributes], values: Any) -> Iterator[tuple[str, Expr]]:
     """What a statement has to state for a part: values that are not as by default, and those that it must."""
     for key, attribute in declared.declared().items():
         if (value := getattr(values, key)) != attribute.default or attribute.must:
@@ -134,16 +134,18 @@ def _said(declared: type[Declared], values: Any) -> Iterator[tuple[str, Expr]]:
 
 
 def _value(kind: ValueKind, value: Any) -> Expr:
-    if isinstance(kind, Draws):
+    if isinstance(kind, DrawsKind):
         return kind.expr(value)
     if isinstance(value, tuple):
-        one = Name() if isinstance(kind, Name) else String() if isinstance(kind, String) else Counts()
+        one = (
+            NameKind() if isinstance(kind, NameKind) else StringKind() if isinstance(kind, StringKind) else CountsKind()
+        )
         return Expr("list", args=tuple(_value(one, part) for part in value))
-    if isinstance(kind, Words | Name):
+    if isinstance(kind, WordsKind | NameKind):
         return Expr("word", value)
-    if isinstance(kind, Quantity):
+    if isinstance(kind, QuantityKind):
         return Expr("quantity", value, unit=kind.unit)
-    return Expr({Flag: "bool", String: "string"}.get(type(kind), "number"), value)
+    return Expr({FlagKind: "bool", StringKind: "string"}.get(type(kind), "number"), value)
 
 
 # Expressions.

@@ -14,9 +14,9 @@ from ..backends import ALONE, ENGINES, UNTRIED, runs
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
 from ..hardware.device_kinds import Where
-from ..ir.attributes import Call, Generate, SampleEdge, Source, Update
+from ..ir.attributes import CallAttributes, GenerateAttributes, SampleEdgeAttributes, SourceAttributes, UpdateAttributes
 from ..ir.options import STATEMENTS
-from ..ir.plan import Note, Placement, Plan
+from ..ir.plan import Placement, Plan, PlanNote
 from ..model.architecture import Model
 from ..sharding.layout import AXES
 
@@ -43,14 +43,16 @@ def untried(plan: Plan) -> list[Diagnostic]:
     return []
 
 
-def notes(plan: Plan) -> tuple[Note, ...]:
+def notes(plan: Plan) -> tuple[PlanNote, ...]:
     """The notes on what a run would refuse, and would warn of, if there is such."""
     refused = list(dict.fromkeys(x.brief for x in _refused(plan)))
     more = f", and {len(refused) - NAMED} more" if len(refused) > NAMED else ""
     found = (
-        [Note("run", f"this version plans for and does not run: {', '.join(refused[:NAMED])}{more}")] if refused else []
+        [PlanNote("run", f"this version plans for and does not run: {', '.join(refused[:NAMED])}{more}")]
+        if refused
+        else []
     )
-    found += [Note("run", d.message) for d in untried(plan)]
+    found += [PlanNote("run", d.message) for d in untried(plan)]
     return tuple(found)
 
 
@@ -119,7 +121,7 @@ def _refused(plan: Plan) -> list[_Refusal]:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):
             tell(f"a field of the type of `{column.name}`", column.span, "fields of one dimension run", "run with")
     for node in plan.graph.verb("update"):
-        call = Update.of(node).optimizer
+        call = UpdateAttributes.of(node).optimizer
         if not (made := algorithms.optimizer(call)).runs:
             help = f"{made.why}; `adamw` takes the same options"
             tell(
@@ -141,21 +143,21 @@ def _beside_partial(plan: Plan) -> Iterator[tuple[str, Span]]:
         return
     node, *others = growing
     for key in ("environment", "agent"):  # an episode's state is not kept
-        if node.stated(key) is not None and getattr(Generate.of(node), key):
+        if node.stated(key) is not None and getattr(GenerateAttributes.of(node), key):
             yield f"`{key}` of `{node.name}`", node.at(key)
     for other in others:
         yield f"`partial` of `{other.name}`", other.at("partial")
-    for filter in (n for n in graph.nodes if Call.of(n).refill):
+    for filter in (n for n in graph.nodes if CallAttributes.of(n).refill):
         yield f"`refill` of `{filter.name}`", filter.at("refill")
     for name in sorted(
         graph.flow.before(node.name)
     ):  # a prompt that is there twice has one place among those under way
-        if Call.of(filter := graph.node(name)).select is not None:
+        if CallAttributes.of(filter := graph.node(name)).select is not None:
             yield f"`select` of `{name}`", filter.at("select")
     source = graph.node("source")
-    if Source.of(source).weights is not None:
+    if SourceAttributes.of(source).weights is not None:
         yield "`weights` of `source`", source.at("weights")
     for edge in (e for e in graph.samples() if e.dst == node.name):
-        said = SampleEdge.of(edge)
+        said = SampleEdgeAttributes.of(edge)
         for key in [k for k in ("stream", "stream_tokens") if getattr(said, k) is not None]:
             yield f"`{key}` of `{edge.src} -> {edge.dst}`", edge.at(key)

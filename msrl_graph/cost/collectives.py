@@ -14,7 +14,7 @@ from typing import Literal
 
 from ..backends.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec
-from ..hardware.cluster import Cluster, Collective, Figure, weakest
+from ..hardware.cluster import ClusterSpec, Collective, Figure, weakest
 from ..ir.optimizer_spec import MASTER
 from ..ir.plan import Placement
 from ..model.architecture import Model, copied
@@ -34,7 +34,7 @@ def total(*parts: Figure) -> Figure:
 class Collectives:
     """Those of a node: its model and layout, on devices of a cluster, in weights of a type."""
 
-    cluster: Cluster
+    cluster: ClusterSpec
     placement: Placement
     model: Model
     spec: EngineSpec

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ..backends.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec, Moments
-from ..ir.workload import Work, in_flight
+from ..ir.workload import Workload, in_flight
 from ..model.architecture import Model
 from ..sharding.layout import Side, held
 
 
-def moments(verb: str, work: Work, spec: EngineSpec) -> Moments:
+def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
     """The moments of an infer or an update, one a stage, in bytes."""
     items = {"gathered weights": _gathered(work), "gradients": gradients(work, spec) if verb == "update" else 0}
     layout, found = work.layout, {}
@@ -33,12 +33,12 @@ def moments(verb: str, work: Work, spec: EngineSpec) -> Moments:
     return found
 
 
-def gradients(work: Work, spec: EngineSpec) -> int:
+def gradients(work: Workload, spec: EngineSpec) -> int:
     """As many as weights, divided over dp from ZeRO 2, in float32."""
     return GRADIENT * held(work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout)))
 
 
-def _gathered(work: Work) -> int:
+def _gathered(work: Workload) -> int:
     """What computing adds where weights are divided over dp: two layers at ZeRO 3 (one in use, one on its way), all of
     them below."""
     if not work.divided:
@@ -47,12 +47,12 @@ def _gathered(work: Work) -> int:
     return whole if work.layout.zero < 3 else whole * 2 // max(2, work.model.layers)
 
 
-def _tokens(work: Work) -> int:
+def _tokens(work: Workload) -> int:
     """Of a micro-batch, on a rank of its context-parallel group."""
     return -(-work.rows * (work.prompt + work.response) // work.layout.cp)
 
 
-def layer_elements(model: Model, work: Work, spec: EngineSpec, layer: int) -> int:
+def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -> int:
     """How many elements for each token a layer keeps for its backward pass.
 
     - A dense layer: 4 h + (2 a d + 2 k d + 4 f) / tp, with the hidden size h, a heads and k key-value heads of size
@@ -79,7 +79,7 @@ def layer_elements(model: Model, work: Work, spec: EngineSpec, layer: int) -> in
     return -(-whole // (tp if spec.divides_sequence else 1)) + -(-divided // tp)
 
 
-def _activations(verb: str, work: Work, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
+def _activations(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
     """Of all micro-batches on their way through a stage, whose layers without experts and with them have `sizes`. Full
     recomputation keeps each layer's input, and one layer whole; inference keeps one layer."""
     model, layout = work.model, work.layout
@@ -101,7 +101,7 @@ def _activations(verb: str, work: Work, spec: EngineSpec, stage: int, sizes: tup
     return _tokens(work) * elements * BYTES[work.dtype]
 
 
-def stored(work: Work, spec: EngineSpec) -> int:
+def stored(work: Workload, spec: EngineSpec) -> int:
     """Bytes that the layers of the fullest stage keep between forward and backward, of all micro-batches on their
     way."""
     sizes = layer_elements(work.model, work, spec, 0), layer_elements(work.model, work, spec, work.model.layers - 1)
@@ -110,7 +110,7 @@ def stored(work: Work, spec: EngineSpec) -> int:
     return most - _tokens(work) * max(sizes) * BYTES[work.dtype] * work.recompute
 
 
-def _logits(verb: str, work: Work) -> int:
+def _logits(verb: str, work: Workload) -> int:
     """Logits of a micro-batch in the weights' type and in float32, and in an update their gradient in float32."""
     each = BYTES[work.dtype] + (8 if verb == "update" else 4)
     scored = -(-work.rows * work.response // work.layout.cp)

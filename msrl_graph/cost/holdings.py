@@ -13,15 +13,15 @@ from dataclasses import replace
 from .. import algorithms
 from ..backends.spec import BYTES, EngineSpec, Moments
 from ..backends.spec import offloads as stated_away
-from ..hardware.cluster import Cluster, Figure
+from ..hardware.cluster import ClusterSpec, Figure
 from ..ir import optimizer_spec
 from ..ir.async_schedule import fetched, sparse
-from ..ir.attributes import Generate, Update
+from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import Node, Value, Worker
 from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
 from ..ir.sequences import bound, conversations, scores_texts, sequences
-from ..ir.workload import Work, kv_elements, micro_batches
+from ..ir.workload import Workload, kv_elements, micro_batches
 from ..sharding.layout import Side, held, stage_parts
 from . import default_activations
 from .offloading import by_parts
@@ -36,7 +36,7 @@ PROBES, TOKENS = 4, 8
 KEPT = ", kept"  # ends the name of what a generation keeps for the next iteration
 
 
-def capacity(cluster: Cluster) -> Figure:
+def capacity(cluster: ClusterSpec) -> Figure:
     """Bytes of one device. The ranks of a CPU cluster share their machine's memory."""
     memory = cluster.device.memory
     if not cluster.device.kind.shares_host_memory:
@@ -100,7 +100,10 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
 
 def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[optimizer_spec.Rule], float]) -> int:
     """Bytes on the busiest rank of what an update keeps of an element that steps by a rule."""
-    layout, made = plan.placement(node).layout, algorithms.optimizer(Update.of(plan.graph.node(node)).optimizer)
+    layout, made = (
+        plan.placement(node).layout,
+        algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer),
+    )
     at = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
     copies = layout.cp if layout.zero == 1 else 1  # where weights are divided over dp, so is what is kept of them
     by_stage = [0.0] * layout.pp
@@ -120,7 +123,7 @@ def written_tokens(plan: Plan, node: str) -> int:
     """Tokens that a generation adds to a row, at most."""
     graph, graph_node = plan.graph, plan.graph.node(node)
     most = sum(bound(graph, c) for c in sequences(graph, graph_node).scored)
-    return Generate.of(graph_node).longest(most)
+    return GenerateAttributes.of(graph_node).longest(most)
 
 
 def row_count(plan: Plan, node: str) -> int:
@@ -136,7 +139,7 @@ def group_rows(plan: Plan, node: str) -> int:
 
 def samples(plan: Plan, node: str) -> int:
     """Sequences that a generation makes of a row that it reads."""
-    return Generate.of(plan.graph.node(node)).samples
+    return GenerateAttributes.of(plan.graph.node(node)).samples
 
 
 def most_samples(plan: Plan, node: str) -> int:
@@ -159,11 +162,11 @@ def micro_batch(plan: Plan, node: str) -> int:
     return stated if isinstance(stated, int) and stated > 0 else 1
 
 
-def work(plan: Plan, engines: Engines, node: str) -> Work:
+def work(plan: Plan, engines: Engines, node: str) -> Workload:
     """What a node computes at once, at the columns' bounds. Rows of like length keep their order, so that responses to
     one prompt lie together."""
     placement, graph_node = plan.placement(node), plan.graph.node(node)
-    generates, said = graph_node.verb == "generate", Update.of(graph_node)
+    generates, said = graph_node.verb == "generate", UpdateAttributes.of(graph_node)
     found = sequences(plan.graph, graph_node)
     response = written_tokens(plan, node) if generates else max((bound(plan.graph, c) for c in found.scored), default=1)
     prompt = sum(bound(plan.graph, c) for c in found.context) - (not found.scored)
@@ -184,7 +187,7 @@ def work(plan: Plan, engines: Engines, node: str) -> Work:
         prompts = (
             size // alike if size % alike == 0 else 1 if alike % size == 0 else min(size, -(-(size - 1) // alike) + 1)
         )
-    return Work(
+    return Workload(
         model=plan.model(node),
         layout=placement.layout,
         dtype=dtype(plan, node),
@@ -220,7 +223,7 @@ def looks_ahead(plan: Plan, node: str) -> bool:
     """Whether an update passes over its mini-batch twice: its loss is of all of it at once, and that is several
     micro-batches."""
     graph_node = plan.graph.node(node)
-    step, layout = Update.of(graph_node).step_rows(row_count(plan, node)), plan.placement(node).layout
+    step, layout = UpdateAttributes.of(graph_node).step_rows(row_count(plan, node)), plan.placement(node).layout
     return graph_node.whole and micro_batches(-(-step // layout.dp), micro_batch(plan, node), layout) > 1
 
 
@@ -240,7 +243,7 @@ def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int
     return largest(found | by_parts(made, rest or default_activations.gradients(made, own)))
 
 
-def _moments(verb: str, made: Work, own: EngineSpec) -> Moments:
+def _moments(verb: str, made: Workload, own: EngineSpec) -> Moments:
     return default_activations.moments(verb, made, own) if own.peaks is None else own.peaks(verb, made)
 
 

@@ -13,11 +13,11 @@ from ..backends.sizes import CHUNK, orthogonal
 from ..backends.spec import BYTES, Moments
 from ..hardware.cluster import Device, Figure
 from ..ir import optimizer_spec
-from ..ir.workload import Work
+from ..ir.workload import Workload
 from ..sharding.layout import Side, box_at, elements, held
 
 
-def by_parts(work: Work, gradients: int) -> Moments:
+def by_parts(work: Workload, gradients: int) -> Moments:
     """The moments of a step, by rule, beside `gradients` at rest: of what lies in host memory a part is on the device,
     and the next one on its way."""
     assert work.optimizer is not None

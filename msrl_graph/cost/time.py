@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..backends.spec import BYTES, Act, Calls, EngineSpec, compiled
+from ..backends.spec import BYTES, Act, EngineSpec, OperatorCalls, compiled
 from ..hardware.cluster import SHARES, Device, Figure, weakest
-from ..ir.attributes import Update
+from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Node
 from ..ir.plan import Plan
 from ..ir.sequences import sequences
@@ -71,7 +71,7 @@ class Costs:
         return holdings.spec(self.plan, self.engines, self.node)
 
     @cached_property
-    def _eager(self) -> Callable[[Act, Layout], Calls] | None:
+    def _eager(self) -> Callable[[Act, Layout], OperatorCalls] | None:
         """What counts operators; None where kernels are fused, by the engine or by a compiler of layers."""
         fused = compiled(self.plan.placement(self.node))
         return None if fused else self.spec.eager(self.device.kind.where)
@@ -121,8 +121,8 @@ class Costs:
         return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._said.epochs)))
 
     @cached_property
-    def _said(self) -> Update:
-        return Update.of(self.graph_node)
+    def _said(self) -> UpdateAttributes:
+        return UpdateAttributes.of(self.graph_node)
 
     @cached_property
     def _ahead(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..hardware.cluster import Figure, weakest
-from ..ir.attributes import Update
+from ..ir.attributes import UpdateAttributes
 from ..ir.plan import Plan, Reshard, Traffic
 from . import holdings
 from .collectives import total
@@ -35,7 +35,7 @@ def shares(plan: Plan) -> Figure:
     for controller in plan.docks.controllers:
         node = plan.graph.node(controller.node)
         rows = holdings.row_count(plan, controller.node)
-        rounds = Update.of(node).steps(rows) if node.verb == "update" else 1
+        rounds = UpdateAttributes.of(node).steps(rows) if node.verb == "update" else 1
         number += controller.groups * rounds
     each = plan.cluster.device.overheads.share
     return Figure(number * each.value / plan.cluster.nodes, each.source, f"shares of all states; {each.basis}")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..diagnostics import Diagnostic, Fault
 from ..files import fix_commands
 from ..ir.graph import Column, Graph
-from ..ir.plan import Data
+from ..ir.plan import DataSource
 from . import fields, nested_fields
 from .chat import are_messages
 
@@ -31,7 +31,7 @@ NAMED = 12  # fields of a file that a message names
 FORMS = 4  # fields of an object that a message says how to read
 
 
-def rows(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
+def rows(data: DataSource) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each row of a JSON lines file, or of a Parquet one, with its line (or its number, from 1): the fields that are
     read, by the name that the program gives. Raises Fault: a file that is missing or empty, a row that is no object or
     lacks a field."""
@@ -44,7 +44,7 @@ def rows(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
             raise _empty(data)
 
 
-def head(data: Data, most: int, graph: Graph) -> int:
+def head(data: DataSource, most: int, graph: Graph) -> int:
     """Count the rows of a file, up to `most`, and check the first `LOOKED` of them.
 
     Raises Fault as `rows` and `take_row` do. A JSON lines file that is not at its end after `CHARACTERS` is taken to
@@ -71,7 +71,7 @@ def head(data: Data, most: int, graph: Graph) -> int:
     return min(count, most)
 
 
-def take_row(row: Mapping[str, Any], number: int, data: Data, graph: Graph) -> dict[str, Any]:
+def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph) -> dict[str, Any]:
     """Return the values of a row by column, as `fields.take` has them. Raises Fault where one does not fit."""
     values = {}
     for column, name in data.fields.items():
@@ -105,27 +105,27 @@ def _fits(value: Any, column: Column) -> bool:
     return True
 
 
-def few(data: Data, has: str, prompts: int) -> Diagnostic:
+def few(data: DataSource, has: str, prompts: int) -> Diagnostic:
     """A file that `has` fewer rows than an iteration takes prompts."""
     message = f"{data.path} has {has}, and an iteration begins with {prompts:,} prompts"
     help = "give it more rows, or take fewer prompts: some come several times in an iteration, in groups of their own"
     return Diagnostic("few-rows", message, data.span, help, "warning")
 
 
-def is_parquet(data: Data) -> bool:
+def is_parquet(data: DataSource) -> bool:
     return Path(data.path).suffix == ".parquet"
 
 
-def where(data: Data, number: int) -> str:
+def where(data: DataSource, number: int) -> str:
     return f"{'row' if is_parquet(data) else 'line'} {number} of {data.path}"
 
 
-def bad(data: Data, number: int, what: str, help: str = "") -> Fault:
+def bad(data: DataSource, number: int, what: str, help: str = "") -> Fault:
     return Fault(Diagnostic("bad-data", f"{where(data, number)} {what}", data.span, help))
 
 
 @contextmanager
-def _told(data: Data) -> Iterator[None]:
+def _told(data: DataSource) -> Iterator[None]:
     """What goes wrong with the file, told at its line in the program."""
     try:
         # To open a pipe is to wait for a writer, and it can be read only once.
@@ -140,11 +140,11 @@ def _told(data: Data) -> Iterator[None]:
         ) from None
 
 
-def _empty(data: Data) -> Fault:
+def _empty(data: DataSource) -> Fault:
     return Fault(Diagnostic("no-data", f"the data file {data.path} has no rows", data.span))
 
 
-def _lines(data: Data, most: int = -1) -> Iterator[tuple[int, str]]:
+def _lines(data: DataSource, most: int = -1) -> Iterator[tuple[int, str]]:
     """The lines that are not blank, with their numbers; those that end within the first `most` characters, where that
     is not negative."""
     # Not splitlines: a JSON string may hold U+2028 and its like.
@@ -158,11 +158,11 @@ def _lines(data: Data, most: int = -1) -> Iterator[tuple[int, str]]:
                 yield number, line.rstrip("\n")
 
 
-def _objects(data: Data) -> Iterator[tuple[int, dict[str, Any]]]:
+def _objects(data: DataSource) -> Iterator[tuple[int, dict[str, Any]]]:
     return ((number, _object(data, number, line)) for number, line in _lines(data))
 
 
-def _object(data: Data, number: int, line: str) -> dict[str, Any]:
+def _object(data: DataSource, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -176,7 +176,7 @@ def _object(data: Data, number: int, line: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(data: Data) -> Iterator[ParquetFile]:
+def _opened(data: DataSource) -> Iterator[ParquetFile]:
     """A Parquet file that has the fields."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -195,7 +195,7 @@ def _opened(data: Data) -> Iterator[ParquetFile]:
         raise Fault(Diagnostic("bad-data", what, data.span, fix_commands.lfs(data.path))) from None
 
 
-def _parquet(data: Data, batch_size: int = 65536) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet(data: DataSource, batch_size: int = 65536) -> Iterator[tuple[int, dict[str, Any]]]:
     """Messages come without the fields that are null: Arrow gives all structs of a column the fields of each."""
     # A part at a time, and of it the fields that are read: a file may hold more than memory does.
     with _opened(data) as file:
@@ -242,7 +242,7 @@ def _stated(value: Any) -> Any:
     return [_stated(item) for item in value] if isinstance(value, list) else value
 
 
-def _fields(data: Data, what: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(data: DataSource, what: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a row that are read, or of a schema their types. Raises Fault for those that are not there,
     each told where the program states it."""
     found: dict[str, Any] = {}
@@ -257,7 +257,9 @@ def _fields(data: Data, what: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _lacks(data: Data, what: str, row: Mapping[str, Any], column: str, absent: nested_fields.Absent) -> Diagnostic:
+def _lacks(
+    data: DataSource, what: str, row: Mapping[str, Any], column: str, absent: nested_fields.Absent
+) -> Diagnostic:
     """A field that a column reads and a row does not have."""
     stated = data.stated.get(column)
     if not isinstance(absent.found, Mapping):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class NumberKind:
+class NumberField:
     """The numbers of an element: their NumPy `dtype`, the Python `types` that a file may have, and words for them."""
 
     dtype: str
@@ -32,13 +32,13 @@ class NumberKind:
     several: str
 
 
-_FINITE = NumberKind("float32", frozenset((int, float)), "a finite number", "finite numbers")
+_FINITE = NumberField("float32", frozenset((int, float)), "a finite number", "finite numbers")
 NUMBERS = {
-    "i32": NumberKind("int32", frozenset((int,)), "a whole number of 32 bits", "whole numbers of 32 bits"),
-    "i64": NumberKind("int64", frozenset((int,)), "a whole number of 64 bits", "whole numbers of 64 bits"),
+    "i32": NumberField("int32", frozenset((int,)), "a whole number of 32 bits", "whole numbers of 32 bits"),
+    "i64": NumberField("int64", frozenset((int,)), "a whole number of 64 bits", "whole numbers of 64 bits"),
     "f32": _FINITE,
     "bf16": _FINITE,
-    "bool": NumberKind("bool", frozenset((bool,)), "true or false", "true and false"),
+    "bool": NumberField("bool", frozenset((bool,)), "true or false", "true and false"),
 }
 
 

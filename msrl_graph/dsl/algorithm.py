@@ -20,7 +20,7 @@ from ..ir.sequences import reads_tempered
 from ..ir.signatures import CallKind, Signature
 from . import ast
 from .attributes import read, read_as
-from .calls import Caller, Folder, Library
+from .calls import CallingNode, Folder, Library
 from .declarations import Declarations
 from .derive import node_name
 from .expressions import Problems, mistake
@@ -54,7 +54,7 @@ class _Algorithm(Declarations):
         self.workers: dict[str, Worker] = {}
         self.nodes: dict[str, Node] = {}
         self.edges: dict[tuple[str, str, str], Edge] = {}
-        self.callers: list[Caller] = []
+        self.callers: list[CallingNode] = []
         self.meant: set[str] = set()  # names that a node with a misspelt worker or verb may be meant to have
 
     def lower(self, overrides: Sequence[Override]) -> Lowering:
@@ -82,8 +82,8 @@ class _Algorithm(Declarations):
         if not self._is(worker.name, "worker"):
             return
         kind = worker.kind.text
-        said = declared.Worker.of_stated(
-            read(worker.attrs, "worker", declared.Worker.kinds(), self.names, self.problems)
+        said = declared.WorkerAttributes.of_stated(
+            read(worker.attrs, "worker", declared.WorkerAttributes.kinds(), self.names, self.problems)
         )
         with self.problems.catching():
             if kind != "function" and kind not in KINDS:
@@ -122,9 +122,11 @@ class _Algorithm(Declarations):
             ).diagnostics
         writes, _ = self._known(first.writes, "source", "writes")
         states = tuple(self.states)
-        caller = Caller("source", states, self._values, self.library, self.folder, self.problems, states, writes)
+        caller = CallingNode("source", states, self._values, self.library, self.folder, self.problems, states, writes)
         self.callers.append(caller)
-        attributes = read(first.attrs, "source", declared.Source.kinds(), self.names, self.problems, forms(caller))
+        attributes = read(
+            first.attrs, "source", declared.SourceAttributes.kinds(), self.names, self.problems, forms(caller)
+        )
         with self.problems.catching():
             attributes["count"] = read_as(COUNT, "source", first.count, self.names)
         end = first.writes[-1].span
@@ -168,7 +170,9 @@ class _Algorithm(Declarations):
             help = nearest(verb, KINDS[kind])
             self.problems.tell("unknown-verb", f"`{worker}` is a {kind}, which cannot {verb}", node.head, help)
         if statement:
-            caller = Caller(name, (*reads, *states), self._values, self.library, self.folder, self.problems, states)
+            caller = CallingNode(
+                name, (*reads, *states), self._values, self.library, self.folder, self.problems, states
+            )
             self.callers.append(caller)
             above = next(iter(self.nodes["source"].writes), "") if "source" in self.nodes else ""
             kinds, readers = STATEMENTS[statement].kinds(), forms(caller, self.columns, above)
@@ -177,7 +181,7 @@ class _Algorithm(Declarations):
             self._need(node, statement)
             if "loss" in attributes:
                 whole, scores = caller.whole(attributes["loss"]), caller.scores(attributes["loss"])
-            calls = declared.Call.of_stated(attributes).functions if statement == "function" else ()
+            calls = declared.CallAttributes.of_stated(attributes).functions if statement == "function" else ()
             # Of several each may take some of the columns.
             if [c.kind for c in calls] == ["call"]:
                 caller.taken(node, "call", calls[0], self._signature(calls[0], caller))
@@ -292,7 +296,7 @@ class _Algorithm(Declarations):
                 self.problems.tell("bad-value", what, node.title, f"add `{one}`, or leave it out")
                 return
 
-    def _signature(self, call: Expr, caller: Caller) -> Signature:
+    def _signature(self, call: Expr, caller: CallingNode) -> Signature:
         key: tuple[CallKind, str] = ("function", str(call.value))
         return (caller.used if key in caller.used else self.library)[key][0]
 
@@ -326,7 +330,11 @@ class _Algorithm(Declarations):
         nodes = {name: n for name, n in self.nodes.items() if n.verb == "source" or n.worker in self.workers}
         edges = [e for e in self.edges.values() if e.src in nodes and e.dst in nodes]
         order = dependency_order(nodes, edges)
-        count = declared.Source.of(self.nodes["source"]).count if "source" in self.nodes else declared.Source.count
+        count = (
+            declared.SourceAttributes.of(self.nodes["source"]).count
+            if "source" in self.nodes
+            else declared.SourceAttributes.count
+        )
         found = levels(count, (self.nodes[n] for n in order), self.columns)
         if max(found.rows) > MOST_ROWS:
             self.problems.tell("bad-value", "more rows an iteration than can be counted", self.nodes["source"].span)

@@ -17,22 +17,22 @@ from ..ir.kinds import (
     COUNT,
     MOST,
     UNIT_NAMES,
-    Counts,
-    Draws,
-    Flag,
-    Form,
-    Name,
-    Number,
-    Quantity,
-    String,
+    CountsKind,
+    DrawsKind,
+    FlagKind,
+    FormKind,
+    NameKind,
+    NumericKind,
+    QuantityKind,
+    StringKind,
     ValueKind,
-    Words,
+    WordsKind,
 )
 from . import ast, foreign_names
 from .expressions import Names, Problems, evaluate, mistake
 
 
-class Reader(Protocol):
+class FormReader(Protocol):
     """Reads a form that needs more than the text: `read` gives the value, or raises a Fault."""
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr: ...
@@ -41,31 +41,31 @@ class Reader(Protocol):
 def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     """The value of an attribute as a kind, or a Fault."""
     match kind:
-        case Number():
+        case NumericKind():
             return fit(kind, f"`{key}`", evaluate(expr, names), origin(expr, names))
-        case Words():
+        case WordsKind():
             return _word(kind, key, expr, names)
-        case Flag():
+        case FlagKind():
             value = evaluate(expr, names)
             if value.kind != "bool":
                 raise mistake("bad-value", f"`{key}` takes {kind}", expr.span, related=origin(expr, names))
             return value
-        case String():
+        case StringKind():
             return _string(kind, key, expr, names)
-        case Quantity():
+        case QuantityKind():
             return _quantity(kind, key, expr, names)
-        case Counts():
+        case CountsKind():
             if not isinstance(expr, ast.List) or not expr.items:
                 raise mistake("bad-value", f"`{key}` takes a list of whole numbers", expr.span)
             return Expr("list", args=tuple(read_as(COUNT, key, item, names) for item in expr.items), span=expr.span)
-        case Draws():
+        case DrawsKind():
             return _draws(kind, key, expr, names)
-        case Name():
+        case NameKind():
             return _name(kind, key, expr)
     raise AssertionError(f"no way to read {kind!r}")
 
 
-def fit(kind: Number, what: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
+def fit(kind: NumericKind, what: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
     """The value as this number, or a Fault that calls it `what`."""
     if value.kind == "quantity":
         raise mistake("bad-unit", f"{what} takes a plain number, and this has a unit", value.span, related=related)
@@ -79,7 +79,7 @@ def fit(kind: Number, what: str, value: Expr, related: tuple[tuple[Span, str], .
     return Expr("number", int(number) if kind.whole else number, span=value.span)
 
 
-def _word(kind: Words, key: str, expr: ast.Expr, names: Names) -> Expr:
+def _word(kind: WordsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     if isinstance(expr, ast.NameExpr) and expr.text in kind.words:
         return Expr("word", expr.text, span=expr.span)
     if isinstance(expr, ast.NameExpr) and expr.text in names.params:
@@ -91,7 +91,7 @@ def _word(kind: Words, key: str, expr: ast.Expr, names: Names) -> Expr:
     raise mistake("unknown-option", f"{what} is no word for `{key}`", expr.span, help)
 
 
-def _string(kind: String, key: str, expr: ast.Expr, names: Names) -> Expr:
+def _string(kind: StringKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     if isinstance(expr, ast.NameExpr) and expr.text not in names.params:
         close = difflib.get_close_matches(expr.text, kind.known, n=1)
         help = f'write `"{close[0] if close else expr.text}"`'
@@ -108,7 +108,7 @@ def _string(kind: String, key: str, expr: ast.Expr, names: Names) -> Expr:
     return value
 
 
-def _quantity(kind: Quantity, key: str, expr: ast.Expr, names: Names) -> Expr:
+def _quantity(kind: QuantityKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     value = evaluate(expr, names)
     # `376 TFLOP` is how a datasheet writes TFLOP/s.
     if value.unit != kind.unit and not (kind.unit == "FLOP/s" and value.unit == "FLOP"):
@@ -120,20 +120,20 @@ def _quantity(kind: Quantity, key: str, expr: ast.Expr, names: Names) -> Expr:
     return Expr("quantity", value.value, unit=kind.unit, span=expr.span)
 
 
-def _name(kind: Name, key: str, expr: ast.Expr) -> Expr:
+def _name(kind: NameKind, key: str, expr: ast.Expr) -> Expr:
     if kind.several and isinstance(expr, ast.List):
-        return Expr("list", args=tuple(_name(Name(), key, item) for item in expr.items), span=expr.span)
+        return Expr("list", args=tuple(_name(NameKind(), key, item) for item in expr.items), span=expr.span)
     if not isinstance(expr, ast.NameExpr) or "." in expr.text:
         raise mistake("bad-value", f"`{key}` takes a name", expr.span)
     return Expr("word", expr.text, span=expr.span)
 
 
-def _draws(kind: Draws, key: str, expr: ast.Expr, names: Names) -> Expr:
+def _draws(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     calls = expr.items if isinstance(expr, ast.List) else (expr,)
     return Expr("list", args=tuple(_draw(kind, key, call, names) for call in calls), span=expr.span)
 
 
-def _draw(kind: Draws, key: str, expr: ast.Expr, names: Names) -> Expr:
+def _draw(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     """A call of `draw`: a generation, and its settings by name."""
     if not isinstance(expr, ast.Call) or expr.quoted or expr.name.text != "draw":
         raise mistake("bad-value", f"`{key}` takes {kind}", expr.span)
@@ -141,7 +141,7 @@ def _draw(kind: Draws, key: str, expr: ast.Expr, names: Names) -> Expr:
     if first is None or first.key is not None or not isinstance(first.value, ast.NameExpr):
         span = first.span if first else expr.span
         raise mistake("bad-value", "`draw` takes first the generation", span, "as in `draw(actor.generate, …)`")
-    known: dict[str, ValueKind] = {"samples": COUNT, "temperature": Number(0)}
+    known: dict[str, ValueKind] = {"samples": COUNT, "temperature": NumericKind(0)}
     values = {"": Expr("word", first.value.text, span=first.value.span)}
     for argument in rest:
         name = argument.key.text if argument.key else ""
@@ -162,7 +162,7 @@ def read(
     kinds: Mapping[str, ValueKind],
     names: Names,
     problems: Problems,
-    forms: Mapping[Form, Reader] = MappingProxyType({}),
+    forms: Mapping[FormKind, FormReader] = MappingProxyType({}),
 ) -> dict[str, Expr]:
     """The attributes of a statement by name; what is wrong with each goes to `problems`. `forms` are read with the
     node."""
@@ -187,7 +187,7 @@ def read(
             kind = kinds[key]
             values[key] = (
                 forms[kind].read(key, attr.value, names)
-                if isinstance(kind, Form)
+                if isinstance(kind, FormKind)
                 else read_as(kind, key, attr.value, names)
             )
     return values

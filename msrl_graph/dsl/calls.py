@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ..diagnostics import Span, nearest
 from ..ir.graph import Expr
-from ..ir.kinds import COUNT, Number, Words
+from ..ir.kinds import COUNT, NumericKind, WordsKind
 from ..ir.signatures import CallKind, Option, Plain, Signature
 from . import ast, foreign_names
-from .attributes import Reader, fit, origin, read_as, shown
+from .attributes import FormReader, fit, origin, read_as, shown
 from .expressions import Names, Problems, evaluate, mistake
 
 Folder = Callable[[Span], Path]  # of the file that a span is in
@@ -53,17 +53,17 @@ class Below:
         return value
 
 
-BOUNDED: dict[str, Number | Below] = {
+BOUNDED: dict[str, NumericKind | Below] = {
     "Count": COUNT,
-    "Positive": Number(0, above=True),
-    "NotNegative": Number(0),
-    "Share": Number(0, 1),
+    "Positive": NumericKind(0, above=True),
+    "NotNegative": NumericKind(0),
+    "Share": NumericKind(0, 1),
 }
 BOUNDED |= {"Below": Below(), "Betas": Below(pair=True)}
 
 
 @dataclass(frozen=True)
-class Caller:
+class CallingNode:
     """The node that calls: what it reads, of which `states` are states, what it has beside, which only a parameter of
     its name binds, or one that names it, and where its program lies. `kinds` read the options that take more than a
     plain value, by their kind. `used` gathers the functions of user files."""
@@ -76,7 +76,7 @@ class Caller:
     problems: Problems
     states: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
-    kinds: Mapping[str, Reader] = field(default_factory=dict)
+    kinds: Mapping[str, FormReader] = field(default_factory=dict)
     used: dict[tuple[CallKind, str], tuple[Signature, str]] = field(default_factory=dict)
 
     def whole(self, loss: Expr) -> bool:
@@ -306,7 +306,7 @@ class Caller:
 
     def _word(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
         if isinstance(expr, ast.NameExpr) and (expr.text in option.words or expr.text not in names.params):
-            return read_as(Words(option.words), option.name, expr, names)
+            return read_as(WordsKind(option.words), option.name, expr, names)
         value = evaluate(expr, names)
         if isinstance(expr, ast.NameExpr) and value.value in option.words:
             return Expr("word", value.value, span=expr.span)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..diagnostics import nearest
 from ..hardware import calibration
-from ..hardware.cluster import DEVICES, NETWORK, Cluster, Figure, named
+from ..hardware.cluster import DEVICES, NETWORK, ClusterSpec, Figure, named
 from ..ir.options import ClusterOptions
 from . import ast
 from .attributes import read
@@ -22,7 +22,7 @@ IN_FULL = (
 )
 
 
-def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
+def lower_cluster(cluster: ast.Cluster, problems: Problems) -> ClusterSpec | None:
     """The cluster, its device's figures overridden where the file states them."""
     attributes = read(cluster.attrs, "cluster", ClusterOptions.kinds(), Names({}), problems)
     if "device" not in attributes:
@@ -55,7 +55,7 @@ def lower_cluster(cluster: ast.Cluster, problems: Problems) -> Cluster | None:
     flops = {**device.flops, **{k.removeprefix("flops_"): f for k, f in stated.items() if k.startswith("flops_")}}
     figures = {k: f for k, f in stated.items() if hasattr(device, k)}
     curves = {k: c for k, c in device.curves.items() if k not in stated and f"flops_{k}" not in stated}
-    return Cluster(
+    return ClusterSpec(
         name=cluster.name.text,
         device=replace(device, flops=flops, curves=curves, **figures),  # type: ignore[arg-type]
         nodes=said.nodes,

@@ -15,11 +15,11 @@ from ..diagnostics import Span, nearest
 from ..files.paths import hub_name, is_file, is_folder
 from ..files.urls import is_url
 from ..hardware import calibration
-from ..hardware.cluster import NETWORK, Cluster
-from ..ir.attributes import SampleEdge, Update
+from ..hardware.cluster import NETWORK, ClusterSpec
+from ..ir.attributes import SampleEdgeAttributes, UpdateAttributes
 from ..ir.evaluation import Evaluation
 from ..ir.graph import KINDS, Expr, Graph
-from ..ir.kinds import String, ValueKind
+from ..ir.kinds import StringKind, ValueKind
 from ..ir.options import (
     DockOptions,
     EngineOptions,
@@ -28,7 +28,7 @@ from ..ir.options import (
     ReshardOptions,
     Run,
 )
-from ..ir.plan import Data, Deploy, EngineChoice
+from ..ir.plan import DataSource, Deployment, EngineChoice
 from ..model.architecture import Model
 from ..sharding.layout import Layout
 from . import ast, foreign_names
@@ -41,13 +41,13 @@ from .placement import lower_pools
 LoadModel = Callable[[str, Path, str | None, Span], Model]
 
 
-def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) -> tuple[Cluster, Deploy]:
+def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) -> tuple[ClusterSpec, Deployment]:
     """What a program without a deploy gets when the command line names a model: the machine at hand, that model for
     every worker."""
-    cluster = Cluster("here", calibration.here("here", 1)[0], 1, 1, NETWORK)
+    cluster = ClusterSpec("here", calibration.here("here", 1)[0], 1, 1, NETWORK)
     model = load_model(target, folder, None, Span("", 0, 0, 0, 0))
     models = {w.model: model for w in graph.workers if w.model}
-    return cluster, Deploy(graph.name, models, {}, {}, {})
+    return cluster, Deployment(graph.name, models, {}, {}, {})
 
 
 def lower_deploy(
@@ -58,9 +58,9 @@ def lower_deploy(
     load_model: LoadModel,
     folder: Callable[[Span], Path],
     model: str | None,
-    cluster: Cluster | None,
+    cluster: ClusterSpec | None,
     problems: Problems,
-) -> tuple[Deploy, Graph]:
+) -> tuple[Deployment, Graph]:
     """The deploy, and the graph with the attributes of sample edges that the deploy states.
 
     `nodes` are those that the algorithm declares, also those whose mistakes keep them out of the graph."""
@@ -80,7 +80,7 @@ class _Deploy:
     folder: Callable[[Span], Path]  # of the file where a statement stands
     problems: Problems
     models: dict[str, Model] = field(default_factory=dict)
-    data: dict[str, Data] = field(default_factory=dict)
+    data: dict[str, DataSource] = field(default_factory=dict)
     layouts: dict[str, Layout] = field(default_factory=dict)
     chosen: dict[str, EngineChoice] = field(default_factory=dict)
     dock: DockOptions = field(default_factory=DockOptions)
@@ -90,7 +90,7 @@ class _Deploy:
     stated: dict[str, Span] = field(default_factory=dict)
     misnamed: bool = False  # a model of a wrong name may be the one that is missing
 
-    def lower(self, model: str | None) -> tuple[Deploy, Graph]:
+    def lower(self, model: str | None) -> tuple[Deployment, Graph]:
         self.needed = {w.model for w in self.graph.workers if w.model}
         for statement in self.deploy.body:
             with self.problems.catching():
@@ -116,7 +116,7 @@ class _Deploy:
         self._warn_of_idle_updates()
         name = self.deploy.name.text
         evaluations = tuple(self.evaluations.values())
-        lowered = Deploy(
+        lowered = Deployment(
             name,
             self.models,
             self.data,
@@ -134,7 +134,7 @@ class _Deploy:
         """Updates that begin when the run has ended. A run of one iteration, which none states, is there to be
         planned."""
         for node in self.graph.verb("update"):
-            after = Update.of(node).after
+            after = UpdateAttributes.of(node).after
             if after >= self.run.iterations > 1:
                 message = (
                     f"`{node.name}` takes no step: it runs after {after:,} iterations, and the run has "
@@ -189,7 +189,7 @@ class _Deploy:
         name, target = statement.name.text, str(statement.target.value)
         self._once(f"data {name}", statement.name.span)
         source = self.graph.node("source")
-        kinds: dict[str, ValueKind] = dict.fromkeys(source.writes, String())
+        kinds: dict[str, ValueKind] = dict.fromkeys(source.writes, StringKind())
         for attr in statement.attrs:
             if attr.key.text not in kinds:
                 message = f"the source writes no column `{attr.key.text}`"
@@ -214,7 +214,7 @@ class _Deploy:
             message = "data is a .jsonl file, one object a line, or a .parquet file"
             raise mistake("bad-value", message, span, foreign_names.data_file(target, folder))
         path = target if is_url(target) else str(self.folder(span) / target)
-        self.data[name] = Data(name, path, fields, span, {k: v.span for k, v in stated.items()})
+        self.data[name] = DataSource(name, path, fields, span, {k: v.span for k, v in stated.items()})
         if not is_url(path) and not is_file(Path(path)):
             help = "a run needs it; the path is relative to the program's folder"
             self.problems.tell("missing-file", f"`{target}` is not on this machine", span, help, "warning")
@@ -320,7 +320,7 @@ class _Deploy:
             raise mistake(
                 "bad-value", "a deploy changes no resharding edge", statement.span, "state it in the algorithm"
             )
-        attributes = self._read(statement.attrs, "sample edge", SampleEdge.kinds())
+        attributes = self._read(statement.attrs, "sample edge", SampleEdgeAttributes.kinds())
         edges = {(e.src, e.dst): i for i, e in enumerate(self.graph.edges) if e.kind == "sample"}
         changed = list(self.graph.edges)
         for sources, targets in zip(statement.groups[:-1], statement.groups[1:], strict=True):

@@ -10,20 +10,20 @@ from functools import partial
 from typing import ClassVar
 
 from ..ir.graph import Expr
-from ..ir.kinds import Words
+from ..ir.kinds import WordsKind
 from ..ir.signatures import ENDPOINT, agents, called_as, classes
 from . import ast
 from .attributes import read_as
-from .calls import Caller
+from .calls import CallingNode
 from .expressions import Names, mistake
 from .user_functions import call_in, in_file
 
 
 @dataclass(frozen=True)
-class Environment:
+class EnvironmentReader:
     """`environment = "file.py:Class"`."""
 
-    caller: Caller
+    caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.Literal_) or expr.kind != "string":
@@ -56,10 +56,10 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Agent:
+class AgentReader:
     """`agent = "file.py:function"`."""
 
-    caller: Caller
+    caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         said = call_in(expr)
@@ -82,11 +82,11 @@ class Agent:
 
 
 @dataclass(frozen=True)
-class ToolCalls:
+class ToolCallsReader:
     """`hermes`, `mistral`, `llama3` or `"file.py:function"`."""
 
-    caller: Caller
-    WORDS: ClassVar = Words(("hermes", "mistral", "llama3"))
+    caller: CallingNode
+    WORDS: ClassVar = WordsKind(("hermes", "mistral", "llama3"))
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.Literal_) or expr.kind != "string":

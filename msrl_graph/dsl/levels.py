@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ..ir.attributes import Generate
+from ..ir.attributes import GenerateAttributes
 from ..ir.graph import Column, Node
 
 
@@ -29,7 +29,7 @@ class Levels:
         if node.verb == "generate":
             self.under.append(level)
             self.depths.append(self.depths[level] + 1)
-            self.rows.append(self.rows[level] * Generate.of(node).samples)
+            self.rows.append(self.rows[level] * GenerateAttributes.of(node).samples)
             level = len(self.rows) - 1
         for column in node.writes:
             self.of.setdefault(column, level)

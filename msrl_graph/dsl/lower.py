@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeVar
 
 from ..backends.spec import EngineSpec
 from ..diagnostics import NOWHERE, Diagnostic, Fault, Span, nearest
-from ..hardware.cluster import Cluster
+from ..hardware.cluster import ClusterSpec
 from ..ir.graph import Graph
-from ..ir.plan import Deploy
+from ..ir.plan import Deployment
 from . import ast
 from .algorithm import Lowering, lower_algorithm
 from .calls import Library
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Context:
+class LoweringContext:
     """What lowering needs from outside: how files and models are found, what names the package knows, and the command
     line."""
 
@@ -46,18 +46,18 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Lowered:
+class LoweredProgram:
     """`library` has the package's functions and those of the user's files that the graph calls."""
 
     graph: Graph
-    cluster: Cluster | None
-    deploy: Deploy | None
+    cluster: ClusterSpec | None
+    deploy: Deployment | None
     library: Library
     warnings: tuple[Diagnostic, ...] = ()
     dropped: Mapping[str, Dropped] = field(default_factory=dict)
 
 
-class Refused(Fault):
+class LoweringFault(Fault):
     """A Fault with the graph as far as it could be read, for the checks that can still say something of it."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Refused(Fault):
         self.graph, self.library, self.dropped = graph, library or {}, dropped or {}
 
 
-class Gathered(NamedTuple):
+class ParsedProgram(NamedTuple):
     """Algorithms, clusters and deploys by name, and whether an import failed."""
 
     algorithms: dict[str, ast.Algorithm]
@@ -80,7 +80,7 @@ class Gathered(NamedTuple):
     broken: bool
 
 
-def lower(file: ast.File, context: Context) -> Lowered:
+def lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
     """The chosen deploy and its algorithm, or the last algorithm of the file; raises Refused with all that is wrong."""
     try:
         return _lower(file, context)
@@ -88,7 +88,7 @@ def lower(file: ast.File, context: Context) -> Lowered:
         raise mistake("syntax", "the program is nested too deeply", file.items[0].span) from None
 
 
-def _lower(file: ast.File, context: Context) -> Lowered:
+def _lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
     problems = Problems()
     algorithms, clusters, deploys, broken = _gather(file, context, problems)
     deploy = None
@@ -132,8 +132,8 @@ def _lower(file: ast.File, context: Context) -> Lowered:
         problems.found[before:] = [_turned(missed(d, dropped), overrides) for d in problems.found[before:]]
         problems.found += unused(whole, overrides)
     lowered_clusters = {name: lower_cluster(c, problems) for name, c in clusters.items() if c.span.file == file.path}
-    cluster: Cluster | None = None
-    deployed: Deploy | None = None
+    cluster: ClusterSpec | None = None
+    deployed: Deployment | None = None
     graph = lowering.graph if lowering else None
     if deploy:
         assert deploy.cluster is not None
@@ -150,9 +150,9 @@ def _lower(file: ast.File, context: Context) -> Lowered:
     library = {**context.library, **(lowering.used if lowering else {})}
     errors = [d for d in problems.found if d.severity == "error"]
     if errors or graph is None:
-        raise Refused(*_sorted(errors, file.path), graph=graph, library=library, dropped=dropped)
+        raise LoweringFault(*_sorted(errors, file.path), graph=graph, library=library, dropped=dropped)
     warnings = tuple(d for d in problems.found if d.severity != "error")
-    return Lowered(graph, cluster, deployed, library, warnings, dropped)
+    return LoweredProgram(graph, cluster, deployed, library, warnings, dropped)
 
 
 def _turned(told: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:
@@ -165,7 +165,7 @@ def _turned(told: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:
     return told
 
 
-def _gather(file: ast.File, context: Context, problems: Problems) -> Gathered:
+def _gather(file: ast.File, context: LoweringContext, problems: Problems) -> ParsedProgram:
     """What the file and its imports have; each file is read once, however often it is imported."""
     algorithms: dict[str, ast.Algorithm] = {}
     clusters: dict[str, ast.Cluster] = {}
@@ -215,10 +215,10 @@ def _gather(file: ast.File, context: Context, problems: Problems) -> Gathered:
         seen[part.path] = True
 
     add(file)
-    return Gathered(algorithms, clusters, deploys, bool(broken))
+    return ParsedProgram(algorithms, clusters, deploys, bool(broken))
 
 
-def _choose(file: ast.File, context: Context) -> ast.Deploy | None:
+def _choose(file: ast.File, context: LoweringContext) -> ast.Deploy | None:
     """The deploy to lower: the one that was asked for, or the only one."""
     deploys: dict[str, ast.Deploy] = {}
     for item in file.items:

@@ -26,15 +26,15 @@ from ..ir.kinds import (
     REDUCE,
     TEMPERATURE,
     TOOL_CALLS,
-    Form,
-    Number,
-    Words,
+    FormKind,
+    NumericKind,
+    WordsKind,
 )
 from ..ir.signatures import CallKind, Signature, called_as
 from . import ast, foreign_names
-from .attributes import Reader, fit, origin, read_as, shown
-from .calls import Caller, Library
-from .environments import Agent, Environment, ToolCalls
+from .attributes import FormReader, fit, origin, read_as, shown
+from .calls import CallingNode, Library
+from .environments import AgentReader, EnvironmentReader, ToolCallsReader
 from .expressions import TOLD, Names, evaluate, fold, mistake, negate
 from .user_functions import call_in, functions, in_file
 
@@ -56,10 +56,10 @@ PLACES: dict[CallKind, str] = {
 
 
 @dataclass(frozen=True)
-class FunctionCall:
+class FunctionCallReader:
     """`call = NAME(…)` or `"file.py:function"`."""
 
-    caller: Caller
+    caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         caller = self.caller
@@ -75,7 +75,7 @@ class FunctionCall:
 
 
 @dataclass(frozen=True)
-class Per:
+class PerReader:
     """`per`: `row`, `batch` or a column."""
 
     columns: Collection[str]
@@ -95,23 +95,23 @@ class Per:
 
 
 @dataclass(frozen=True)
-class Temperature:
+class TemperatureReader:
     """A number of 0 or more, or a column or state that the node reads."""
 
-    caller: Caller
+    caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.NameExpr) or expr.text in names.params or expr.text not in self.caller.columns:
-            return read_as(Number(0), key, expr, names)
+            return read_as(NumericKind(0), key, expr, names)
         found = self.caller.column(expr, key)
         return replace(found, kind="state") if expr.text in self.caller.states else found
 
 
 @dataclass(frozen=True)
-class Reduce:
+class ReduceReader:
     """`tokens`, `sequences` or `constant(n)`."""
 
-    WORDS: ClassVar = Words(("tokens", "sequences", "constant"))
+    WORDS: ClassVar = WordsKind(("tokens", "sequences", "constant"))
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.Call):
@@ -129,23 +129,23 @@ class Reduce:
         raise mistake("bad-value", "`constant` takes one number", expr.span, "write `constant(1024)`")
 
 
-def forms(caller: Caller, columns: Collection[str] = (), above: str = "") -> dict[Form, Reader]:
+def forms(caller: CallingNode, columns: Collection[str] = (), above: str = "") -> dict[FormKind, FormReader]:
     """How the forms are read that need the node; `above` is a column of the source's rows."""
     return {
-        CALL: FunctionCall(caller),
-        KEEP: Keep(caller),
-        PER: Per(columns, above),
-        TEMPERATURE: Temperature(caller),
-        ENVIRONMENT: Environment(caller),
-        AGENT: Agent(caller),
-        TOOL_CALLS: ToolCalls(caller),
-        LOSS: Loss(caller),
-        OPTIMIZER: Optimizer(caller),
-        REDUCE: Reduce(),
+        CALL: FunctionCallReader(caller),
+        KEEP: KeepReader(caller),
+        PER: PerReader(columns, above),
+        TEMPERATURE: TemperatureReader(caller),
+        ENVIRONMENT: EnvironmentReader(caller),
+        AGENT: AgentReader(caller),
+        TOOL_CALLS: ToolCallsReader(caller),
+        LOSS: LossReader(caller),
+        OPTIMIZER: OptimizerReader(caller),
+        REDUCE: ReduceReader(),
     }
 
 
-def _call_in_file(caller: Caller, expr: ast.Call, kind: CallKind, names: Names, awaited: bool = False) -> Expr:
+def _call_in_file(caller: CallingNode, expr: ast.Call, kind: CallKind, names: Names, awaited: bool = False) -> Expr:
     """The call of a function of a user's file, of a term of a loss, or of a schedule. `awaited`: it may be `async`."""
     read = partial(called_as, kind)
     path, name, found = in_file(caller, expr.name.text, expr.name.span, "function", read, awaited)
@@ -155,15 +155,15 @@ def _call_in_file(caller: Caller, expr: ast.Call, kind: CallKind, names: Names, 
 
 
 @dataclass(frozen=True)
-class Keep:
+class KeepReader:
     """A comparison of a column or state with a number, or a call."""
 
-    caller: Caller
+    caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.Binary) or expr.op not in FLIPPED:
             if isinstance(expr, ast.Call) or (isinstance(expr, ast.Literal_) and expr.kind == "string"):
-                return FunctionCall(self.caller).read(key, expr, names)
+                return FunctionCallReader(self.caller).read(key, expr, names)
             named = expr.text if isinstance(expr, ast.NameExpr) and expr.text not in names.params else "reward"
             raise mistake(
                 "bad-value", f"`{key}` takes a comparison or a call", expr.span, f"write `{key} = {named} > 0.5`"
@@ -187,10 +187,10 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossReader:
     """Arithmetic over terms, of the package or of a file, numbers, and states that the node reads."""
 
-    caller: Caller
+    caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         value = self._part(expr, names)
@@ -258,17 +258,17 @@ def _has_term(expr: Expr) -> bool:
 
 
 @dataclass(frozen=True)
-class Optimizer:
+class OptimizerReader:
     """The call of an optimizer."""
 
-    caller: Caller
+    caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.Call) or expr.quoted:
             raise mistake("bad-value", f"`{key}` takes a call", expr.span, "write `adamw(lr = 1e-6)`")
         signature = _find(self.caller.library, "optimizer", expr.name)
         found = len(self.caller.problems.found)
-        call = replace(self.caller, kinds={"Rate": Rate(self.caller)}).call(expr, signature, names)
+        call = replace(self.caller, kinds={"Rate": RateReader(self.caller)}).call(expr, signature, names)
         if len(self.caller.problems.found) > found:
             return call
         given = dict(zip(call.keys, call.args, strict=True))
@@ -286,11 +286,11 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Rate:
+class RateReader:
     """A learning rate: a number of 0 or more, a state that the update reads, or the call of a schedule, of the package
     or of a file."""
 
-    caller: Caller
+    caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         caller = self.caller
@@ -307,7 +307,7 @@ class Rate:
                     raise mistake("bad-value", f"`{call.value}`: {error}", call.span) from None
             return call
         if not isinstance(expr, ast.NameExpr) or expr.text in names.params:
-            return fit(Number(0), key, evaluate(expr, names), origin(expr, names))
+            return fit(NumericKind(0), key, evaluate(expr, names), origin(expr, names))
         if expr.text in caller.states:
             return Expr("state", expr.text, span=expr.span)
         if ("schedule", expr.text) in caller.library:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..diagnostics import Span, nearest
-from ..hardware.cluster import Cluster
+from ..hardware.cluster import ClusterSpec
 from ..ir.graph import Graph
 from ..ir.plan import Pool
 from ..sharding.device_range import device_range, meet
@@ -32,7 +32,7 @@ def lower_pools(
     statements: Collection[ast.Place | ast.Apart],
     graph: Graph,
     nodes: Collection[str],
-    cluster: Cluster | None,
+    cluster: ClusterSpec | None,
     problems: Problems,
 ) -> tuple[tuple[Pool, ...], tuple[tuple[str, ...], ...]]:
     """The pools that have a stretch or are apart, in the order of the text, and the nodes that are merely together;
@@ -58,7 +58,7 @@ def lower_pools(
 
 
 class _Pools:
-    def __init__(self, graph: Graph, nodes: Collection[str], cluster: Cluster | None, problems: Problems) -> None:
+    def __init__(self, graph: Graph, nodes: Collection[str], cluster: ClusterSpec | None, problems: Problems) -> None:
         self.graph, self.nodes, self.cluster, self.problems = graph, nodes, cluster, problems
         self.groups: list[_Group] = []
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from ..diagnostics import Span, nearest
 from ..ir.signatures import coroutines, describe_binding
 from . import ast, foreign_names
-from .calls import Caller, Library
+from .calls import CallingNode, Library
 from .expressions import mistake
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def call_in(expr: ast.Expr) -> ast.Call | None:
 
 
 def in_file(
-    caller: Caller, target: str, span: Span, what: str, read: Callable[[str], dict[str, T]], awaited: bool = False
+    caller: CallingNode, target: str, span: Span, what: str, read: Callable[[str], dict[str, T]], awaited: bool = False
 ) -> tuple[Path, str, dict[str, T]]:
     """The file and the name of `"file.py:name"`, and all of its kind that `read` finds there. `awaited`: it may be
     `async def`."""

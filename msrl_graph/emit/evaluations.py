@@ -5,7 +5,7 @@ Invariant: a generation is shown with the settings that it draws with, wherever 
 
 from __future__ import annotations
 
-from ..ir.attributes import Generate
+from ..ir.attributes import GenerateAttributes
 from ..ir.evaluation import Evaluation
 from ..ir.plan import Plan
 from ..ir.rowsets import upstream
@@ -42,7 +42,7 @@ def _generations(plan: Plan, evaluation: Evaluation) -> list[tuple[str, str, str
     for node in plan.graph.verb("generate"):
         if node.name not in needed:
             continue
-        own, draw = Generate.of(node), evaluation.draw(plan.graph, node)
+        own, draw = GenerateAttributes.of(node), evaluation.draw(plan.graph, node)
         temperature = str(own.temperature) if draw.temperature is None else f"{draw.temperature:g}"
         found.append((node.name, f"{draw.samples or own.samples:,}", temperature))
     return found

@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from ..ir.graph import Graph
-from ..ir.plan import Memory, Plan
+from ..ir.plan import PhaseMemory, Plan
 from ..sharding.device_range import runs
 from .humanize import duration, many, size
 from .picture import Picture, graph_picture, placed_picture, plan_picture
@@ -40,7 +40,7 @@ WIDEST = 16  # devices of a host that are drawn one by one
 
 
 @dataclass(frozen=True)
-class Stretch:
+class BusyInterval:
     """Seconds of an iteration, from its start, in which some devices of a pool worked at something; `share` of the
     pool's devices."""
 
@@ -56,12 +56,12 @@ class Timeline:
     """An iteration: its seconds, and who worked when."""
 
     seconds: float
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[BusyInterval, ...]
     about: str  # which iteration it is
 
 
 @dataclass
-class Part:
+class HtmlSection:
     """A section: lines and tables in the order in which they were written."""
 
     title: str
@@ -73,11 +73,11 @@ class Part:
 class Sections:
     """A sheet whose sections a template renders."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[HtmlSection] = field(default_factory=list)
     end: str = ""
 
     def heading(self, text: str, more: str = "") -> None:
-        self.parts.append(Part(text, more))
+        self.parts.append(HtmlSection(text, more))
 
     def line(self, text: str) -> None:
         self.parts[-1].blocks.append({"line": text})
@@ -261,7 +261,7 @@ def _memory(plan: Plan) -> list[dict[str, Any]]:
     return found
 
 
-def _bar(memory: Memory, whole: float) -> dict[str, Any]:
+def _bar(memory: PhaseMemory, whole: float) -> dict[str, Any]:
     parts = []
     for name, number in sorted(memory.items.items(), key=lambda i: (_kind(i[0]), -i[1], i[0])):
         kind = _kind(name)
@@ -313,7 +313,7 @@ def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
     return {"pools": pools, "ticks": ticks, "seconds": duration(timeline.seconds), "about": timeline.about}
 
 
-def _joined(stretches: Sequence[Stretch], least: float) -> list[tuple[float, float]]:
+def _joined(stretches: Sequence[BusyInterval], least: float) -> list[tuple[float, float]]:
     """Stretches in order, those that touch or nearly do as one."""
     found: list[tuple[float, float]] = []
     for s in sorted(stretches, key=lambda s: (s.begin, s.end)):
@@ -335,7 +335,7 @@ def _ticks(seconds: float) -> list[float]:
 
 
 __all__ = [
-    "Stretch",
+    "BusyInterval",
     "Timeline",
     "colours",
     "drawn",

@@ -6,10 +6,10 @@ Invariant: nothing here draws: who only checks a program loads it too.
 from __future__ import annotations
 
 from ..ir.async_schedule import leads, opening
-from ..ir.instruction import Stream
+from ..ir.instruction import InstructionStream
 from ..ir.plan import FUNCTIONS, Plan
-from ..ir.search_record import Rival, Searched
-from ..model.architecture import Experts
+from ..ir.search_record import Rival, SearchRecord
+from ..model.architecture import ExpertSizes
 from ..sharding.layout import Layout
 
 
@@ -35,7 +35,7 @@ def many(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def doing(plan: Plan, stream: Stream) -> str:
+def doing(plan: Plan, stream: InstructionStream) -> str:
     """What the processes of a pool do of an iteration, in order."""
     steps, first = [*map(str, stream.instructions)], opening(plan, stream)
     if not first:
@@ -57,14 +57,14 @@ def laid(layout: Layout) -> str:
     return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
 
 
-def spread(experts: Experts, layout: Layout) -> str:
+def spread(experts: ExpertSizes, layout: Layout) -> str:
     """What a rank has of a layer's experts, and the mesh that they lie in on the devices of a stage."""
     part = f"1/{layout.etp} of each of " if layout.etp > 1 else ""
     number = f"{experts.number // layout.ep} of {experts.number}" if layout.ep > 1 else f"all {experts.number}"
     return f"{part}{number} a rank; ep {layout.ep} x etp {layout.etp} x edp {layout.edp}"
 
 
-def versus(found: Searched, rival: Rival) -> str:
+def versus(found: SearchRecord, rival: Rival) -> str:
     """What staleness gains or would cost, where the file leaves open whether any pool is ahead."""
     kind = "with pools that are ahead of the updates" if rival.ahead else "with all pools in step"
     if not rival.seconds:

@@ -33,7 +33,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Route:
+class ArrowRoute:
     """An arrow's points from its start to its end, and its label's centre."""
 
     points: tuple[tuple[float, float], ...]
@@ -41,16 +41,16 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class LayeredDrawing:
     """`places`: the centre of each box."""
 
     width: float
     height: float
     places: dict[str, tuple[float, float]]
-    routes: tuple[Route, ...]
+    routes: tuple[ArrowRoute, ...]
 
 
-def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]]) -> Drawing:
+def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]]) -> LayeredDrawing:
     """Boxes in dependency order by name, arrows with the extents of their labels (0, 0: none)."""
     order = {name: i for i, name in enumerate(boxes)}
     ends = [(a, b) if order[a] <= order[b] else (b, a) for a, b, _ in arrows]
@@ -94,10 +94,10 @@ def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]])
         points = _points(path, heights)
         forth = path[0] is items[a]
         routes.append(
-            Route(tuple(points if forth else points[::-1]), (label.x, label.y) if label is not None else None)
+            ArrowRoute(tuple(points if forth else points[::-1]), (label.x, label.y) if label is not None else None)
         )
     width = max((i.x + i.width / 2 for i in every), default=0.0)
-    return Drawing(width, max(0.0, top - BETWEEN), {n: (i.x, i.y) for n, i in items.items()}, tuple(routes))
+    return LayeredDrawing(width, max(0.0, top - BETWEEN), {n: (i.x, i.y) for n, i in items.items()}, tuple(routes))
 
 
 def _ranks(boxes: Mapping[str, Extent], ends: Sequence[tuple[str, str]]) -> list[int]:

@@ -6,7 +6,7 @@ Invariant: as of all text of a plan, every figure stands beside its source.
 from __future__ import annotations
 
 from ..ir.async_schedule import Sends
-from ..ir.plan import Plan, Reshard, Way
+from ..ir.plan import Plan, Reshard, ReshardRoute
 from .humanize import duration, laid, many, size
 from .text_page import Sheet
 
@@ -76,7 +76,7 @@ def _write_share(page: Sheet, r: Reshard, sent: Sends) -> None:
     )
 
 
-def _way(way: Way, ways: int) -> str:
+def _way(way: ReshardRoute, ways: int) -> str:
     """How weights come to the ranks that want them, in words."""
     of = f"{way.of}: " if ways > 1 else ""
     blocks = f" ({many(way.block, 'neighbour')} of each stage)" if way.across else ""

@@ -7,12 +7,12 @@ is said.
 from __future__ import annotations
 
 from ..ir.plan import Plan
-from ..ir.search_record import Candidate, Searched
+from ..ir.search_record import Candidate, SearchRecord
 from .humanize import duration, versus
 from .text_page import WIDTH, Page
 
 
-def why_text(plan: Plan, other: Searched | None = None, width: int = WIDTH, colour: bool = False) -> str:
+def why_text(plan: Plan, other: SearchRecord | None = None, width: int = WIDTH, colour: bool = False) -> str:
     """What the search found; for a plan whose layouts are all stated, `other` is what it would have found without
     them."""
     page = Page(width, colour)
@@ -39,7 +39,7 @@ def why_text(plan: Plan, other: Searched | None = None, width: int = WIDTH, colo
     return page.text()
 
 
-def _searched(page: Page, heading: str, found: Searched, of: str = "pools, layouts and engines") -> None:
+def _searched(page: Page, heading: str, found: SearchRecord, of: str = "pools, layouts and engines") -> None:
     page.heading(
         heading, f"{found.candidates:,} combinations of {of}, of which {found.evaluated:,} went through all passes"
     )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..hardware.cluster import Figure
 from ..hardware.environment_variables import Setting
 from ..ir.async_schedule import late_states, row_age_bound
-from ..ir.attributes import Generate
+from ..ir.attributes import GenerateAttributes
 from ..ir.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signature
 from ..ir.graph import Graph, Node, Worker
 from ..ir.plan import EngineChoice, Plan
@@ -345,7 +345,7 @@ def _estimate(page: Sheet, plan: Plan) -> None:
         for state, most in late_states(plan).items():
             page.line(f"state {state}: draws rows by its value of up to {many(most, 'iteration')} before")
         page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saved(whole, in_step)}")
-    if cuts := max((Generate.of(n).cuts for n in plan.graph.verb("generate") if n.cuts), default=0):
+    if cuts := max((GenerateAttributes.of(n).cuts for n in plan.graph.verb("generate") if n.cuts), default=0):
         page.line(
             f"partial rollout: rows are at most {many(row_age_bound(plan), 'version')} old, {cuts} of them by `cuts`"
         )

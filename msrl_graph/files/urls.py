@@ -41,7 +41,7 @@ KEPT = 30 * 86400.0  # seconds that a copy stays which nobody uses
 
 
 @dataclass(frozen=True)
-class There:
+class RemoteListing:
     """The files at a URL with their sizes, by their names below it, or one file by its own; and a digest of what the
     file system says of them."""
 
@@ -124,13 +124,13 @@ def _why(url: str, error: Exception, span: Span) -> Diagnostic:
     return Diagnostic("missing-file", f"`{url}` cannot be read: {said}", span)
 
 
-def look(url: str, folder: bool = False, span: Span = NOWHERE) -> There:
+def look(url: str, folder: bool = False, span: Span = NOWHERE) -> RemoteListing:
     """What lies at a URL, a file or a `folder` (with those in it, one level down). Raises Fault."""
     with told(url, span):
         return _timed(lambda: _looked(url, folder))
 
 
-def _looked(url: str, folder: bool) -> There:
+def _looked(url: str, folder: bool) -> RemoteListing:
     fs, path = opened(url)
     if folder:
         found = {os.path.relpath(p, path): info for p, info in fs.find(path, maxdepth=2, detail=True).items()}
@@ -149,7 +149,7 @@ def _looked(url: str, folder: bool) -> There:
         (n, i["size"], *((k, str(v)) for k, v in i.items() if k.lower() in _TAGS)) for n, i in sorted(found.items())
     ]
     version = hashlib.sha256(repr(said).encode()).hexdigest()[:16]
-    return There({n: i["size"] for n, i in found.items()}, version)
+    return RemoteListing({n: i["size"] for n, i in found.items()}, version)
 
 
 def _leads_out(fs: Any, path: str, file: str, info: Mapping[str, Any]) -> bool:

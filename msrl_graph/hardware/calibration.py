@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ..diagnostics import NOWHERE, Diagnostic, Span
-from .cluster import DEVICES, Cluster, Collective, Curve, Device, Figure, Overheads, rate_at
+from .cluster import DEVICES, ClusterSpec, Collective, Curve, Device, Figure, Overheads, rate_at
 
 VERSION = 1
 CURVES = ("f32", "bf16", "memory_bandwidth", "layer", "attention")
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineIdentity:
     """What makes a machine another one."""
 
     processor: str
@@ -33,7 +33,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Busy:
+class BusyRates:
     """What each of so many processes of one machine can do while all are busy: figures as Device has them, collectives
     as (seconds at least, bytes/s)."""
 
@@ -52,16 +52,16 @@ class Calibration:
     version: int
     date: str
     seconds: float  # that measuring took
-    machine: Machine
+    machine: MachineIdentity
     versions: dict[str, str]
     noise: float
     turn: float
     handover: float
     share: float
     function: float
-    busy: dict[int, Busy]
+    busy: dict[int, BusyRates]
 
-    def of(self, ranks: int) -> Busy:
+    def of(self, ranks: int) -> BusyRates:
         """For so many ranks; more than were measured together share what the most of them had."""
         known = sorted(self.busy)
         near = next((n for n in known if n >= ranks), known[-1])
@@ -79,14 +79,14 @@ class Calibration:
         )
 
 
-def this_machine() -> Machine:
+def this_machine() -> MachineIdentity:
     processor = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         processor = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), processor)
     except OSError:
         pass
-    return Machine(processor, os.cpu_count() or 1, int(DEVICES["here"].host_memory.value))
+    return MachineIdentity(processor, os.cpu_count() or 1, int(DEVICES["here"].host_memory.value))
 
 
 def location() -> tuple[Path | None, bool]:
@@ -167,7 +167,7 @@ def here(name: str, ranks: int, span: Span = NOWHERE) -> tuple[Device, list[Diag
     return (DEVICES[name], [found]) if isinstance(found, Diagnostic) else (device(found, name, ranks), [])
 
 
-def applied(cluster: Cluster) -> tuple[Cluster, list[Diagnostic]]:
+def applied(cluster: ClusterSpec) -> tuple[ClusterSpec, list[Diagnostic]]:
     """A cluster of CPUs with what was measured of this machine, where the program states no figure of its own."""
     if not cluster.device.kind.is_host:
         return cluster, []

@@ -165,7 +165,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterSpec:
     """`nodes` equal hosts of `devices_per_node` devices."""
 
     name: str

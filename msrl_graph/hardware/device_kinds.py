@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import visibility_masks
-from .environment_variables import Setting, Settings, Wants, nothing
+from .environment_variables import Setting, SettingConditions, Settings, nothing
 
 # Where an engine computes: on the cores of a host, or on what is beside them.
 Where = Literal["host", "device"]
@@ -106,7 +106,7 @@ CUDA = DeviceKind(
 HCCL_MIB = 200
 
 
-def _hccl(wants: Wants) -> Iterator[Setting]:
+def _hccl(wants: SettingConditions) -> Iterator[Setting]:
     reference, waits = "CANN, environment variables", f"{wants.deadline + 60:.0f}"
     counted = "in MB: each process group keeps two such buffers on a device, and memory has them"
     yield Setting("HCCL_BUFFSIZE", str(HCCL_MIB), counted, reference)

@@ -26,7 +26,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Wants:
+class SettingConditions:
     """What of a run settings go by: the seconds after which it gives up waiting, and whether its rows and weights are
     to follow from the seed."""
 
@@ -34,10 +34,10 @@ class Wants:
     deterministic: bool
 
 
-Settings = Callable[[Wants], Iterable[Setting]]
+Settings = Callable[[SettingConditions], Iterable[Setting]]
 
 
-def nothing(wants: Wants) -> Iterable[Setting]:
+def nothing(wants: SettingConditions) -> Iterable[Setting]:
     return ()
 
 

@@ -101,7 +101,7 @@ STACKS = {
 
 
 @dataclass(frozen=True)
-class Range:
+class VersionRange:
     """Versions from `least` on, and `below` another; "" is no bound."""
 
     least: str = ""
@@ -111,15 +111,15 @@ class Range:
         bounds = (f">= {self.least}" * bool(self.least), f"< {self.below}" * bool(self.below))
         return ", ".join(b for b in bounds if b)
 
-    def meets(self, other: Range) -> bool:
+    def meets(self, other: VersionRange) -> bool:
         """Whether a version can be in both."""
         least = max(numbers(self.least), numbers(other.least))
         return all(least < numbers(r.below) for r in (self, other) if r.below)
 
 
-def _exactly(version: str) -> Range:
+def _exactly(version: str) -> VersionRange:
     *parts, last = version.split(".")
-    return Range(version, ".".join((*parts, str(int(last) + 1))))
+    return VersionRange(version, ".".join((*parts, str(int(last) + 1))))
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Release:
 
     package: str
     version: str
-    wants: Mapping[str, Range]
+    wants: Mapping[str, VersionRange]
     source: str
 
 
@@ -138,26 +138,33 @@ RELEASES = (
         "msrl-graph",
         "0.1",
         {
-            PYTHON: Range("3.11"),
-            "torch": Range("2.10"),
-            "ray": Range("2.52"),
-            "transformers": Range("5.5.4"),
-            "numpy": Range("2.0"),
-            "tensordict": Range("0.11"),
+            PYTHON: VersionRange("3.11"),
+            "torch": VersionRange("2.10"),
+            "ray": VersionRange("2.52"),
+            "transformers": VersionRange("5.5.4"),
+            "numpy": VersionRange("2.0"),
+            "tensordict": VersionRange("0.11"),
         },
         "pyproject.toml",
     ),
     Release(
         "vllm-ascend",
         "0.23.0",
-        {PYTHON: Range("3.10", "3.13"), "torch": _exactly("2.10.0"), "transformers": _exactly("5.5.4")},
+        {PYTHON: VersionRange("3.10", "3.13"), "torch": _exactly("2.10.0"), "transformers": _exactly("5.5.4")},
         STACKS[ASCEND.name].source,
     ),
-    Release("ray-ascend", "0.1", {PYTHON: Range("3.10", "3.12"), "ray": Range("2.55")}, "ray-ascend, README"),
     Release(
-        "megatron-bridge", "0.3.1", {"transformers": Range(below="5.0"), "torch": Range("2.6")}, "its metadata on PyPI"
+        "ray-ascend", "0.1", {PYTHON: VersionRange("3.10", "3.12"), "ray": VersionRange("2.55")}, "ray-ascend, README"
     ),
-    Release("megatron-bridge", "0.6.0", {PYTHON: Range("3.12", "3.13")}, "Megatron-Bridge 0.6.0, pyproject.toml"),
+    Release(
+        "megatron-bridge",
+        "0.3.1",
+        {"transformers": VersionRange(below="5.0"), "torch": VersionRange("2.6")},
+        "its metadata on PyPI",
+    ),
+    Release(
+        "megatron-bridge", "0.6.0", {PYTHON: VersionRange("3.12", "3.13")}, "Megatron-Bridge 0.6.0, pyproject.toml"
+    ),
     Release(
         "mindspeed",
         "26.1.0_core_r0.12.1",
@@ -165,17 +172,19 @@ RELEASES = (
             PYTHON: _exactly("3.10"),
             "torch": _exactly("2.7.1"),
             "megatron-core": _exactly("0.12.1"),
-            "numpy": Range(below="1.26.1"),
+            "numpy": VersionRange(below="1.26.1"),
         },
         "MindSpeed 26.1.0, docs/zh/release_notes_core.md and requirements.txt",
     ),
     # Its README has Python 3.10 and torch 2.7.1, too; verl runs it with Python 3.12 and torch 2.10.
-    Release("mindspeed", "core_r0.16.0", {"megatron-core": Range("0.16", "0.17")}, "verl, ascend_tutorial/get_start"),
+    Release(
+        "mindspeed", "core_r0.16.0", {"megatron-core": VersionRange("0.16", "0.17")}, "verl, ascend_tutorial/get_start"
+    ),
 )
 
 
 @dataclass(frozen=True)
-class Clash:
+class VersionConflict:
     """Two releases that want of a `package` (or of Python) what no version of it is."""
 
     first: Release
@@ -189,11 +198,11 @@ class Clash:
         return f"of {self.package} {' and '.join(told)}"
 
 
-def clash(packages: Collection[str]) -> Clash | None:
+def clash(packages: Collection[str]) -> VersionConflict | None:
     """Why packages cannot be in one environment, by the newest releases of each; None where releases of all of them go
     together, as far as is known."""
     known = ([r for r in RELEASES if r.package == p] for p in dict.fromkeys(packages))
-    found: Clash | None = None
+    found: VersionConflict | None = None
     for chosen in product(*(releases for releases in known if releases)):
         found = next((c for pair in combinations(chosen, 2) if (c := _between(*pair))), None)
         if found is None:
@@ -201,6 +210,6 @@ def clash(packages: Collection[str]) -> Clash | None:
     return found
 
 
-def _between(first: Release, second: Release) -> Clash | None:
+def _between(first: Release, second: Release) -> VersionConflict | None:
     both = (p for p in first.wants if p in second.wants)
-    return next((Clash(first, second, p) for p in both if not first.wants[p].meets(second.wants[p])), None)
+    return next((VersionConflict(first, second, p) for p in both if not first.wants[p].meets(second.wants[p])), None)

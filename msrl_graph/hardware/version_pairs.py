@@ -14,7 +14,7 @@ CANN, CANN_DRIVER, CUDA, CUDA_DRIVER, PYTHON = "CANN", "Ascend driver", "CUDA", 
 
 
 @dataclass(frozen=True)
-class Pair:
+class VersionPair:
     """`package`, in releases that begin with `release`, goes with versions of `other`: those whose first `same` numbers
     are its own, or those that begin with `exact`, or those from `least` on and below `below`."""
 
@@ -52,23 +52,23 @@ _VLLM = "vllm-ascend, docs/source/community/versioning_policy.md"
 _CANN = "CANN 9.1.0, Release Notes: CANN and Ascend HDK Version Compatibility"
 _CUDA = "docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility"
 PAIRS = (
-    Pair(CANN, CANN_DRIVER, _CANN, "9.1", least="25.2"),
-    Pair(CANN, CANN_DRIVER, _CANN, "9.0", least="25.0"),
-    Pair(CANN, CANN_DRIVER, _CANN, "8.5", least="25.0"),
-    Pair(CUDA, CUDA_DRIVER, _CUDA, "13", least="580"),
-    Pair(CUDA, CUDA_DRIVER, _CUDA, "12", least="525"),
-    Pair(CUDA, CUDA_DRIVER, _CUDA, "11", least="450"),
-    Pair("vllm-ascend", "vllm", _VLLM, same=3),
-    Pair("vllm-ascend", "torch", _VLLM, "0.23", exact="2.10.0"),
-    Pair("vllm-ascend", "torch-npu", _VLLM, "0.23", exact="2.10.0"),
-    Pair("vllm-ascend", CANN, _VLLM, "0.23", exact="9.1"),
-    Pair("vllm-ascend", PYTHON, _VLLM, "0.23", least="3.10", below="3.13"),
-    Pair("torch-npu", "torch", _PLUGIN, same=3),
-    Pair("megatron-core", "mindspeed", "MindSpeed, docs: a branch core_rX.Y.Z is for Megatron-Core X.Y", same=2),
+    VersionPair(CANN, CANN_DRIVER, _CANN, "9.1", least="25.2"),
+    VersionPair(CANN, CANN_DRIVER, _CANN, "9.0", least="25.0"),
+    VersionPair(CANN, CANN_DRIVER, _CANN, "8.5", least="25.0"),
+    VersionPair(CUDA, CUDA_DRIVER, _CUDA, "13", least="580"),
+    VersionPair(CUDA, CUDA_DRIVER, _CUDA, "12", least="525"),
+    VersionPair(CUDA, CUDA_DRIVER, _CUDA, "11", least="450"),
+    VersionPair("vllm-ascend", "vllm", _VLLM, same=3),
+    VersionPair("vllm-ascend", "torch", _VLLM, "0.23", exact="2.10.0"),
+    VersionPair("vllm-ascend", "torch-npu", _VLLM, "0.23", exact="2.10.0"),
+    VersionPair("vllm-ascend", CANN, _VLLM, "0.23", exact="9.1"),
+    VersionPair("vllm-ascend", PYTHON, _VLLM, "0.23", least="3.10", below="3.13"),
+    VersionPair("torch-npu", "torch", _PLUGIN, same=3),
+    VersionPair("megatron-core", "mindspeed", "MindSpeed, docs: a branch core_rX.Y.Z is for Megatron-Core X.Y", same=2),
 )
 
 
-def broken(versions: Mapping[str, str]) -> Iterator[Pair]:
+def broken(versions: Mapping[str, str]) -> Iterator[VersionPair]:
     """The pairs that do not hold among versions by what they are of, the first that is to be mended first: what has to
     change its version is in no other. Of what has no version nothing is said."""
     changed: set[str] = set()

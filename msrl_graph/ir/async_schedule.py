@@ -22,9 +22,9 @@ from functools import wraps
 from itertools import chain, combinations, count, takewhile
 from typing import TypeVar
 
-from .attributes import Generate, ReshardingEdge
+from .attributes import GenerateAttributes, ReshardingEdgeAttributes
 from .evaluation import Evaluation
-from .instruction import Instruction, Stream
+from .instruction import Instruction, InstructionStream
 from .plan import FUNCTIONS, Plan
 from .rowsets import looping
 from .sequences import heating, latest
@@ -86,7 +86,7 @@ def row_age_bound(plan: Plan) -> int:
     return max(
         (
             max((n for (_, dst), n in lags.items() if dst == node.name), default=0)
-            + (Generate.of(node).cuts if node.cuts else 0)
+            + (GenerateAttributes.of(node).cuts if node.cuts else 0)
             for node in plan.graph.verb("generate")
         ),
         default=0,
@@ -121,7 +121,7 @@ def late_states(plan: Plan) -> dict[str, int]:
     return dict.fromkeys(read, most) if most else {}
 
 
-def opening(plan: Plan, stream: Stream) -> int:
+def opening(plan: Plan, stream: InstructionStream) -> int:
     """How many instructions of a stream in training are its opening; 0 if it has none. Of the functions', where
     an iteration may be begun early: all before the first that reads a state."""
     if stream.pool == FUNCTIONS and stream.task == "train":
@@ -136,7 +136,7 @@ def opening(plan: Plan, stream: Stream) -> int:
 def sparse(plan: Plan) -> dict[Edge, int]:
     """Of the edges over which weights are fetched those that send every so many-th version. What was fetched over one
     stays on the devices until it is fetched again: an iteration may generate with what the one before had."""
-    many = {(e.src, e.dst): ReshardingEdge.of(e).every for e in plan.graph.reshards()}
+    many = {(e.src, e.dst): ReshardingEdgeAttributes.of(e).every for e in plan.graph.reshards()}
     return {edge: many[edge] for edge in fetched(plan) if many[edge] > 1}
 
 
@@ -189,7 +189,7 @@ class Sends:
         return sum((1 if len(of) % 2 else -1) / math.lcm(*of) for of in some)
 
 
-class Leading(Sends, ABC):
+class PoolProgress(Sends, ABC):
     """How far the pools are that may be ahead: the iteration that each has `begun` last.
 
     A pool begins iteration j when it has ended j - 1 and the updates have begun one with weights that are new enough;
@@ -337,7 +337,7 @@ def _waits(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str
     """Why a pool cannot begin its generations early, which need some nodes; "" if it can."""
     graph, pool_of, behind = plan.graph, _pools(plan), _staleness(plan)
     filter, rounds = looping(graph)
-    seldom = {(e.src, e.dst) for e in graph.reshards() if ReshardingEdge.of(e).every > 1}
+    seldom = {(e.src, e.dst) for e in graph.reshards() if ReshardingEdgeAttributes.of(e).every > 1}
     for src, dst in edges:
         if (src, dst) in seldom:
             return "weights that these two swap are new each time"
@@ -376,4 +376,4 @@ def _pools(plan: Plan) -> dict[str, str]:
 def _staleness(plan: Plan) -> dict[Edge, int]:
     pool_of = _pools(plan)
     edges = [e for e in plan.graph.reshards() if e.src in pool_of and e.dst in pool_of]
-    return {(e.src, e.dst): ReshardingEdge.of(e).staleness for e in edges}
+    return {(e.src, e.dst): ReshardingEdgeAttributes.of(e).staleness for e in edges}

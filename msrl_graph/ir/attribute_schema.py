@@ -55,7 +55,7 @@ def attr(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-class Declared:
+class DeclaredAttributes:
     """What a statement says, typed; `declared` is what it may say."""
 
     @classmethod
@@ -102,7 +102,7 @@ class Declared:
         return [name for name in names if name in declared and getattr(self, name) != declared[name].default]
 
 
-class OfNode(Declared):
+class NodeAttributes(DeclaredAttributes):
     """What a node says."""
 
     @classmethod
@@ -117,7 +117,7 @@ class OfNode(Declared):
         return cls.of_stated(node.attributes)
 
 
-class OfEdge(Declared):
+class EdgeAttributes(DeclaredAttributes):
     """What an edge says."""
 
     @classmethod

@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .attribute_schema import Declared, OfEdge, OfNode, attr
+from .attribute_schema import DeclaredAttributes, EdgeAttributes, NodeAttributes, attr
 from .graph import Expr, Node
 from .kinds import (
     AGENT,
@@ -32,11 +32,11 @@ from .kinds import (
     TEMPERATURE,
     TIME,
     TOOL_CALLS,
-    Flag,
-    Name,
-    Number,
-    String,
-    Words,
+    FlagKind,
+    NameKind,
+    NumericKind,
+    StringKind,
+    WordsKind,
 )
 
 N = TypeVar("N", int, float)
@@ -48,12 +48,14 @@ LOOKS = 8  # as often as this a rollout that may cut looks at its responses, unt
 
 
 @dataclass(frozen=True)
-class Worker(Declared):
+class WorkerAttributes(DeclaredAttributes):
     """`worker NAME : KIND { … }`, of a kind with weights."""
 
-    model: str = attr(Name(), "", "The name that the deploy's `model` statement gives weights to.", "the kind's name")
+    model: str = attr(
+        NameKind(), "", "The name that the deploy's `model` statement gives weights to.", "the kind's name"
+    )
     follows: str = attr(
-        Name(),
+        NameKind(),
         "",
         "Of a `frozen` worker: the trained worker whose weights it takes over after an iteration. Its own begin as "
         "those of its model.",
@@ -61,7 +63,7 @@ class Worker(Declared):
     )
     every: int = attr(COUNT, 1, "With `follows`: it takes them after every so many-th iteration.")
     decay: float = attr(
-        Number(0, 1),
+        NumericKind(0, 1),
         0.0,
         "With `follows`: its weights become decay times their own and (1 - decay) times those that it follows, an "
         "exponential moving average. 0 copies them.",
@@ -69,7 +71,7 @@ class Worker(Declared):
 
 
 @dataclass(frozen=True)
-class Source(OfNode):
+class SourceAttributes(NodeAttributes):
     """`source(COUNT) -> columns { … }`."""
 
     count: int = attr(COUNT, 1, "How many rows of the data begin an iteration.", head=True)
@@ -86,7 +88,7 @@ class Source(OfNode):
 
 
 @dataclass(frozen=True)
-class Generate(OfNode):
+class GenerateAttributes(NodeAttributes):
     """A node that draws responses."""
 
     samples: int = attr(COUNT, 1, "Responses to each prompt: the rows of the iteration are the source's times this.")
@@ -98,7 +100,7 @@ class Generate(OfNode):
     top_p: float = attr(SHARE, 1.0, "Draws from the likeliest tokens that together have this probability.")
     top_k: int = attr(COUNT, 0, "Draws from so many likeliest tokens.", "all")
     stop: tuple[str, ...] = attr(
-        String(several=True),
+        StringKind(several=True),
         (),
         (
             "Strings that end a response, beside the end token: as soon as its text, special tokens too, holds one, "
@@ -113,7 +115,7 @@ class Generate(OfNode):
         "the bound of the response",
     )
     partial: float = attr(
-        Number(0, 1),
+        NumericKind(0, 1),
         0.0,
         "Partial rollout: so many more prompts are under way than an iteration takes, as a share of these. With 0.5, "
         "of 192 where the source begins 128, it takes the first 128 whose responses have all ended. The others go on "
@@ -127,7 +129,7 @@ class Generate(OfNode):
         "old.",
     )
     overdue: str = attr(
-        Words(("wait", "drop_group")),
+        WordsKind(("wait", "drop_group")),
         "wait",
         "With `partial`: what becomes of a prompt that was cut as often as it may be. `wait`: the iteration goes on "
         "until its responses have all ended, however few they are that others wait for. `drop_group`: where they "
@@ -175,7 +177,7 @@ class Generate(OfNode):
         "none",
     )
     on_failure: str = attr(
-        Words(("stop", "drop_row", "drop_group")),
+        WordsKind(("stop", "drop_row", "drop_group")),
         "stop",
         "What becomes of a row whose `environment` or `agent` raises, takes too long or returns what does not belong "
         "there. `stop` ends the run; with `drop_row` the row leaves the iteration, with `drop_group` all "
@@ -211,12 +213,12 @@ class Generate(OfNode):
 
 
 @dataclass(frozen=True)
-class Infer(OfNode):
+class InferAttributes(NodeAttributes):
     """A node that computes with weights as they are."""
 
 
 @dataclass(frozen=True)
-class Update(OfNode):
+class UpdateAttributes(NodeAttributes):
     """A node that takes optimizer steps on a loss."""
 
     loss: Expr = attr(
@@ -235,7 +237,7 @@ class Update(OfNode):
         "over rows of each row's mean; `constant(n)` the mean over rows of each row's sum / n.",
     )
     masked_rows: str = attr(
-        Words(("count", "skip")),
+        WordsKind(("count", "skip")),
         "count",
         "With `sequences` or `constant(n)`: the rows of which no token is in the loss, since a mask leaves all of them "
         "out or the row is empty. `count`: each counts as a row with the loss 0. `skip`: the mean is over the other "
@@ -253,7 +255,7 @@ class Update(OfNode):
         "all rows",
     )
     epochs: int = attr(COUNT, 1, "How often each row is learnt from in an iteration.")
-    clip_grad: float = attr(Number(0, above=True), 1.0, "The 2-norm that the gradient is cut to.")
+    clip_grad: float = attr(NumericKind(0, above=True), 1.0, "The 2-norm that the gradient is cut to.")
     after: int = attr(COUNT_OR_0, 0, "The first iteration in which it runs.")
     every: int = attr(COUNT, 1, "It runs in every so many-th iteration.")
 
@@ -280,7 +282,7 @@ class Update(OfNode):
 
 
 @dataclass(frozen=True)
-class Call(OfNode):
+class CallAttributes(NodeAttributes):
     """A node of a `function` worker, which calls Python, or is a filter."""
 
     call: Expr | None = attr(
@@ -318,13 +320,13 @@ class Call(OfNode):
         "no refill",
     )
     adaptive: bool = attr(
-        Flag(),
+        FlagKind(),
         False,
         "With `refill` and `per` a column of the source: each iteration draws as many prompts at once as are likely to "
         "suffice, by the share that passed in the iterations before, and no more prompts in all than `refill` allows.",
     )
     on_failure: str = attr(
-        Words(("stop", "leave")),
+        WordsKind(("stop", "leave")),
         "stop",
         "With `call`: what becomes of what a call was for, the row or with `per` the group, where the function raises "
         "or returns what does not belong there. `stop` ends the run; with `leave` it leaves the iteration, "
@@ -332,7 +334,7 @@ class Call(OfNode):
     )
 
     @classmethod
-    def _of(cls, node: Node) -> Call:
+    def _of(cls, node: Node) -> CallAttributes:
         return cls(**cls.values(node.attributes), per=node.per)  # which a node has as a field of its own
 
     @property
@@ -342,7 +344,7 @@ class Call(OfNode):
 
 
 @dataclass(frozen=True)
-class SampleEdge(OfEdge):
+class SampleEdgeAttributes(EdgeAttributes):
     """`A -> B { … }`: rows go from A to B."""
 
     stream: int | None = attr(
@@ -364,7 +366,7 @@ class SampleEdge(OfEdge):
         "all rows at once",
     )
     balance: str = attr(
-        Words(("tokens",)),
+        WordsKind(("tokens",)),
         "",
         "`tokens` shares rows among the ranks of B by their length.",
         "by number",
@@ -372,7 +374,7 @@ class SampleEdge(OfEdge):
 
 
 @dataclass(frozen=True)
-class ReshardingEdge(OfEdge):
+class ReshardingEdgeAttributes(EdgeAttributes):
     """`A => B { … }`: the weights of A's worker go to B."""
 
     staleness: int = attr(
@@ -395,7 +397,7 @@ class ReshardingEdge(OfEdge):
 # The attributes that name what is called, in the order in which one that fails is looked for.
 CALLED = {
     name: attribute.kind
-    for said in (Call, Source, Generate, Update)
+    for said in (CallAttributes, SourceAttributes, GenerateAttributes, UpdateAttributes)
     for name, attribute in said.declared().items()
     if attribute.kind in (CALL, KEEP, ENVIRONMENT, AGENT, LOSS, OPTIMIZER)
 }

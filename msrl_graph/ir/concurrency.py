@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .attributes import Call
+from .attributes import CallAttributes
 from .graph import Node
 from .signatures import Signature, called_as
 
@@ -20,7 +20,7 @@ def concurrent_calls(node: Node, workers: int, signature: Signature | None) -> i
     `signature` is that of the function, or None if it is unknown. A function of a whole batch is called once. The
     package's own functions are faster than a message to a worker, so they are called in the function host.
     """
-    call = Call.of(node).functions[0]
+    call = CallAttributes.of(node).functions[0]
     if call.kind != "call" or ":" not in str(call.value) or node.per == "batch":
         return 1
     if signature is not None and signature.waits:
@@ -30,7 +30,7 @@ def concurrent_calls(node: Node, workers: int, signature: Signature | None) -> i
 
 def read_signature(node: Node) -> Signature | None:
     """Read the signature of the user's function that a node calls; None if its file cannot be read here."""
-    path, _, name = str(Call.of(node).functions[0].value).rpartition(":")
+    path, _, name = str(CallAttributes.of(node).functions[0].value).rpartition(":")
     try:
         return called_as("function", Path(path).read_text(encoding="utf-8-sig")).get(name)
     except (OSError, SyntaxError, ValueError):

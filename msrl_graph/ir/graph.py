@@ -140,7 +140,7 @@ class Worker:
         return f"follows {self.follows}{how}" + (f", decay {self.decay:g}" if self.decay else "")
 
 
-class Saying:
+class WithAttributes:
     """A part of a graph with `attributes`, as the program states them. Their typed values are a declaration's:
     `Update.of(node)`."""
 
@@ -162,7 +162,7 @@ class Saying:
 
 
 @dataclass(frozen=True)
-class Node(Saying):
+class Node(WithAttributes):
     """A node of the graph: a worker state, such as `actor.generate`.
 
     - `per`: what it sees at once: a row, the batch, or the name of a column whose rows stay together, as `prompt`.
@@ -216,7 +216,7 @@ class Node(Saying):
 
 
 @dataclass(frozen=True)
-class Edge(Saying):
+class Edge(WithAttributes):
     """`kind` sample: rows go from `src` to `dst`; reshard: the weights of src's worker go to `dst`."""
 
     kind: Literal["sample", "reshard"]

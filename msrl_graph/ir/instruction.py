@@ -28,7 +28,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Stream:
+class InstructionStream:
     """What the processes of a pool do, in order; `task` is `train` or the name of an evaluation."""
 
     pool: str
@@ -144,6 +144,6 @@ def back(stream: Sequence[Instruction], at: int) -> int:
     return weights[0] if weights and released else begin[0]
 
 
-def nodes_run(streams: Iterable[Stream], task: str = "train") -> list[str]:
+def nodes_run(streams: Iterable[InstructionStream], task: str = "train") -> list[str]:
     """The nodes that the streams of a task run, stream by stream."""
     return [x.node for s in streams if s.task == task for x in s.instructions if x.op == "RUN"]

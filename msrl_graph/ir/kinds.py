@@ -33,7 +33,7 @@ class ValueKind(Protocol):
 
 
 @dataclass(frozen=True)
-class Number:
+class NumericKind:
     """A plain number from `low` to `high`; `whole` for a count."""
 
     low: float = -math.inf
@@ -57,7 +57,7 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Flag:
+class FlagKind:
     """`true` or `false`."""
 
     def value(self, expr: Expr) -> bool | None:
@@ -68,7 +68,7 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class Words:
+class WordsKind:
     """One of some words."""
 
     words: tuple[str, ...]
@@ -81,7 +81,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class String:
+class StringKind:
     """A string; with `several`, a list of them too. `known`: those that one may write without quotes by mistake."""
 
     several: bool = False
@@ -95,7 +95,7 @@ class String:
 
 
 @dataclass(frozen=True)
-class Name:
+class NameKind:
     """A bare word that the statement looks up itself; with `several`, a list of them too."""
 
     several: bool = False
@@ -108,7 +108,7 @@ class Name:
 
 
 @dataclass(frozen=True)
-class Quantity:
+class QuantityKind:
     """A number above 0 with a unit; `whole`: parts of the unit do not count."""
 
     unit: str
@@ -123,7 +123,7 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class Counts:
+class CountsKind:
     """A list of counts."""
 
     def value(self, expr: Expr) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Draws:
+class DrawsKind:
     """A list of calls of `draw`, each with a generation and how it draws."""
 
     def value(self, expr: Expr) -> tuple[Draw, ...]:
@@ -162,7 +162,7 @@ class Draws:
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class FormKind:
     """An expression that is read with the node that it stands in (dsl/node_calls.py); `word`: what comes of it is
     one."""
 
@@ -176,26 +176,26 @@ class Form:
         return self.takes
 
 
-COUNT = Number(1, MOST, whole=True)
-COUNT_OR_0 = Number(0, MOST, whole=True)
-SHARE = Number(0, 1, above=True)
-BYTES = Quantity("B", "64 GB")
-SIZE = Quantity("B", "64 GB", whole=True)
-RATE = Quantity("B/s", "25 GB/s")
-FLOPS = Quantity("FLOP/s", "376 TFLOP/s")
-TIME = Quantity("s", "10 min")
-DTYPE = Words(("f32", "bf16"))
+COUNT = NumericKind(1, MOST, whole=True)
+COUNT_OR_0 = NumericKind(0, MOST, whole=True)
+SHARE = NumericKind(0, 1, above=True)
+BYTES = QuantityKind("B", "64 GB")
+SIZE = QuantityKind("B", "64 GB", whole=True)
+RATE = QuantityKind("B/s", "25 GB/s")
+FLOPS = QuantityKind("FLOP/s", "376 TFLOP/s")
+TIME = QuantityKind("s", "10 min")
+DTYPE = WordsKind(("f32", "bf16"))
 
-CALL = Form('a call, `NAME(…)`, `"file.py:function"` or `"file.py:function"(…)`')
-KEEP = Form("a comparison of a column or state with a number, or a call")
-PER = Form("`row`, `batch` or a column", word=True)
-TEMPERATURE = Form("a number of 0 or more, or a column or state that the node reads")
-ENVIRONMENT = Form('`"file.py:Class"`')
-AGENT = Form('`"file.py:function"` or `"file.py:function"(…)`')
-TOOL_CALLS = Form('`hermes`, `mistral`, `llama3` or `"file.py:function"`')
-LOSS = Form("an expression of loss terms")
-OPTIMIZER = Form("a call of an optimizer")
-REDUCE = Form("`tokens`, `sequences` or `constant(n)`")
+CALL = FormKind('a call, `NAME(…)`, `"file.py:function"` or `"file.py:function"(…)`')
+KEEP = FormKind("a comparison of a column or state with a number, or a call")
+PER = FormKind("`row`, `batch` or a column", word=True)
+TEMPERATURE = FormKind("a number of 0 or more, or a column or state that the node reads")
+ENVIRONMENT = FormKind('`"file.py:Class"`')
+AGENT = FormKind('`"file.py:function"` or `"file.py:function"(…)`')
+TOOL_CALLS = FormKind('`hermes`, `mistral`, `llama3` or `"file.py:function"`')
+LOSS = FormKind("an expression of loss terms")
+OPTIMIZER = FormKind("a call of an optimizer")
+REDUCE = FormKind("`tokens`, `sequences` or `constant(n)`")
 
 
 def either(words: tuple[str, ...], last: str = " or ") -> str:

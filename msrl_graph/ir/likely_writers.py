@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from .attributes import Call
+from .attributes import CallAttributes
 from .graph import Graph, Node
 
 
@@ -45,7 +45,9 @@ def without_arrow(graph: Graph, column: str) -> Node | None:
     """The function node that computes something and writes nothing, and is likely meant to write this column: it is
     named after it, or hands its rows to a node that reads it."""
     idle = [
-        n for n in graph.nodes if Call.of(n).call is not None and not n.writes and not n.sets and column not in n.reads
+        n
+        for n in graph.nodes
+        if CallAttributes.of(n).call is not None and not n.writes and not n.sets and column not in n.reads
     ]
     named = [n for n in idle if _words(n) & {*column.split("_")}]
     readers = {n.name for n in graph.nodes if column in n.reads}

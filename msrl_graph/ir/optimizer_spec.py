@@ -40,7 +40,7 @@ class Rule:
 
 
 @dataclass(frozen=True, eq=False)
-class Optimizer:
+class OptimizerSpec:
     """The rule of all tensors, or of all but the `matrices` of the layers. What does not run can be planned; `why`
     tells."""
 
@@ -61,7 +61,7 @@ class Optimizer:
 
 
 @lru_cache(maxsize=1 << 10)
-def parted(optimizer: Optimizer, kinds: tuple[TensorKind, ...]) -> tuple[tuple[Rule, tuple[TensorKind, ...]], ...]:
+def parted(optimizer: OptimizerSpec, kinds: tuple[TensorKind, ...]) -> tuple[tuple[Rule, tuple[TensorKind, ...]], ...]:
     """Each rule of an optimizer, and the kinds of a model's tensors that step by it."""
     if len(optimizer.rules) == 1:
         return ((optimizer.rule, kinds),)

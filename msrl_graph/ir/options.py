@@ -11,8 +11,17 @@ from dataclasses import dataclass
 from ..diagnostics import NOWHERE, Span
 from ..hardware.cluster import DEVICES, NETWORK, Figure
 from ..sharding.layout import Layout
-from .attribute_schema import Declared, attr
-from .attributes import Call, Generate, Infer, ReshardingEdge, SampleEdge, Source, Update, Worker
+from .attribute_schema import DeclaredAttributes, attr
+from .attributes import (
+    CallAttributes,
+    GenerateAttributes,
+    InferAttributes,
+    ReshardingEdgeAttributes,
+    SampleEdgeAttributes,
+    SourceAttributes,
+    UpdateAttributes,
+    WorkerAttributes,
+)
 from .evaluation import Draw
 from .kinds import (
     BYTES,
@@ -24,24 +33,24 @@ from .kinds import (
     SHARE,
     SIZE,
     TIME,
-    Counts,
-    Draws,
-    Flag,
-    Name,
-    Number,
-    String,
-    Words,
+    CountsKind,
+    DrawsKind,
+    FlagKind,
+    NameKind,
+    NumericKind,
+    StringKind,
+    WordsKind,
 )
 
 OF_DEVICE = "of the device"
 
 
 @dataclass(frozen=True)
-class ClusterOptions(Declared):
+class ClusterOptions(DeclaredAttributes):
     """`cluster NAME { … }`. What it states of a device takes the place of the preset's figure."""
 
     device: str = attr(
-        String(known=tuple(DEVICES)),
+        StringKind(known=tuple(DEVICES)),
         "",
         (
             'A preset: see below. `"here"` is the machine at hand, as `msrl-doctor --calibrate` measured it; `"cpu"` '
@@ -57,7 +66,7 @@ class ClusterOptions(Declared):
         "Between two hosts, each way, what is reached: what rows and, without `fabric`, collectives go over.",
     )
     interface: str = attr(
-        String(),
+        StringKind(),
         "",
         "The network interface by which ranks of different hosts speak, as `eth1`; the same name on every host.",
         "that of Ray's address of the host",
@@ -79,40 +88,42 @@ class ClusterOptions(Declared):
 
 
 @dataclass(frozen=True)
-class ModelOptions(Declared):
+class ModelOptions(DeclaredAttributes):
     """`model NAME = "…" { … }`."""
 
     dtype: str | None = attr(DTYPE, None, "The type of the weights.", "of the config")
 
 
 @dataclass(frozen=True)
-class LayoutOptions(Declared):
+class LayoutOptions(DeclaredAttributes):
     """`layout NODES { … }`. A `dp` of 0 is left to the placement, an `etp` of 0 to the engine."""
 
     tp: int = attr(COUNT, Layout.tp, "Tensor parallelism: divides matrices and heads.")
     cp: int = attr(COUNT, Layout.cp, "Context parallelism: divides sequences.")
-    pp: int = attr(Number(1, 10_000, whole=True), Layout.pp, "Pipeline parallelism: divides layers into stages.")
+    pp: int = attr(NumericKind(1, 10_000, whole=True), Layout.pp, "Pipeline parallelism: divides layers into stages.")
     dp: int = attr(COUNT, 0, "Data parallelism: divides rows.", "what the pool leaves")
     ep: int = attr(COUNT, Layout.ep, "Expert parallelism: whole experts over the ranks of a stage (tp · cp · dp).")
     etp: int = attr(
         COUNT, 0, "Tensor parallelism of each expert, over the same ranks.", "as the engine has it: see below"
     )
     vpp: int = attr(
-        Number(1, 100, whole=True),
+        NumericKind(1, 100, whole=True),
         Layout.vpp,
         "Interleaved stages: so many chunks of layers on each stage.",
     )
-    stages: tuple[int, ...] = attr(Counts(), Layout.stages, "Layers of each of the pp · vpp chunks, in order.", "even")
+    stages: tuple[int, ...] = attr(
+        CountsKind(), Layout.stages, "Layers of each of the pp · vpp chunks, in order.", "even"
+    )
     zero: int = attr(
-        Number(0, 3, whole=True),
+        NumericKind(0, 3, whole=True),
         Layout.zero,
         "ZeRO over dp: 0 divides nothing, 1 the optimizer, 2 gradients too, 3 weights too (arXiv:1910.02054).",
     )
-    cp_kind: str = attr(Words(("ring", "ulysses")), Layout.cp_kind, "How attention passes over divided sequences.")
+    cp_kind: str = attr(WordsKind(("ring", "ulysses")), Layout.cp_kind, "How attention passes over divided sequences.")
 
 
 @dataclass(frozen=True)
-class EngineOptions(Declared):
+class EngineOptions(DeclaredAttributes):
     """`engine NODES = NAME { … }`: the options of all engines; each names those that it has."""
 
     dtype: str | None = attr(DTYPE, None, "The type that it computes in.", "of the model")
@@ -126,31 +137,31 @@ class EngineOptions(Declared):
         "what memory allows",
     )
     offload: str = attr(
-        Words(("none", "optimizer", "weights", "all")),
+        WordsKind(("none", "optimizer", "weights", "all")),
         "none",
         "What lies in host memory when it is not at work: the optimizer's states of an update, the weights of a "
         "state that nothing updates.",
     )
     recompute: str = attr(
-        Words(("none", "full")),
+        WordsKind(("none", "full")),
         "none",
         "`full` computes activations again in the backward pass and keeps only each layer's input.",
         "the plan chooses",
     )
     activations: str = attr(
-        Words(("keep", "offload")),
+        WordsKind(("keep", "offload")),
         "keep",
         "`offload`: what an update's layers keep for the backward pass (with `recompute = full` their inputs) lies in "
         "host memory in between.",
     )
     compile: str = attr(
-        Words(("none", "layers")),
+        WordsKind(("none", "layers")),
         "none",
         "`layers`: each layer by torch.compile, in fewer and fused kernels; the first passes take up to a minute "
         "longer. Of dense models, and not with `tp`.",
     )
     python: str = attr(
-        String(),
+        StringKind(),
         "",
         "The interpreter of the pool's processes on each host, as `/opt/vllm/bin/python`: an environment of its own, "
         "for packages that cannot be beside those of other pools ([engines](engines.md)).",
@@ -159,11 +170,11 @@ class EngineOptions(Declared):
 
 
 @dataclass(frozen=True)
-class DockOptions(Declared):
+class DockOptions(DeclaredAttributes):
     """`dock { … }`. A `deadline` is in seconds; a `capacity` of 0 is what the host's memory holds."""
 
     mode: str = attr(
-        Words(("distributed", "central")),
+        WordsKind(("distributed", "central")),
         "distributed",
         "`central` is one warehouse for all hosts, the conventional replay buffer, for comparison.",
     )
@@ -180,7 +191,7 @@ class DockOptions(Declared):
         "none",
     )
     imbalance: float = attr(
-        Number(1),
+        NumericKind(1),
         1.0,
         (
             "How many times an even share a group may get, for rows to be computed on the host that has them; 1: "
@@ -191,11 +202,11 @@ class DockOptions(Declared):
 
 
 @dataclass(frozen=True)
-class ReshardOptions(Declared):
+class ReshardOptions(DeclaredAttributes):
     """`reshard { … }`. An `order` of "" and a `bucket` of 0 are the plan's to choose."""
 
     mode: str = attr(
-        Words(("swap", "naive")),
+        WordsKind(("swap", "naive")),
         "swap",
         (
             "`swap` takes the update's weights to host memory while others generate (allgather-swap); `naive` keeps "
@@ -203,7 +214,7 @@ class ReshardOptions(Declared):
         ),
     )
     order: str = attr(
-        Words(("direct", "staged")),
+        WordsKind(("direct", "staged")),
         "",
         "`direct` gathers, then swaps out; `staged` swaps out, then gathers from the host: less memory, more time.",
         "the plan chooses",
@@ -213,18 +224,18 @@ class ReshardOptions(Declared):
 
 
 @dataclass(frozen=True)
-class EvaluateOptions(Declared):
+class EvaluateOptions(DeclaredAttributes):
     """`evaluate NAME { … }`. `data` "": those of its name; `every` 0: never in between; `samples` 0 and `temperature`
     None: as in training."""
 
     data: str = attr(
-        Name(),
+        NameKind(),
         "",
         "The data that it is on. Several evaluations, each with a name of its own, may be on the same data.",
         "the data of its name",
     )
     report: tuple[str, ...] = attr(
-        Name(several=True),
+        NameKind(several=True),
         (),
         (
             "Columns whose means are written: `f32` numbers of a row that a function, an environment or a reward "
@@ -241,52 +252,54 @@ class EvaluateOptions(Declared):
         "as in training",
     )
     temperature: float | None = attr(
-        Number(0),
+        NumericKind(0),
         None,
         "Of the same generations; 0 takes the likeliest token.",
         "as in training",
     )
     draws: tuple[Draw, ...] = attr(
-        Draws(),
+        DrawsKind(),
         (),
         "Settings of single generations, as `[draw(critic.generate, samples = 2, temperature = 0)]`; what one leaves "
         "out is as without it.",
         "none",
     )
     at: tuple[int, ...] = attr(
-        Counts(),
+        CountsKind(),
         (),
         "The k of `pass@k` and `best@k`, and with `vote` of `maj@k`, of each reported column "
         "([metrics](metrics.md)); at most as many as a prompt has responses.",
         "none",
     )
-    passing: float = attr(Number(), 1.0, "A response passes where the reported column is this or more, for `pass@k`.")
+    passing: float = attr(
+        NumericKind(), 1.0, "A response passes where the reported column is this or more, for `pass@k`."
+    )
     vote: str = attr(
-        Name(),
+        NameKind(),
         "",
         "The column with the answer of each response, text or a number, that `maj@k` takes the most frequent of.",
         "none",
     )
     by: str = attr(
-        Name(),
+        NameKind(),
         "",
         "A column of the source, as `data_source`: each figure for the rows of each of its values too, at most 100.",
         "none",
     )
     label: str = attr(
-        String(),
+        StringKind(),
         "",
         "What the curve and the last lines call it; of several columns, the first.",
         "`COLUMN on NAME`",
     )
     best: str = attr(
-        String(),
+        StringKind(),
         "",
         'A figure of this evaluation, as `"reward"` or `"reward/pass@8"`: the checkpoint with the best one is '
         "[written and kept](running.md#the-best-checkpoint).",
         "none",
     )
-    goal: str = attr(Words(("maximize", "minimize")), "maximize", "Which value of the figure `best` is better.")
+    goal: str = attr(WordsKind(("maximize", "minimize")), "maximize", "Which value of the figure `best` is better.")
     patience: int = attr(
         COUNT,
         0,
@@ -296,21 +309,21 @@ class EvaluateOptions(Declared):
 
 
 @dataclass(frozen=True)
-class Run(Declared):
+class Run(DeclaredAttributes):
     """`run { … }`. `save` 0: no checkpoint; `resume` "": a new run. The `warn_…` and `max_drift` are the thresholds of
     health_checks.py."""
 
     iterations: int = attr(COUNT, 1, "How many; `msrl-run --evaluate` does the evaluations alone.")
     seed: int = attr(
-        Number(0, 2**53, whole=True),
+        NumericKind(0, 2**53, whole=True),
         0,
         "Decides the order of the data, what is drawn, and who belongs to which mini-batch.",
     )
     save: int = attr(COUNT, 0, "A checkpoint every so many iterations, and after the last.", "none")
     keep: int = attr(COUNT, 2, "How many of the newest checkpoints stay.")
-    resume: str = attr(String(), "", "The folder of a run or a checkpoint to go on from, or its URL.", "")
+    resume: str = attr(StringKind(), "", "The folder of a run or a checkpoint to go on from, or its URL.", "")
     listen: str = attr(
-        String(),
+        StringKind(),
         "",
         "Where the endpoints of [agents](agents.md) listen: an interface, as `eth1`, or an address of the host.",
         "the host's own, 127.0.0.1",
@@ -323,12 +336,12 @@ class Run(Declared):
         "[each for another row or group](functions.md); 1: one after another.",
     )
     on_nan: str = attr(
-        Words(("stop", "skip")),
+        WordsKind(("stop", "skip")),
         "stop",
         "What a wrong number does: `stop` ends the run, `skip` leaves out the optimizer steps that it would reach.",
     )
     deterministic: bool = attr(
-        Flag(),
+        FlagKind(),
         False,
         "With `staleness`: an iteration generates with weights as old as they may be, but none from before the last "
         "checkpoint, so that a seed gives the same rows, whoever is slow and whatever is killed. Else it takes the "
@@ -341,42 +354,44 @@ class Run(Declared):
         "run warns; 0: never ([when a run goes wrong](metrics.md)).",
     )
     warn_truncated: float = attr(
-        Number(0, 1),
+        NumericKind(0, 1),
         0.5,
         "It warns where more of the responses are cut at their bound; 1: never.",
     )
     warn_entropy: float = attr(
-        Number(0, 1),
+        NumericKind(0, 1),
         0.1,
         "It warns where the entropy falls below this part of what it was at first; 0: never.",
     )
     warn_kl: float = attr(
-        Number(0),
+        NumericKind(0),
         1.0,
         "It warns where `loss/kl` or `clip/kl` is more nats a token; 0: never.",
         "1.0",
     )
     max_drift: float | None = attr(
-        Number(0),
+        NumericKind(0),
         None,
         "The most that the log-probabilities of trainer and generator, with the same weights, may differ in an "
         "iteration: nats a token, on average (`logp_drift`, [metrics](metrics.md)).",
         "any",
     )
-    on_drift: str = attr(Words(("warn", "stop")), "warn", "What more than `max_drift` does: `warn`, or `stop` the run.")
+    on_drift: str = attr(
+        WordsKind(("warn", "stop")), "warn", "What more than `max_drift` does: `warn`, or `stop` the run."
+    )
     span: Span = NOWHERE
 
 
 # Each statement's, by the name that messages and the reference call it by.
-STATEMENTS: dict[str, type[Declared]] = {
-    "worker": Worker,
-    "source": Source,
-    "generate": Generate,
-    "infer": Infer,
-    "update": Update,
-    "function": Call,
-    "sample edge": SampleEdge,
-    "resharding edge": ReshardingEdge,
+STATEMENTS: dict[str, type[DeclaredAttributes]] = {
+    "worker": WorkerAttributes,
+    "source": SourceAttributes,
+    "generate": GenerateAttributes,
+    "infer": InferAttributes,
+    "update": UpdateAttributes,
+    "function": CallAttributes,
+    "sample edge": SampleEdgeAttributes,
+    "resharding edge": ReshardingEdgeAttributes,
     "cluster": ClusterOptions,
     "model": ModelOptions,
     "layout": LayoutOptions,

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..diagnostics import NOWHERE, Span
-from ..hardware.cluster import Cluster, Figure
+from ..hardware.cluster import ClusterSpec, Figure
 from ..hardware.environment_variables import Setting
 from ..model.architecture import Model
-from ..sharding.device_range import Stretch, runs
+from ..sharding.device_range import DeviceRange, runs
 from ..sharding.layout import Layout, Tensor
-from .attributes import ReshardingEdge
+from .attributes import ReshardingEdgeAttributes
 from .evaluation import Evaluation
 from .graph import Edge, Expr, Graph, Value
-from .instruction import Stream
+from .instruction import InstructionStream
 from .options import DockOptions, ReshardOptions, Run
-from .search_record import Searched
+from .search_record import SearchRecord
 from .views import PlanViews
 
 FORMAT_VERSION = 1
@@ -76,7 +76,9 @@ METRICS = frozenset(
 
 def shared_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
     """Edges with `staleness` whose ends take turns on the devices of one pool."""
-    return [e for e in graph.reshards() if ReshardingEdge.of(e).staleness and pool_of(e.src) == pool_of(e.dst)]
+    return [
+        e for e in graph.reshards() if ReshardingEdgeAttributes.of(e).staleness and pool_of(e.src) == pool_of(e.dst)
+    ]
 
 
 def reported(graph: Graph, column: str) -> bool:
@@ -86,7 +88,7 @@ def reported(graph: Graph, column: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataSource:
     """A data file and which of its fields fills which column; `stated` is where the program names the field of a
     column."""
 
@@ -112,7 +114,7 @@ class EngineChoice:
 
 
 @dataclass(frozen=True)
-class Pool(Stretch):
+class Pool(DeviceRange):
     """Nodes that have a stretch of devices to themselves. In a deploy `devices` 0 leaves the stretch to the planner."""
 
     nodes: tuple[str, ...]
@@ -125,12 +127,12 @@ class Pool(Stretch):
 
 
 @dataclass(frozen=True)
-class Deploy:
+class Deployment:
     """The where and how of a program, as the file states it."""
 
     name: str
     models: dict[str, Model]  # by the name that workers use
-    data: dict[str, Data]
+    data: dict[str, DataSource]
     layouts: dict[str, Layout]  # by node
     engines: dict[str, EngineChoice]  # by node
     dock: DockOptions = field(default_factory=DockOptions)
@@ -152,7 +154,7 @@ class Deploy:
 
 
 @dataclass(frozen=True)
-class Placement(Stretch):
+class Placement(DeviceRange):
     """A node on the devices of a pool (the first `layout.devices`), or on the hosts' CPUs (pool `functions`)."""
 
     node: str
@@ -166,7 +168,7 @@ class Placement(Stretch):
 
 
 @dataclass(frozen=True)
-class Controller:
+class ControllerSpec:
     """The controller of a node: hears only of the columns that the node reads."""
 
     node: str
@@ -184,9 +186,9 @@ class Controller:
 
 
 @dataclass(frozen=True)
-class Docks:
+class DockPlan:
     mode: str
-    controllers: tuple[Controller, ...]
+    controllers: tuple[ControllerSpec, ...]
     warehouses: tuple[int, ...]  # the host of each, one a host
     deadline: float
     capacity: int = 0
@@ -203,7 +205,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Way:
+class ReshardRoute:
     """How weights of a kind (`of`: weights, embeddings or experts) come to the ranks that generate with them: `how`
     is in place, all-gather, all-to-all or send.
 
@@ -230,7 +232,7 @@ class Reshard:
     mode: str
     order: str
     reason: str
-    ways: tuple[Way, ...]
+    ways: tuple[ReshardRoute, ...]
     bucket_bytes: int
     buckets: tuple[tuple[str, ...], ...]  # tensor names
     steps: tuple[Step, ...]
@@ -252,7 +254,7 @@ class Reshard:
         """Each time that weights come."""
         return next((s.bytes for s in self.steps if s.name.endswith("by bucket")), 0)
 
-    def way(self, tensor: Tensor) -> Way:
+    def way(self, tensor: Tensor) -> ReshardRoute:
         """How a tensor comes: embeddings go as all other weights do, where they have no way of their own."""
         kind = "experts" if tensor.experts else "embeddings" if tensor.padded else "weights"
         ways = {way.of: way for way in self.ways}
@@ -274,7 +276,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PhaseMemory:
     """What a phase holds on one device, or one host, at its peak."""
 
     place: str  # device or host
@@ -321,7 +323,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ProcessEnvironment:
     """What the processes of a pool begin in: the environment variables that they are given, unless the user has set
     them, and the interpreter that runs them, "" for the run's own."""
 
@@ -331,7 +333,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Note:
+class PlanNote:
     """A choice or a remark, with its reason."""
 
     about: str
@@ -341,23 +343,23 @@ class Note:
 @dataclass(frozen=True, repr=False)
 class Plan(PlanViews):
     graph: Graph
-    cluster: Cluster
-    deploy: Deploy
+    cluster: ClusterSpec
+    deploy: Deployment
     format_version: int = FORMAT_VERSION
     pools: tuple[Pool, ...] = ()  # of devices, none of which is in two
     placements: tuple[Placement, ...] = ()
-    docks: Docks = Docks("distributed", (), (), 600.0)
+    docks: DockPlan = DockPlan("distributed", (), (), 600.0)
     reshards: tuple[Reshard, ...] = ()
-    schedule: tuple[Stream, ...] = ()
+    schedule: tuple[InstructionStream, ...] = ()
     traffic: tuple[Traffic, ...] = ()
-    memory: tuple[Memory, ...] = ()
+    memory: tuple[PhaseMemory, ...] = ()
     estimate: Estimate | None = None
-    surroundings: tuple[Surroundings, ...] = ()
-    notes: tuple[Note, ...] = ()
-    search: Searched | None = None  # None: the file left nothing open
+    surroundings: tuple[ProcessEnvironment, ...] = ()
+    notes: tuple[PlanNote, ...] = ()
+    search: SearchRecord | None = None  # None: the file left nothing open
 
     @cached_property
-    def _by_node(self) -> tuple[dict[str, Placement], dict[str, Controller]]:
+    def _by_node(self) -> tuple[dict[str, Placement], dict[str, ControllerSpec]]:
         return {p.node: p for p in self.placements}, {c.node: c for c in self.docks.controllers}
 
     def placement(self, node: str) -> Placement:
@@ -388,13 +390,13 @@ class Plan(PlanViews):
         layout = placement.layout
         return [placement.device(layout.rank(tp=0, dp=group), each) // each for group in range(layout.dp)]
 
-    def around(self, at: int | str) -> Surroundings:
+    def around(self, at: int | str) -> ProcessEnvironment:
         """What the processes of a pool begin in, or the process of a device."""
         pool = self.pool_of(at) if isinstance(at, int) else self.pool(at)
         found = (s for s in self.surroundings if pool is not None and s.pool == pool.name)
-        return next(found, Surroundings(pool.name if pool is not None else "", ()))
+        return next(found, ProcessEnvironment(pool.name if pool is not None else "", ()))
 
-    def controller(self, node: str) -> Controller:
+    def controller(self, node: str) -> ControllerSpec:
         return self._by_node[1][node]
 
     def model(self, node: str) -> Model:

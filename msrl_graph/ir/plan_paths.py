@@ -18,9 +18,9 @@ from ..files.paths import is_file, is_folder
 from ..model.architecture import Model
 from ..model.models import SHAPE
 from .graph import Expr, Node
-from .plan import Data, Plan
+from .plan import DataSource, Plan
 
-T = TypeVar("T", Model, Data)
+T = TypeVar("T", Model, DataSource)
 
 
 def absolute(plan: Plan) -> Plan:
@@ -54,7 +54,7 @@ def remote(plan: Plan) -> bool:
     return any(map(urls.is_url, paths))
 
 
-def _fetched(plan: Plan, model: Callable[[Model], str], data: Callable[[Data], str]) -> Plan:
+def _fetched(plan: Plan, model: Callable[[Model], str], data: Callable[[DataSource], str]) -> Plan:
     deploy, told = plan.deploy, list[Diagnostic]()
 
     def moved(items: Mapping[str, T], to: Callable[[T], str]) -> dict[str, T]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from .attributes import Call, Generate
+from .attributes import CallAttributes, GenerateAttributes
 from .graph import Graph, Node
 
 if TYPE_CHECKING:
@@ -103,10 +103,12 @@ class Rowsets:
         made = rows
         if node.verb == "generate":
             made = len(self.sets)
-            self.sets.append(Rowset(graph.row_level(node), rows, Generate.of(node).samples, generation=node.name))
+            self.sets.append(
+                Rowset(graph.row_level(node), rows, GenerateAttributes.of(node).samples, generation=node.name)
+            )
         for column in node.writes:
             self.columns[column] = made if node.verb == "generate" else self.up(rows, graph.column(column).level)
-        said, generates = Call.of(node), node.verb == "generate"
+        said, generates = CallAttributes.of(node), node.verb == "generate"
         if node.filters and said.keep is None and said.select is None:
             self.sieves[node.name] = Sieve(node.name, made, made, failures=node.fails, generates=generates)
         elif node.filters:
@@ -134,7 +136,7 @@ def rowsets(graph: Graph) -> Rowsets:
 def looping(graph: Graph) -> tuple[str, frozenset[str]]:
     """The filter that refills, and it with all nodes before it: those that work round by round of prompts; "" and none
     without one."""
-    filter = next((n.name for n in graph.nodes if Call.of(n).refill), "")
+    filter = next((n.name for n in graph.nodes if CallAttributes.of(n).refill), "")
     return filter, frozenset((filter, *graph.flow.before(filter))) if filter else frozenset()
 
 

@@ -39,7 +39,7 @@ class Rival:
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchRecord:
     """`candidates` are all combinations of divisions and layouts that the devices and engines allow, of which
     `evaluated` went through all passes; no other takes less than `bound` seconds. `optimal`: nothing is better, in the
     plan's own model."""

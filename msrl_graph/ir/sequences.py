@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .attributes import Generate
+from .attributes import GenerateAttributes
 from .graph import Expr, Graph, Node, Worker
 
 # Tokens of a text that nothing is known of.
@@ -77,14 +77,14 @@ def of_response(graph: Graph, node: Node, element: str) -> str:
 def temperature(graph: Graph, column: str) -> Expr:
     """What the tokens of a column were drawn at: a number, or the column or state that holds each row's; 1 where they
     were not drawn."""
-    drawn = (Generate.of(n).temperature for n in graph.writers.get(column, ()) if n.verb == "generate")
-    return next(drawn, Generate.temperature)
+    drawn = (GenerateAttributes.of(n).temperature for n in graph.writers.get(column, ()) if n.verb == "generate")
+    return next(drawn, GenerateAttributes.temperature)
 
 
 def tempered(graph: Graph, node: Node) -> tuple[Expr, ...]:
     """The columns and states that say at which temperatures a node draws, or a policy scores what was drawn."""
     if node.verb == "generate":
-        found = [Generate.of(node).temperature]
+        found = [GenerateAttributes.of(node).temperature]
     elif node.verb in ("infer", "update") and graph.worker(node.worker).kind == "policy":
         found = [temperature(graph, c) for c in sequences(graph, node).scored]
     else:
@@ -118,14 +118,17 @@ def whole(graph: Graph, node: Node) -> bool:
     """Whether what a node computes on begins with nothing, since it is the conversation of an agent or an environment,
     which has what stands before the policy's first word in it."""
     read = sequences(graph, node)
-    partnered = [n for n in graph.verb("generate") if Generate.of(n).partner is not None]
+    partnered = [n for n in graph.verb("generate") if GenerateAttributes.of(n).partner is not None]
     spoken = {c for n in partnered for c in sequences(graph, n).scored if not sequences(graph, n).context}
     return not read.context and bool(read.scored) and {*read.scored} <= spoken
 
 
 def conversations(graph: Graph, column: str) -> int:
     """How many conversations a response may hold, each of which is a sequence of its own."""
-    return max((Generate.of(n).conversations for n in graph.writers.get(column, ()) if n.verb == "generate"), default=1)
+    return max(
+        (GenerateAttributes.of(n).conversations for n in graph.writers.get(column, ()) if n.verb == "generate"),
+        default=1,
+    )
 
 
 def beginnings(graph: Graph, node: Node) -> dict[str, str]:
@@ -177,7 +180,9 @@ def token_columns(graph: Graph) -> list[str]:
 def _is_read(graph: Graph, node: Node, column: str) -> bool:
     """Whether a node's model reads a column: tokens, or text that is tokenised; environments and agents read their own
     text."""
-    return is_tokens(graph, column) or (graph.column(column).element == "text" and Generate.of(node).partner is None)
+    return is_tokens(graph, column) or (
+        graph.column(column).element == "text" and GenerateAttributes.of(node).partner is None
+    )
 
 
 def bound(graph: Graph, column: str) -> int:

@@ -13,7 +13,7 @@ from itertools import chain, combinations
 from ..sharding.device_range import meet, runs
 from .async_schedule import sparse
 from .graph import KINDS, Expr, Graph, Node
-from .instruction import Instruction, Stream, Walk, Walker, nodes_run
+from .instruction import Instruction, InstructionStream, Walk, Walker, nodes_run
 from .plan import FUNCTIONS, Plan
 from .rowsets import looping, upstream
 
@@ -198,7 +198,7 @@ def schedule(plan: Plan) -> Iterator[str]:
             yield from (f"the streams of `{task}` {why}" for why in _Streams(plan, task, streams).faults())
 
 
-def _misfits(plan: Plan, stream: Stream) -> Iterator[tuple[Instruction, str]]:
+def _misfits(plan: Plan, stream: InstructionStream) -> Iterator[tuple[Instruction, str]]:
     """Instructions that cannot be in a stream, whatever else is."""
     edges = {(r.src, r.dst): {plan.placement(n).pool for n in (r.src, r.dst)} for r in plan.reshards}
     filter = looping(plan.graph)[0] if stream.task == "train" else ""
@@ -223,7 +223,7 @@ class _Streams(Walker):
     """The streams of a task as they are walked, where a filter that refills asks for one more round: what has run, and
     where weights are."""
 
-    def __init__(self, plan: Plan, task: str, streams: Sequence[Stream]) -> None:
+    def __init__(self, plan: Plan, task: str, streams: Sequence[InstructionStream]) -> None:
         self.plan, self.streams = plan, streams
         self.repeated = looping(plan.graph)[1] if task == "train" else frozenset[str]()
         self.left = {n: 2 if n in self.repeated else 1 for n in nodes_run(streams, task)}  # times to run

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from ..model.architecture import Model
 from ..sharding.layout import Layout
-from .optimizer_spec import Optimizer
+from .optimizer_spec import OptimizerSpec
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """What a node computes at once on one rank.
 
     - `rows` of a micro-batch (of a generation: prompts at once), which have `prompts` different beginnings of
@@ -44,7 +44,7 @@ class Work:
     optimizer_away: int = 0
     entropy: bool = False
     given: bool = False
-    optimizer: Optimizer | None = None
+    optimizer: OptimizerSpec | None = None
     on_host: bool = False
 
     @property
@@ -66,7 +66,7 @@ def kv_elements(model: Model, layout: Layout) -> int:
     return layout.most_layers(model.layers) * each
 
 
-def in_flight(work: Work, stage: int) -> float:
+def in_flight(work: Workload, stage: int) -> float:
     """Micro-batches whose activations a stage keeps at once, in wholes of its layers. One forward, one backward
     (arXiv:2104.04473): pp less the stages before it. Interleaved: 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, each 1
     / vpp of its layers."""

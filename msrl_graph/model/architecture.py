@@ -22,7 +22,7 @@ def copied(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertSizes:
     """A layer's experts, of which a router picks `active` for each token; `shared`: the width of those that every token
     passes; `first`: the first layer that has experts; `corrected`: a bias corrects the router's scores
     (arXiv:2412.19437)."""
@@ -59,7 +59,7 @@ class Shape:
     vocabulary: int
     tied: bool
     qkv_bias: bool
-    experts: Experts | None = None
+    experts: ExpertSizes | None = None
     latent: Latent | None = None
     scores: bool = False  # its head gives one number a token, not logits
 

@@ -23,7 +23,7 @@ class FieldKind(NamedTuple):
     make: Callable[[Any], Any] = lambda value: value
 
 
-class Wrong(NamedTuple):
+class ConfigError(NamedTuple):
     """A field that no engine can take, and what is wrong with it.
 
     `feature`: the feature of the model that no engine has yet; "" where the config itself is wrong.
@@ -172,17 +172,17 @@ THETA = 10_000.0
 POSITIONS = {"llama": 2048, "deepseek_v3": 4096}
 
 
-def judged(config: Config, family: str) -> Wrong | None:
+def judged(config: Config, family: str) -> ConfigError | None:
     """The first thing that is wrong with the config.json of a model of a family; None where there is nothing."""
     for name, kind in FIELDS.items():
         if (value := config.get(name)) is not None and not kind.holds(value):
-            return Wrong(name, f"has {_shown(value)} for `{name}`, which is {kind.words}")
+            return ConfigError(name, f"has {_shown(value)} for `{name}`, which is {kind.words}")
     for name in NEEDED:
         if config.get(name) is None:
-            return Wrong(name, f"has no `{name}`")
+            return ConfigError(name, f"has no `{name}`")
     for name in STATED.get(family, ()):
         if name not in config or (config[name] is None and name not in NULLS):
-            return Wrong(name, f"has no `{name}`")
+            return ConfigError(name, f"has no `{name}`")
     return _heads(config, family) or _routed(config, family) or _rope(config) or _ids(config) or _windows(config)
 
 
@@ -191,27 +191,31 @@ def _shown(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _heads(config: Config, family: str) -> Wrong | None:
+def _heads(config: Config, family: str) -> ConfigError | None:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     kv, dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
     if family == "deepseek_v3":  # its heads have sizes of their own
         if kv != heads:
-            return Wrong(
+            return ConfigError(
                 "num_key_value_heads", f"has {kv:,} key-value heads: latent attention has one a head, {heads:,}"
             )
         if (dim := config["qk_rope_head_dim"]) % 2:
-            return Wrong("qk_rope_head_dim", f"turns {dim:,} elements of a head: rotary positions take pairs")
+            return ConfigError("qk_rope_head_dim", f"turns {dim:,} elements of a head: rotary positions take pairs")
         return None
     if (dim is None or family == "llama") and hidden % heads:
-        return Wrong("num_attention_heads", f"has {heads:,} heads, which do not divide its hidden size of {hidden:,}")
+        return ConfigError(
+            "num_attention_heads", f"has {heads:,} heads, which do not divide its hidden size of {hidden:,}"
+        )
     if (dim or hidden // heads) % 2:
-        return Wrong("head_dim", f"has heads of {dim or hidden // heads:,} elements: rotary positions take pairs")
+        return ConfigError("head_dim", f"has heads of {dim or hidden // heads:,} elements: rotary positions take pairs")
     if heads % kv:
-        return Wrong("num_key_value_heads", f"has {kv:,} key-value heads, which do not divide its {heads:,} heads")
+        return ConfigError(
+            "num_key_value_heads", f"has {kv:,} key-value heads, which do not divide its {heads:,} heads"
+        )
     return None
 
 
-def _routed(config: Config, family: str) -> Wrong | None:
+def _routed(config: Config, family: str) -> ConfigError | None:
     """Experts of which a router first chooses groups, by the two best of each (arXiv:2412.19437)."""
     if family != "deepseek_v3":
         return None
@@ -219,50 +223,54 @@ def _routed(config: Config, family: str) -> Wrong | None:
         if (value := config.get(name)) not in (None, only):
             known = isinstance(value, str | int)
             message = f"has {_shown(value)} for `{name}`: only `{only}` is supported yet"
-            return Wrong(name, message, f"routers with `{name} = {value}`" if known else "")
+            return ConfigError(name, message, f"routers with `{name} = {value}`" if known else "")
     number, layers = config["n_routed_experts"], config["num_hidden_layers"]
     groups, some, first = config["n_group"], config["topk_group"], config["first_k_dense_replace"]
     if first >= layers:
-        return Wrong("first_k_dense_replace", f"has {first:,} layers without experts, and {layers:,} layers")
+        return ConfigError("first_k_dense_replace", f"has {first:,} layers without experts, and {layers:,} layers")
     if number % groups or number // groups < 2:
-        return Wrong("n_group", f"has {number:,} experts in {groups:,} groups: a group has 2 or more, all as many")
+        return ConfigError(
+            "n_group", f"has {number:,} experts in {groups:,} groups: a group has 2 or more, all as many"
+        )
     if some > groups:
-        return Wrong("topk_group", f"chooses {some:,} of {groups:,} groups of experts")
+        return ConfigError("topk_group", f"chooses {some:,} of {groups:,} groups of experts")
     if (active := config["num_experts_per_tok"]) > number // groups * some:
-        return Wrong(
+        return ConfigError(
             "num_experts_per_tok", f"has {active:,} experts a token, and {number // groups * some:,} to choose from"
         )
     return None
 
 
-def _rope(config: Config) -> Wrong | None:
+def _rope(config: Config) -> ConfigError | None:
     stated = next((n for n in ("rope_parameters", "rope_scaling") if config.get(n) is not None), "")
     table = config.get(stated) or {}
     if (scaling := config.get("rope_scaling")) and _stretch(table) != _stretch(scaling):
         # Engines would not agree: transformers goes by the one, and forgets the `rope_theta` in the other.
-        return Wrong(
+        return ConfigError(
             "rope_scaling",
             "has a `rope_scaling` that its `rope_parameters` differ from: write all of it into `rope_parameters`",
         )
     kind = table.get("rope_type", table.get("type", "default"))
     if kind in UNSUPPORTED_ROPES:
         message = f"has the `rope_type` {_shown(kind)}: only {', '.join(ROPES)} are supported yet"
-        return Wrong(stated, message, f"rotary positions of the type `{kind}`")
+        return ConfigError(stated, message, f"rotary positions of the type `{kind}`")
     if not isinstance(kind, str) or kind not in ROPES:
-        return Wrong(
+        return ConfigError(
             stated, f"has {_shown(kind)} for the `rope_type` of `{stated}`, which is one of {', '.join(ROPES)}"
         )
     for name in (*ROPES[kind], *(n for n in ROPE_MORE if table.get(n) is not None)):
         if name not in table or not ABOVE.holds(table[name]):
             what = f"has {_shown(table[name])} for" if name in table else "lacks"
-            return Wrong(stated, f"{what} the `{name}` of `{stated}`, a number above 0")
+            return ConfigError(stated, f"{what} the `{name}` of `{stated}`, a number above 0")
     if kind == "llama3" and not table["low_freq_factor"] < table["high_freq_factor"]:
-        return Wrong(stated, f"has a `low_freq_factor` in `{stated}` that is not below its `high_freq_factor`")
+        return ConfigError(stated, f"has a `low_freq_factor` in `{stated}` that is not below its `high_freq_factor`")
     if kind != "default" and table["factor"] < 1:
-        return Wrong(stated, f"has {_shown(table['factor'])} for the `factor` of `{stated}`, a number of 1 or more")
+        return ConfigError(
+            stated, f"has {_shown(table['factor'])} for the `factor` of `{stated}`, a number of 1 or more"
+        )
     if other := sorted(table.keys() - {*ROPES[kind], *ROPE_MORE, "rope_type", "type", "factor", "truncate"}, key=str):
         message = f"has `{other[0]}` in `{stated}`, which is not supported yet"
-        return Wrong(stated, message, f"rotary positions with `{other[0]}`")
+        return ConfigError(stated, message, f"rotary positions with `{other[0]}`")
     return None
 
 
@@ -275,25 +283,27 @@ def _stretch(table: Config) -> Config:
     }
 
 
-def _ids(config: Config) -> Wrong | None:
+def _ids(config: Config) -> ConfigError | None:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(name)
         if any(v >= config["vocab_size"] for v in (value if isinstance(value, list) else [value]) if v is not None):
-            return Wrong(name, f"has {_shown(value)} for `{name}`, beyond its vocabulary of {config['vocab_size']:,}")
+            return ConfigError(
+                name, f"has {_shown(value)} for `{name}`, beyond its vocabulary of {config['vocab_size']:,}"
+            )
     return None
 
 
-def _windows(config: Config) -> Wrong | None:
+def _windows(config: Config) -> ConfigError | None:
     layers, types = config["num_hidden_layers"], config.get("layer_types")
     if types is not None and len(types) != layers:
-        return Wrong("layer_types", f"has {len(types):,} `layer_types` for {layers:,} layers")
+        return ConfigError("layer_types", f"has {len(types):,} `layer_types` for {layers:,} layers")
     if other := [t for t in types or () if t != "full_attention"]:
         message = f"has layers of {_shown(other[0])}: only `full_attention` is supported yet"
-        return Wrong("layer_types", message, f"layers of `{other[0]}`")
+        return ConfigError("layer_types", message, f"layers of `{other[0]}`")
     window = config.get("use_sliding_window") and config.get("sliding_window") is not None and types is None
     if window and config.get("max_window_layers", 28) < layers:
         message = "has `use_sliding_window`: only full attention is supported yet"
-        return Wrong("use_sliding_window", message, "sliding windows of attention")
+        return ConfigError("use_sliding_window", message, "sliding windows of attention")
     return None
 
 

@@ -20,7 +20,7 @@ from ..files import fix_commands, urls
 from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.layout import Tensor
 from . import presets
-from .architecture import Experts, Latent, Model, Shape
+from .architecture import ExpertSizes, Latent, Model, Shape
 from .config import SIZE, judged
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
@@ -186,12 +186,14 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
                 Diagnostic("not-yet", message, span, "supported: `mlp_only_layers = []` and `decoder_sparse_step = 1`")
             )
         number = size("num_experts" if config.get("num_experts") is not None else "num_local_experts")
-        experts = Experts(number, size("num_experts_per_tok"), size("moe_intermediate_size"))
+        experts = ExpertSizes(number, size("num_experts_per_tok"), size("moe_intermediate_size"))
     elif family == "deepseek_v3":
         width = size("moe_intermediate_size")
         shared, first = size("n_shared_experts") * width, config["first_k_dense_replace"]
         assert isinstance(first, int)
-        experts = Experts(size("n_routed_experts"), size("num_experts_per_tok"), width, shared, first, corrected=True)
+        experts = ExpertSizes(
+            size("n_routed_experts"), size("num_experts_per_tok"), width, shared, first, corrected=True
+        )
         heads_of = [size(k) for k in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
         latent = Latent(size("q_lora_rank", 0), *heads_of)
     bias = family == "qwen2" or bool(config.get("attention_bias", False))

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from ..backends.spec import EngineSpec
 from ..ir import verify
-from ..ir.attributes import SampleEdge
-from ..ir.plan import FUNCTIONS, Controller, Docks, Placement, Plan
+from ..ir.attributes import SampleEdgeAttributes
+from ..ir.plan import FUNCTIONS, ControllerSpec, DockPlan, Placement, Plan
 from .spec import Pass
 
 
 @dataclass(frozen=True)
-class Dock(Pass):
+class InsertDock(Pass):
     """`engines` are the specs by name."""
 
     name = "dock"
@@ -43,19 +43,21 @@ class Dock(Pass):
         controllers = tuple(replace(c, host=at[c.node]) for c in found)
         return replace(
             plan,
-            docks=Docks(options.mode, controllers, tuple(hosts), options.deadline, options.capacity, options.imbalance),
+            docks=DockPlan(
+                options.mode, controllers, tuple(hosts), options.deadline, options.capacity, options.imbalance
+            ),
         )
 
-    def _controller(self, plan: Plan, placement: Placement) -> Controller:
+    def _controller(self, plan: Plan, placement: Placement) -> ControllerSpec:
         node, layout = plan.graph.node(placement.node), placement.layout
-        edges = [SampleEdge.of(e) for e in plan.graph.into(node.name)]
+        edges = [SampleEdgeAttributes.of(e) for e in plan.graph.into(node.name)]
         on_hosts = placement.pool == FUNCTIONS
         spans = (
             not on_hosts
             and layout.dp > 1
             and (node.verb == "update" or self.engines[placement.engine.name].in_step(layout))
         )
-        return Controller(
+        return ControllerSpec(
             node=node.name,
             host=0,
             columns=node.reads,

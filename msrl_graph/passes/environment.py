@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..backends.spec import EngineSpec, Situation
-from ..hardware.environment_variables import Setting, Wants
-from ..ir.plan import FUNCTIONS, Note, Plan, Surroundings
+from ..hardware.environment_variables import Setting, SettingConditions
+from ..ir.plan import FUNCTIONS, Plan, PlanNote, ProcessEnvironment
 from .spec import Pass
 
 
 @dataclass(frozen=True)
-class Environment(Pass):
+class PrepareEnvironments(Pass):
     """`engines` are the specs by name."""
 
     name = "environment"
@@ -26,8 +26,8 @@ class Environment(Pass):
     engines: Mapping[str, EngineSpec]
 
     def apply(self, plan: Plan) -> Plan:
-        wants = Wants(plan.deploy.dock.deadline, plan.deploy.run.deterministic)
-        found, notes = list[Surroundings](), list[Note]()
+        wants = SettingConditions(plan.deploy.dock.deadline, plan.deploy.run.deterministic)
+        found, notes = list[ProcessEnvironment](), list[PlanNote]()
         for pool in plan.pools:
             settings = {s.name: s for s in plan.cluster.device.kind.settings(wants)}
             for placement in (p for p in plan.placements if p.pool == pool.name != FUNCTIONS):
@@ -38,9 +38,11 @@ class Environment(Pass):
             stated = (p.engine.options.get("python") for p in plan.placements if p.pool == pool.name)
             python = str(next(filter(None, stated), ""))  # of two the check tells
             if settings or python:
-                found.append(Surroundings(pool.name, tuple(settings.values()), python))
+                found.append(ProcessEnvironment(pool.name, tuple(settings.values()), python))
         return replace(plan, surroundings=tuple(found), notes=(*plan.notes, *dict.fromkeys(notes)))
 
 
-def _told(pool: str, own: Setting, other: Setting) -> Note:
-    return Note("environment", f"{own.name} is {own.value} on {pool} ({own.why}), and not {other.value}: {other.why}")
+def _told(pool: str, own: Setting, other: Setting) -> PlanNote:
+    return PlanNote(
+        "environment", f"{own.name} is {own.value} on {pool} ({own.why}), and not {other.value}: {other.why}"
+    )

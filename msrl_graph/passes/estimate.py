@@ -20,9 +20,9 @@ from ..cost.time import Costs
 from ..hardware.cluster import Figure, weakest
 from ..ir import verify
 from ..ir.async_schedule import Sends, leads, row_age_bound
-from ..ir.attributes import Update
+from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Graph
-from ..ir.plan import FUNCTIONS, Estimate, Note, Phase, Plan, StalenessEstimate
+from ..ir.plan import FUNCTIONS, Estimate, Phase, Plan, PlanNote, StalenessEstimate
 from .spec import Pass
 from .throughput import critical, pace
 
@@ -105,12 +105,14 @@ class EstimateTime(Pass):
             n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"
         ]:
             notes += (
-                Note("estimate", f"of Python functions only their calls count, not what they do: {', '.join(names)}"),
+                PlanNote(
+                    "estimate", f"of Python functions only their calls count, not what they do: {', '.join(names)}"
+                ),
             )
         if words := unfiltered(plan.graph):
-            notes += (Note("estimate", words),)
+            notes += (PlanNote("estimate", words),)
         if any(n.cuts for n in plan.graph.verb("generate")):
-            notes += (Note("estimate", "each row whole: what `partial` gains, `msrl-compile --simulate N` shows"),)
+            notes += (PlanNote("estimate", "each row whole: what `partial` gains, `msrl-compile --simulate N` shows"),)
         rate = _throughput(plan, iteration)
         return replace(plan, estimate=Estimate(tuple(phases), iteration, rate, staleness), notes=notes)
 
@@ -125,7 +127,7 @@ class EstimateTime(Pass):
         """All of an iteration's rows, but for the exchange of gradients."""
         if node.graph_node.verb == "generate":
             return self._generate(node)
-        plan, batches, epochs = node.plan, node.micro_batches(), Update.of(node.graph_node).epochs
+        plan, batches, epochs = node.plan, node.micro_batches(), UpdateAttributes.of(node.graph_node).epochs
         count = holdings.row_count(plan, node.node) / (node.layout.dp * batches)
         batch = node.micro_batch(node.rows(count) if self.rows is None else self._part(node, self.rows, count))
         seconds, basis, source = batch.value * batches * epochs, f"micro-batches: {batch.basis}", batch.source
@@ -144,7 +146,11 @@ class EstimateTime(Pass):
         """So many of an iteration's rows: those of an update's mini-batch are drawn from all prompts, then parted as
         they follow."""
         samples = max((holdings.samples(node.plan, n.name) for n in node.plan.graph.verb("generate")), default=1)
-        mini = Update.of(node.graph_node).step_rows(rows.count) if node.graph_node.verb == "update" else rows.count
+        mini = (
+            UpdateAttributes.of(node.graph_node).step_rows(rows.count)
+            if node.graph_node.verb == "update"
+            else rows.count
+        )
         drawn = rows.drawn(mini / rows.count, samples) if mini < rows.count else rows
         return drawn.part(count / drawn.count)
 

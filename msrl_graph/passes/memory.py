@@ -13,9 +13,9 @@ from ..backends.spec import BYTES, EngineSpec
 from ..cost import groups, holdings
 from ..ir import verify
 from ..ir.async_schedule import lanes
-from ..ir.attributes import Call
+from ..ir.attributes import CallAttributes
 from ..ir.graph import Graph
-from ..ir.plan import Memory, Plan
+from ..ir.plan import PhaseMemory, Plan
 from .spec import Pass
 
 # What is not there from the start: of the optimizer all but the float32 masters beside bf16 weights, since moments come
@@ -49,11 +49,11 @@ class CountMemory(Pass):
         ]
         return replace(plan, memory=(*devices, *hosts))
 
-    def devices(self, plan: Plan) -> list[Memory]:
+    def devices(self, plan: Plan) -> list[PhaseMemory]:
         """Of the devices of each pool: needs no docks, and no reshards where that phase is of no interest."""
         return [m for pool in plan.pools for m in self._pool(plan, pool.name)]
 
-    def _pool(self, plan: Plan, pool: str) -> list[Memory]:
+    def _pool(self, plan: Plan, pool: str) -> list[PhaseMemory]:
         by_phase = {"load": [self._load(plan, pool), *self._built(plan, pool)]}
         by_phase["reshard"] = self._reshards(plan, pool)
         by_phase["swap"] = self._swaps(plan, pool)
@@ -64,13 +64,13 @@ class CountMemory(Pass):
         # A phase of several nodes is as large as its largest.
         return [max(by_phase[p], key=lambda m: m.total) for p in PHASES if by_phase[p]]
 
-    def _entry(self, plan: Plan, pool: str, phase: str, items: dict[str, int], remark: str = "") -> Memory:
+    def _entry(self, plan: Plan, pool: str, phase: str, items: dict[str, int], remark: str = "") -> PhaseMemory:
         every = {**items, groups.BUFFERS: groups.buffers(plan, self.engines, pool)}
-        return Memory(
+        return PhaseMemory(
             "device", pool, phase, {k: v for k, v in every.items() if v}, holdings.capacity(plan.cluster), remark
         )
 
-    def _load(self, plan: Plan, pool: str) -> Memory:
+    def _load(self, plan: Plan, pool: str) -> PhaseMemory:
         items = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if not k.endswith(LATER)}
         items |= holdings.masters(plan, self.engines, pool)
         nodes = [p.node for p in plan.placements if p.pool == pool]
@@ -88,7 +88,7 @@ class CountMemory(Pass):
             "tensors are read one by one, each cut to its slice",
         )
 
-    def _built(self, plan: Plan, pool: str) -> Iterator[Memory]:
+    def _built(self, plan: Plan, pool: str) -> Iterator[PhaseMemory]:
         """Generators are built before all else, one after the other, and what is theirs alone goes again; or, where no
         process group can be made once they sleep, last, beside what there is while they generate."""
         early, nodes = plan.cluster.device.kind.groups_beside_sleep, [*plan.graph.verb("generate")]
@@ -109,7 +109,7 @@ class CountMemory(Pass):
         items = holdings.generation_items(plan, self.engines, node)
         return {k: v for k, v in items.items() if not k.endswith(LATER)} | holdings.masters(plan, self.engines, pool)
 
-    def _reshards(self, plan: Plan, pool: str) -> list[Memory]:
+    def _reshards(self, plan: Plan, pool: str) -> list[PhaseMemory]:
         entries = []
         for r in plan.reshards:
             source, target = plan.placement(r.src).pool, plan.placement(r.dst).pool
@@ -130,7 +130,7 @@ class CountMemory(Pass):
                 entries.append(self._entry(plan, pool, "reshard", items, f"{r.name}, while it is probed"))
         return entries
 
-    def _swaps(self, plan: Plan, pool: str) -> list[Memory]:
+    def _swaps(self, plan: Plan, pool: str) -> list[PhaseMemory]:
         back = [
             f"{r.src}'s weights"
             for r in plan.reshards
@@ -139,7 +139,7 @@ class CountMemory(Pass):
         remark = f"{' and '.join(dict.fromkeys(back))} come back from the host's memory after generation"
         return [self._entry(plan, pool, "swap", holdings.resident(plan, self.engines, pool), remark)] if back else []
 
-    def _of_node(self, plan: Plan, node: str, verb: str) -> Memory:
+    def _of_node(self, plan: Plan, node: str, verb: str) -> PhaseMemory:
         pool = plan.placement(node).pool
         moment, working = holdings.fullest(plan, self.engines, node)
         fullest = f"; fullest: {moment}" if moment else ""
@@ -170,7 +170,9 @@ class CountMemory(Pass):
             f"{node}: micro-batch of {size} row{'s' * (size > 1)} of {tokens:,} tokens{fullest}",
         )
 
-    def _host(self, plan: Plan, phase: str, devices: list[Memory], away: Mapping[str, int], rows: int) -> Memory:
+    def _host(
+        self, plan: Plan, phase: str, devices: list[PhaseMemory], away: Mapping[str, int], rows: int
+    ) -> PhaseMemory:
         """`away` is what is offloaded, by item, `rows` the bytes of an iteration's."""
         cluster = plan.cluster
         items = dict(away)
@@ -198,22 +200,22 @@ class CountMemory(Pass):
                 held = [h + n * most for h, n in zip(held, plan.on_hosts(pool.name), strict=True)]
             items["ranks"] = max(held)
         kept = {k: v for k, v in items.items() if v}
-        return Memory("host", "hosts", phase, kept, cluster.device.host_memory)
+        return PhaseMemory("host", "hosts", phase, kept, cluster.device.host_memory)
 
 
 def _rounds(graph: Graph) -> dict[str, int]:
     """Of the columns that are not written after a filter that refills, from how many rounds of prompts rows may lie in
     the dock."""
     found: dict[str, int] = {}
-    for filter in (n for n in graph.nodes if Call.of(n).refill):
+    for filter in (n for n in graph.nodes if CallAttributes.of(n).refill):
         after = graph.flow.after(filter.name)
         # The last of several rounds of any size may begin just before the bound.
-        rounds = (1 + Call.of(filter).refill) * (2 if Call.of(filter).adaptive else 1)
+        rounds = (1 + CallAttributes.of(filter).refill) * (2 if CallAttributes.of(filter).adaptive else 1)
         found |= {c: rounds for n in graph.nodes if n.name not in after for c in n.writes}
     return found
 
 
-def over(memory: Iterable[Memory]) -> str:
+def over(memory: Iterable[PhaseMemory]) -> str:
     """What does not fit, the worst of it; "" where all fits."""
     found = [m for m in memory if m.total > m.capacity.value]
     if not found:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..backends.spec import EngineSpec
-from .dock import Dock
-from .environment import Environment
+from .dock import InsertDock
+from .environment import PrepareEnvironments
 from .estimate import EstimateTime
 from .memory import CountMemory
-from .reshard import Resharding
-from .schedule import Schedule
+from .reshard import InsertResharding
+from .schedule import BuildSchedule
 from .spec import Pass, Passes
 from .traffic import CountTraffic
 
@@ -25,12 +25,12 @@ def passes(place: Pass, engines: Mapping[str, EngineSpec], compare: bool = True)
     return Passes(
         (
             place,
-            Dock(engines),
-            Resharding(engines, compare),
-            Schedule(),
+            InsertDock(engines),
+            InsertResharding(engines, compare),
+            BuildSchedule(),
             CountTraffic(),
             CountMemory(engines),
             EstimateTime(engines),
-            Environment(engines),
+            PrepareEnvironments(engines),
         )
     )

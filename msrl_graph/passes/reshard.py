@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from ..backends.spec import BYTES, EngineSpec
 from ..cost import holdings
-from ..hardware.cluster import Cluster, Figure, weakest
+from ..hardware.cluster import ClusterSpec, Figure, weakest
 from ..ir import verify
 from ..ir.async_schedule import fetched
 from ..ir.graph import Edge
-from ..ir.plan import Plan, Reshard, Step, Way
+from ..ir.plan import Plan, Reshard, ReshardRoute, Step
 from ..sharding.layout import Side, Tensor, TensorKind, elements, nameless, shard, stages
 from ..sharding.redistribute import (
     Movement,
@@ -37,7 +37,7 @@ FEW = 4
 
 
 @dataclass(frozen=True)
-class Resharding(Pass):
+class InsertResharding(Pass):
     """`engines` are the specs by name; `compare`: whether to count what naive resharding would leave behind, which
     nothing else needs."""
 
@@ -90,7 +90,7 @@ class Resharding(Pass):
             mode="send",
             order="direct",
             reason=reason,
-            ways=(Way("weights", "send", 1, False, 1, item * moved.received),),
+            ways=(ReshardRoute("weights", "send", 1, False, 1, item * moved.received),),
             bucket_bytes=bucket,
             buckets=buckets,
             steps=steps,
@@ -181,7 +181,7 @@ class Resharding(Pass):
 
 def ways_of(
     kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
-) -> list[tuple[Way, Movement]]:
+) -> list[tuple[ReshardRoute, Movement]]:
     """How weights of `item` bytes an element come from one layout to another on the same devices, and what moves."""
     families = _families(kinds, source, target)
     return [_way(of, family, source, target, per_host, item) for of, family in families.items()]
@@ -219,17 +219,17 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
 
 def _way(
     of: str, kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
-) -> tuple[Way, Movement]:
+) -> tuple[ReshardRoute, Movement]:
     """An all-gather in the smallest blocks, unless each rank's own part of it is so small that sending just that moves
     at most half."""
     block = gather_block(kinds, source, target)
     across = any(crosses(source, target, k.tensor.layers) for k in kinds)
     ranks = block * (source.layout.pp if across else 1)
     if ranks == 1:
-        return Way(of, "in place", 1, False, 1, 0), Movement()
+        return ReshardRoute(of, "in place", 1, False, 1, 0), Movement()
     gather, exact = (movement(kinds, source, target, per_host, b) for b in (block, 0))
     how, moved = ("all-to-all", exact) if 2 * exact.received <= gather.received else ("all-gather", gather)
-    return Way(of, how, block, across, ranks, item * moved.received), moved
+    return ReshardRoute(of, how, block, across, ranks, item * moved.received), moved
 
 
 def _sum(found: list[Movement]) -> Movement:
@@ -291,11 +291,11 @@ def _ratio(amount: float, rate: Figure, basis: str) -> Figure:
     return Figure(amount / rate.value, rate.source, f"{basis}; {rate.basis}")
 
 
-def _copy_seconds(cluster: Cluster, amount: int) -> Figure:
+def _copy_seconds(cluster: ClusterSpec, amount: int) -> Figure:
     return _ratio(2 * amount, cluster.device.rate("memory_bandwidth", 0), "2 x bytes (read, write) / memory bandwidth")
 
 
-def _seconds(cluster: Cluster, moved: Movement, item: int, ends: Sequence[Side]) -> Figure:
+def _seconds(cluster: ClusterSpec, moved: Movement, item: int, ends: Sequence[Side]) -> Figure:
     """Between hosts at the busier end's links, then within the host. Devices of another pool take turns in giving."""
     if not moved.received:
         return Figure(0.0, "derived", "every rank has its slices")

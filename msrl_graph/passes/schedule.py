@@ -18,14 +18,14 @@ from ..cost.holdings import update_of
 from ..ir import verify
 from ..ir.async_schedule import leads, pipelined, sparse, waiting
 from ..ir.graph import Node
-from ..ir.instruction import Instruction, Stream
+from ..ir.instruction import Instruction, InstructionStream
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.rowsets import looping, upstream
 from .spec import Pass
 
 
 @dataclass(frozen=True)
-class Schedule(Pass):
+class BuildSchedule(Pass):
     """Colocated nodes run in turn: generations first, then frozen nodes (the swap-in hides behind them), then the rest.
     Functions take no turn of a device: each comes as early as the graph lets it."""
 
@@ -47,13 +47,13 @@ class Schedule(Pass):
 
 def _streams(
     plan: Plan, task: str, order: Sequence[Node], filter: str = "", repeated: Collection[str] = ()
-) -> list[Stream]:
+) -> list[InstructionStream]:
     on_devices = [n for n in order if plan.placement(n.name).pool != FUNCTIONS]
     functions = tuple(Instruction("RUN", n.name) for n in order if plan.placement(n.name).pool == FUNCTIONS)
     found = [(p.name, _devices(plan, on_devices, p.name)) for p in plan.pools] + [(FUNCTIONS, functions)]
     if filter:
         found = _again(found, filter, repeated)
-    return [Stream(pool, task, stream) for pool, stream in found]
+    return [InstructionStream(pool, task, stream) for pool, stream in found]
 
 
 def _again(

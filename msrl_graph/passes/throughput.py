@@ -41,7 +41,7 @@ class _Arc:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Throughput:
     """`seconds` between the ends of two iterations, and `why`. `arcs`: what waits for what, where pools may be ahead,
     of so many `places` between two versions that are sent."""
 
@@ -82,11 +82,11 @@ def critical(plan: Plan, seconds: Seconds) -> tuple[float, str]:
     return found.length, found.path()
 
 
-def pace(plan: Plan, seconds: Seconds, around: float) -> Pace:
+def pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
     """`around` is what begins and ends an iteration, for whoever goes on by itself."""
     if not leads(plan):
         length, path = critical(plan, seconds)
-        return Pace(length + around, f"critical path: {path}")
+        return Throughput(length + around, f"critical path: {path}")
     deploy = replace(plan.deploy, run=replace(plan.deploy.run, save=0), evaluations=())
     sends = Sends(replace(plan, deploy=deploy))
     places = math.lcm(*(sends.sparse.values()))
@@ -97,7 +97,7 @@ def pace(plan: Plan, seconds: Seconds, around: float) -> Pace:
     why = f"{iterations} iterations at a time: {chain}"
     if all((a.src, a.iterations) == (a.dst, 1) for a in circle):
         why = f"the slowest, {circle[0].src}: {chain}"
-    return Pace(whole / iterations, f"in the long run {why}", tuple(arcs), places)
+    return Throughput(whole / iterations, f"in the long run {why}", tuple(arcs), places)
 
 
 def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:

@@ -13,9 +13,9 @@ from functools import cached_property
 
 from ..hardware.cluster import Figure
 from ..ir import verify
-from ..ir.attributes import Update
+from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Edge
-from ..ir.plan import FUNCTIONS, Note, Plan, Traffic
+from ..ir.plan import FUNCTIONS, Plan, PlanNote, Traffic
 from ..ir.sequences import bound, token_columns
 from .spec import Pass
 
@@ -36,13 +36,13 @@ class CountTraffic(Pass):
         unknown = [c.name for c in graph.columns if c.element in ("text", "json")]
         notes = plan.notes
         if unknown:
-            notes += (Note("traffic", f"columns of text have no bound and count as 0 bytes: {', '.join(unknown)}"),)
+            notes += (PlanNote("traffic", f"columns of text have no bound and count as 0 bytes: {', '.join(unknown)}"),)
         for text in [c for c in token_columns(graph) if c in unknown and not graph.column(c).dims]:
             most = (
                 f"`{text}` is planned for as up to {bound(graph, text):,} tokens: `{text} : text[<= n]` states "
                 "another bound"
             )
-            notes += (Note("traffic", most),)
+            notes += (PlanNote("traffic", most),)
         return replace(plan, traffic=tuple(found), notes=notes)
 
 
@@ -60,7 +60,7 @@ class _Edges:
         plan, src, dst = self.plan, edge.src, edge.dst
         graph, hosts, network = plan.graph, plan.cluster.nodes, plan.cluster.network
         sizes = graph.column_bytes
-        epochs = Update.of(graph.node(dst)).epochs
+        epochs = UpdateAttributes.of(graph.node(dst)).epochs
         amount = sum(sizes[c] for c in columns) * epochs
         level = max((graph.column(c).level for c in columns), key=graph.depth, default=0)
         share = (hosts - 1) / hosts

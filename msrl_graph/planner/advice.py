@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from ..backends.divisibility import misfits
 from ..backends.spec import EngineSpec
 from ..emit.humanize import duration, staleness
-from ..ir.attributes import ReshardingEdge
+from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.graph import Expr, Node
-from ..ir.plan import FUNCTIONS, Deploy, EngineChoice, Memory, Note, Plan
+from ..ir.plan import FUNCTIONS, Deployment, EngineChoice, PhaseMemory, Plan, PlanNote
 from ..passes.spec import Passes
 from ..sharding.layout import Layout
 
@@ -34,7 +34,7 @@ class Advice:
     engines: Mapping[str, EngineSpec]
     misplaced: Callable[[Plan], bool]
 
-    def nearest(self, plan: Plan, worst: Memory) -> str:
+    def nearest(self, plan: Plan, worst: PhaseMemory) -> str:
         """The nearest layout that fits, for the nodes whose phase needs most; "" where none was found, and none was
         ruled out."""
         verb = "generate" if worst.phase == "generate" else "update"
@@ -59,12 +59,12 @@ class Advice:
         named = ", ".join(nodes)
         return f"no other layout of {named} fits either: it takes more devices, or a smaller model" if ruled_out else ""
 
-    def staler(self, plan: Plan) -> tuple[Note, ...]:
+    def staler(self, plan: Plan) -> tuple[PlanNote, ...]:
         """What staleness of one version would save, where the file states none and generations have devices apart from
         the update's: with the same layouts."""
         graph = plan.graph
         edges = [e for e in graph.reshards() if plan.placement(e.src).pool != plan.placement(e.dst).pool]
-        stated = any(ReshardingEdge.of(e).staleness for e in graph.reshards())
+        stated = any(ReshardingEdgeAttributes.of(e).staleness for e in graph.reshards())
         if not edges or stated or plan.docks.capacity or plan.estimate is None:
             return ()
         one = {"staleness": Expr("number", 1)}
@@ -90,9 +90,9 @@ class Advice:
         how = (
             f"the weights that generate would be {staleness(stale.mean.value, stale.bound)}: correct the loss for that"
         )
-        return (Note("staleness", f"with {told} {gain}, and {how}"),)
+        return (PlanNote("staleness", f"with {told} {gain}, and {how}"),)
 
-    def _other(self, plan: Plan, nodes: Sequence[str], worst: Memory) -> str:
+    def _other(self, plan: Plan, nodes: Sequence[str], worst: PhaseMemory) -> str:
         """Another layout of the same devices, or recomputation."""
         engine, model = plan.placement(nodes[0]).engine, plan.model(nodes[0])
         updates = [plan.graph.node(n) for n in nodes]
@@ -115,7 +115,7 @@ class Advice:
                 return f"this fits: `engine {nodes[0]} = {engine.name} {{ recompute = full }}`"
         return ""
 
-    def _near(self, plan: Plan, node: str, worst: Memory) -> list[Layout]:
+    def _near(self, plan: Plan, node: str, worst: PhaseMemory) -> list[Layout]:
         """Layouts of all devices of a node's pool with another tp, division of experts or ZeRO stage, the nearest
         first."""
         placement, model = plan.placement(node), plan.model(node)
@@ -186,7 +186,7 @@ class Advice:
                 found.append(f"`engine {p.node} = {p.engine.name} {{ offload = {p.engine.options['offload']} }}`")
         return f"this fits: {' and '.join(found)}"
 
-    def _fitting(self, deploy: Deploy, plan: Plan, pool: str = "") -> Plan | None:
+    def _fitting(self, deploy: Deployment, plan: Plan, pool: str = "") -> Plan | None:
         """The plan with another deploy, if a pool, or all, and the hosts have the memory then."""
         other = self.passes["place"].apply(Plan(plan.graph, plan.cluster, deploy))
         if self.misplaced(other):

@@ -21,7 +21,7 @@ from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory
 from ..sharding.layout import Layout
 from .owners import Owner, engines, has_open_layout
-from .place import Place
+from .place import PlaceNodes
 from .pools import Division
 
 
@@ -48,7 +48,7 @@ class Choice:
 class Choices:
     """`place` completes what is tried. `wide`: also layouts that tie hosts together, where others fit alone."""
 
-    place: Place
+    place: PlaceNodes
     wide: bool = False
 
     def __call__(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from ..backends.spec import BYTES
 from ..cost import holdings
 from ..ir.graph import Node, Worker
-from ..ir.plan import Note, Plan
+from ..ir.plan import Plan, PlanNote
 from ..passes.memory import CountMemory, over
-from ..passes.reshard import GIB, Resharding
+from ..passes.reshard import GIB, InsertResharding
 
 
 def relieved(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
@@ -39,7 +39,7 @@ def relieved(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], P
         f"{'the weights' if n.verb == 'infer' else 'the optimizer states'} of {n.name}"
         for n in (kept_by(plan, w)[0] for w in chosen)
     ]
-    note = Note("offload", f"in host memory while others compute: {', '.join(what)}; otherwise {why}")
+    note = PlanNote("offload", f"in host memory while others compute: {', '.join(what)}; otherwise {why}")
     return replace(found, notes=(*found.notes, note))
 
 
@@ -73,7 +73,7 @@ def _over(plan: Plan, engines: holdings.Engines) -> str:
     counted = CountMemory(engines).devices(plan)
     if (why := over(counted)) or not any(_near(plan, engines, e.src, e.dst) for e in plan.graph.reshards()):
         return why
-    return over(CountMemory(engines).devices(Resharding(engines, compare=False).apply(plan)))
+    return over(CountMemory(engines).devices(InsertResharding(engines, compare=False).apply(plan)))
 
 
 def _near(plan: Plan, engines: holdings.Engines, source: str, target: str) -> bool:

@@ -17,7 +17,7 @@ from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..ir import verify
 from ..ir.graph import Node, Value
-from ..ir.plan import FUNCTIONS, EngineChoice, Note, Placement, Plan, Pool
+from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, PlanNote, Pool
 from ..passes.estimate import EstimateTime
 from ..passes.spec import Pass
 from ..sharding.layout import Layout
@@ -34,7 +34,7 @@ PYTHON = EngineChoice("python", chosen="default")
 
 
 @dataclass(frozen=True)
-class Decision:
+class PlacementDecision:
     """What the file leaves open: the division into pools, and by owner (owners.py) layouts and engines. `why` is their
     reason."""
 
@@ -44,7 +44,7 @@ class Decision:
     why: str = ""
 
 
-class Placing(Pass):
+class PlacementPass(Pass):
     """The pass at the top: all that is placed, however it was decided."""
 
     name = "place"
@@ -54,14 +54,14 @@ class Placing(Pass):
 
 
 @dataclass(frozen=True)
-class Place(Placing):
+class PlaceNodes(PlacementPass):
     """`engines` are the specs by name."""
 
     engines: Mapping[str, EngineSpec]
 
-    def apply(self, plan: Plan, decision: Decision | None = None, *, numbered: bool = True) -> Plan:
+    def apply(self, plan: Plan, decision: PlacementDecision | None = None, *, numbered: bool = True) -> Plan:
         """`numbered` False leaves out the numbering of ranks for resharding, which costs most, and offloading."""
-        decision = decision or Decision()
+        decision = decision or PlacementDecision()
         division = decision.division or divide(plan)
         plan = replace(plan, pools=division.pools)
         found: dict[str, Placement] = {}
@@ -82,7 +82,7 @@ class Place(Placing):
         whole = replace(plan, placements=placements)
         idle = plan.cluster.devices - sum(p.devices for p in division.pools)
         notes = (
-            (Note("place", f"{idle} of {plan.cluster.devices} devices are in no pool and stay idle"),)
+            (PlanNote("place", f"{idle} of {plan.cluster.devices} devices are in no pool and stay idle"),)
             if idle > 0
             else ()
         )
@@ -104,7 +104,7 @@ class Place(Placing):
         node: Node,
         owned: Owner,
         division: Division,
-        decision: Decision,
+        decision: PlacementDecision,
         found: Mapping[str, Placement],
         numbered: bool,
     ) -> Placement:
@@ -146,7 +146,7 @@ class Place(Placing):
         return self.engines[engine].spread.settled(layout, plan.model(node)), reason
 
     def _engine(
-        self, plan: Plan, node: Node, owned: Owner, decision: Decision, found: Mapping[str, Placement]
+        self, plan: Plan, node: Node, owned: Owner, decision: PlacementDecision, found: Mapping[str, Placement]
     ) -> EngineChoice:
         stated, owner = plan.deploy.engines.get(node.name), owned.node
         update = holdings.update_of(plan, node.worker) if node.verb != "generate" else None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, product
 
-from ..ir.attributes import ReshardingEdge
+from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.graph import Edge, Node
 from ..ir.plan import DEVICES, Plan, Pool, shared_staleness
 from ..sharding.device_range import device_range, meet, runs
@@ -55,7 +55,7 @@ def divisions(plan: Plan) -> list[Division]:
     """The division that the deploy states, or all nodes together, and what else it leaves open; where the program says
     that not every version of some weights is sent, only such as have their ends apart, if any do. Never empty."""
     found = list(_every(plan))
-    seldom = [e for e in plan.graph.reshards() if ReshardingEdge.of(e).every > 1]
+    seldom = [e for e in plan.graph.reshards() if ReshardingEdgeAttributes.of(e).every > 1]
     apart = [d for d in found if all(d.pool_of(e.src) != d.pool_of(e.dst) for e in seldom)]
     return apart or found
 

@@ -22,9 +22,9 @@ from ..cost import holdings
 from ..cost.transfers import function
 from ..emit.humanize import laid, versus
 from ..ir.async_schedule import fetched, leads
-from ..ir.attributes import ReshardingEdge
-from ..ir.plan import FUNCTIONS, Note, Plan
-from ..ir.search_record import NOTHING_FITS, Candidate, Rival, Searched
+from ..ir.attributes import ReshardingEdgeAttributes
+from ..ir.plan import FUNCTIONS, Plan, PlanNote
+from ..ir.search_record import NOTHING_FITS, Candidate, Rival, SearchRecord
 from ..passes.estimate import EstimateTime
 from ..passes.memory import CountMemory, over
 from ..passes.order import passes
@@ -32,7 +32,7 @@ from ..passes.reshard import least_seconds
 from ..passes.spec import Passes
 from .candidates import Choice, Choices, undominated
 from .owners import Owner, engines, has_open_layout, owners
-from .place import Decision, Place, Placing
+from .place import PlacementDecision, PlacementPass, PlaceNodes
 from .pools import Division, divisions, in_step
 from .search_space import Space
 
@@ -48,7 +48,7 @@ DIVES = 8
 
 
 @dataclass(frozen=True)
-class Search(Placing):
+class Search(PlacementPass):
     """Places what the file leaves open as is best. `engines` are the specs by name; `refuses` says whether the checks
     would refuse a placed plan; `budget` are seconds after which the best so far is taken."""
 
@@ -57,7 +57,7 @@ class Search(Placing):
     budget: float | None = None
 
     def apply(self, plan: Plan) -> Plan:
-        place = Place(self.engines)
+        place = PlaceNodes(self.engines)
         some = divisions(plan)
         if len(some) == 1 and not self._open(plan, place, some[0]):
             return place.apply(plan)
@@ -68,9 +68,13 @@ class Search(Placing):
         """A plan that was found with the best of the other kind, where the program allows staleness: pools that may be
         ahead of the updates, or ahead of themselves, against the same program without staleness."""
         found, ahead = plan.search, bool(leads(plan))
-        if found is None or not found.seconds or not any(ReshardingEdge.of(e).staleness for e in plan.graph.reshards()):
+        if (
+            found is None
+            or not found.seconds
+            or not any(ReshardingEdgeAttributes.of(e).staleness for e in plan.graph.reshards())
+        ):
             return plan
-        placed = [(d, run.place.apply(run.plan, Decision(d), numbered=False)) for d in run.some]
+        placed = [(d, run.place.apply(run.plan, PlacementDecision(d), numbered=False)) for d in run.some]
         whole, others = run.plan, [d for d, other in placed if leads(other)]
         if ahead:  # of all, if some have generations take turns with their updates
             whole, others = in_step(whole), [*run.some] if any(not fetched(other) for _, other in placed) else []
@@ -84,9 +88,9 @@ class Search(Placing):
         found = replace(found, rival=Rival(not ahead, rival.search.seconds, rival.search.best, *old))
         assert found.rival is not None
         note = f"{'' if ahead else 'no use is made of it: '}{versus(found, found.rival)}"
-        return replace(plan, search=found, notes=(*plan.notes, Note("staleness", note)))
+        return replace(plan, search=found, notes=(*plan.notes, PlanNote("staleness", note)))
 
-    def _open(self, plan: Plan, place: Place, division: Division) -> bool:
+    def _open(self, plan: Plan, place: PlaceNodes, division: Division) -> bool:
         """Whether there is anything to choose: layouts, or engines for those that are stated, if any can be right."""
         found = owners(plan, division)
         if any(has_open_layout(plan, o) for o in found):
@@ -95,7 +99,9 @@ class Search(Placing):
             dict(zip((o.node for o in found), way, strict=True))
             for way in product(*([e.name for e in engines(plan, o, self.engines)] for o in found))
         ]
-        return len(ways) > 1 and any(not self.refuses(place.apply(plan, Decision(division, engines=w))) for w in ways)
+        return len(ways) > 1 and any(
+            not self.refuses(place.apply(plan, PlacementDecision(division, engines=w))) for w in ways
+        )
 
 
 @dataclass(order=True)
@@ -124,7 +130,7 @@ class _Run:
     """One search; best-first, by bounds that only rise as more of a combination is worked out."""
 
     search: Search
-    place: Place
+    place: PlaceNodes
     plan: Plan
     passes: Passes
     some: Sequence[Division]
@@ -170,7 +176,7 @@ class _Run:
         seconds, space, at = self.found[0][:3]
         bound = min(bound, seconds)
         best = self._candidate(self.found[0])
-        record = Searched(
+        record = SearchRecord(
             candidates, len(self.evaluated), seconds, bound, bound >= seconds, ended, best, self._runners(heap)
         )
         return replace(self.place.apply(self.plan, self._decision(space, at, _why(record))), search=record)
@@ -199,7 +205,7 @@ class _Run:
             self._step(heap, heapq.heappop(heap))
 
     def _space(self, division: Division) -> Space:
-        skeleton = self.place.apply(self.plan, Decision(division), numbered=False)
+        skeleton = self.place.apply(self.plan, PlacementDecision(division), numbered=False)
         skeleton = self.passes.only("dock", "schedule", "traffic").apply(skeleton)
         found = owners(self.plan, division)
         lists = [self._choices(skeleton, division, o) for o in found]
@@ -281,10 +287,10 @@ class _Run:
         if len(self.wrong) < RUNNERS:
             self.wrong.append(_Found(seconds, space, at, None, why))
 
-    def _decision(self, space: Space, at: tuple[int, ...], why: str = "planned") -> Decision:
+    def _decision(self, space: Space, at: tuple[int, ...], why: str = "planned") -> PlacementDecision:
         chosen = list(zip(space.owners, space.chosen(at), strict=True))
         layouts = {o.node: c.layout for o, c in chosen if has_open_layout(self.plan, o)}
-        return Decision(space.division, layouts, {o.node: c.engine for o, c in chosen}, why)
+        return PlacementDecision(space.division, layouts, {o.node: c.engine for o, c in chosen}, why)
 
     def _nothing(self, spaces: list[Space], candidates: int, ended: str) -> Plan:
         """Where nothing fits: what misses least, of the first division, which the check of memory then tells of."""
@@ -298,7 +304,7 @@ class _Run:
             min(enumerate(own), key=lambda choice: max(choice[1].peaks.values(), default=0))[0] for own in space.lists
         )
         best = self._candidate(_Found(0.0, space, at, None, ended or NOTHING_FITS))
-        record = Searched(
+        record = SearchRecord(
             candidates, len(self.evaluated), 0.0, 0.0, False, ended or NOTHING_FITS, best, self._runners([])
         )
         return replace(self.place.apply(self.plan, self._decision(space, at, why)), search=record)
@@ -334,7 +340,7 @@ def _phases(plan: Plan) -> dict[str, float]:
     return {p.name: p.seconds.value for p in plan.estimate.phases}
 
 
-def _why(record: Searched) -> str:
+def _why(record: SearchRecord) -> str:
     best = (
         f"planned: the best of {record.candidates:,}"
         if record.candidates > 1

@@ -21,7 +21,7 @@ from ..hardware.cluster import DEVICES, SHARES, Device, Figure
 from ..hardware.device_kinds import Where
 from ..ir.attribute_schema import Attribute
 from ..ir.graph import ELEMENTS, KINDS, Expr
-from ..ir.kinds import Flag, Form, Quantity, Words, either
+from ..ir.kinds import FlagKind, FormKind, QuantityKind, WordsKind, either
 from ..ir.options import STATEMENTS, ClusterOptions
 from ..ir.signatures import CallKind, Option, Signature
 from ..model import models, presets
@@ -36,7 +36,7 @@ MACHINES = ("cpu", "here")
 
 
 @dataclass(frozen=True)
-class Row:
+class AttributeRow:
     """An attribute: what it takes, what it is without being stated, what it means; `note` says what this version cannot
     do with it."""
 
@@ -52,10 +52,10 @@ class Row:
         return f"An attribute of `{of}`: {self.takes}{default}.\n\n{self.meaning}{self.note and ' ' + self.note}"
 
 
-def attributes(of: str) -> list[Row]:
+def attributes(of: str) -> list[AttributeRow]:
     """The rows of a statement."""
     declared = STATEMENTS[of].declared()
-    return [Row(name, str(a.kind), default(a), a.doc, _note(of, name)) for name, a in declared.items()]
+    return [AttributeRow(name, str(a.kind), default(a), a.doc, _note(of, name)) for name, a in declared.items()]
 
 
 def default(attribute: Attribute) -> str:
@@ -66,20 +66,20 @@ def default(attribute: Attribute) -> str:
     if attribute.shown is not None:
         return attribute.shown
     match attribute.kind:
-        case Quantity(unit):
+        case QuantityKind(unit):
             return (
                 f"{quantity(value.value, unit)} ({value.source})"
                 if isinstance(value, Figure)
                 else quantity(value, unit)
             )
-        case Flag():
+        case FlagKind():
             return f"`{'true' if value else 'false'}`"
-        case Words() | Form() if not isinstance(value, Expr) or value.kind == "word":
+        case WordsKind() | FormKind() if not isinstance(value, Expr) or value.kind == "word":
             return f"`{value}`"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[AttributeRow]) -> str:
     if not rows:
         return "It has no attributes."
     lines = [
@@ -215,7 +215,7 @@ def quantity(value: float, unit: str) -> str:
 def figures(device: Device) -> Iterator[tuple[str, str]]:
     """The attributes of `cluster` that a preset sets, each with its figure."""
     for name, kind in ClusterOptions.kinds().items():
-        if isinstance(kind, Quantity) and name != "network":
+        if isinstance(kind, QuantityKind) and name != "network":
             figure = device.figure(name)
             yield name, _figure(figure, kind.unit, device.share(name)) if figure is not None else ""
 

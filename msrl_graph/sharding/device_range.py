@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 
-class Stretch:
+class DeviceRange:
     """What has `first`, the device of rank 0, and `each`: 0, or the devices of each host where others of the host are
     not in it."""
 

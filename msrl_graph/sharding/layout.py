@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..diagnostics import NOWHERE, Span
-from .device_range import Stretch
+from .device_range import DeviceRange
 
 Box = tuple[tuple[int, int], ...]
 # The axes of a mesh, as programs name them.
@@ -181,7 +181,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Side(Stretch):
+class Side(DeviceRange):
     """How a node's weights lie: its layout, whether they are `divided` over dp (ZeRO 3), the `multiple` to which its
     engine pads a vocabulary, and the devices of its ranks."""
 

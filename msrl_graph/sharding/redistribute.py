@@ -118,24 +118,24 @@ def gathered(tensor: Tensor, source: Side, block: int) -> int:
     return sum(map(elements, boxes(tensor, source, range(min(block, period(source, tensor.experts))))))
 
 
-class Pair(NamedTuple):
+class TensorPair(NamedTuple):
     """`number` tensors of a kind that lie on the same stages at both sides; `tensor` is one of them."""
 
     tensor: Tensor
     number: int
 
 
-def pairs(kinds: Iterable[TensorKind], source: Side, target: Side) -> Iterator[Pair]:
+def pairs(kinds: Iterable[TensorKind], source: Side, target: Side) -> Iterator[TensorPair]:
     """The tensors of a model by kind, and stage at both ends."""
     for kind in kinds:
         if kind.start < 0 or kind.start >= kind.tensor.layers or source.layout.pp == target.layout.pp == 1:
-            yield Pair(kind.tensor, kind.each * (kind.stop - kind.start))
+            yield TensorPair(kind.tensor, kind.each * (kind.stop - kind.start))
             continue
         found: dict[tuple[int, int], list[int]] = {}
         for layer in range(kind.start, kind.stop):
             key = source.layout.stage_of(layer, kind.tensor.layers), target.layout.stage_of(layer, kind.tensor.layers)
             found.setdefault(key, []).append(layer)
-        yield from (Pair(_at(kind.tensor, layers[0]), kind.each * len(layers)) for layers in found.values())
+        yield from (TensorPair(_at(kind.tensor, layers[0]), kind.each * len(layers)) for layers in found.values())
 
 
 @lru_cache(maxsize=1 << 14)
@@ -143,7 +143,7 @@ def _at(tensor: Tensor, layer: int) -> Tensor:
     return replace(tensor, layer=layer)
 
 
-class Fetch(NamedTuple):
+class BoxTransfer(NamedTuple):
     """A box that `giver` sends to the first of `takers`, all on one host, which hands it on to the others. Devices, not
     ranks."""
 
@@ -152,7 +152,7 @@ class Fetch(NamedTuple):
     box: Box
 
 
-def fetches(tensor: Tensor, source: Side, target: Side, per_host: int) -> list[Fetch]:
+def fetches(tensor: Tensor, source: Side, target: Side, per_host: int) -> list[BoxTransfer]:
     """What moves for one tensor, in an order that all ranks agree on; holders of the same box take turns."""
     holders: dict[Box, list[int]] = {}
     for rank in range(source.devices):
@@ -171,7 +171,7 @@ def fetches(tensor: Tensor, source: Side, target: Side, per_host: int) -> list[F
             takers = tuple(d for d in devices if d not in owners) if common else ()
             if common and takers:
                 near = [d for d in owners if d // per_host == host] or owners
-                found.append(Fetch(near[turns[box] % len(near)], takers, common))
+                found.append(BoxTransfer(near[turns[box] % len(near)], takers, common))
                 turns[box] += 1
     return found
 

@@ -46,7 +46,7 @@ class Distribution:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedLengths:
     """Lengths of a file, by row in the order of their numbers, or by iteration (all its rows alike); from the start
     again after the last."""
 
@@ -61,7 +61,7 @@ class Recorded:
         return self.name
 
 
-Source = Distribution | Recorded
+Source = Distribution | RecordedLengths
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,12 @@ def _lengths(plan: Plan, text: str) -> dict[str, Source]:
     if _CALL.fullmatch(rest):
         return dict.fromkeys([column] if stated else responses, distribution(rest, f"--lengths {text}"))
     prompts, lasting, by_iteration = _file(rest)
-    found: dict[str, Source] = dict.fromkeys([column] if stated else responses, Recorded(rest, lasting, by_iteration))
+    found: dict[str, Source] = dict.fromkeys(
+        [column] if stated else responses, RecordedLengths(rest, lasting, by_iteration)
+    )
     sources = [c for c in known if plan.graph.writer(c).verb == "source"]
     if prompts and not stated and len(sources) == 1:
-        found[sources[0]] = Recorded(rest, _of_prompts(plan, prompts, by_iteration), by_iteration)
+        found[sources[0]] = RecordedLengths(rest, _of_prompts(plan, prompts, by_iteration), by_iteration)
     return found
 
 

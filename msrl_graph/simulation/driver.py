@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..cost import transfers as costs
-from ..ir.async_schedule import Leading, evaluations, fetched, lanes, opening, pipelined
+from ..ir.async_schedule import PoolProgress, evaluations, fetched, lanes, opening, pipelined
 from ..ir.instruction import Instruction, Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.rowsets import looping
@@ -25,7 +25,7 @@ IN_STEP = "in step"
 
 
 @dataclass
-class Published:
+class SimulatedPublication:
     """The weights of an edge over which they are fetched: when the copy of each version was there, when each fetch had
     ended, and how many generations were told to fetch; after how many iterations each evaluation comes that has the
     copy made, and fetches it, before an iteration begins."""
@@ -52,7 +52,7 @@ class _Job:
     begun: bool = False
 
 
-class Driver(Leading):
+class SimulatedDriver(PoolProgress):
     """`pools` are the lanes of each pool, `opened` begins an iteration at a moment, `steps` are its instructions."""
 
     def __init__(
@@ -73,7 +73,9 @@ class Driver(Leading):
         self.pipelined = [*pipelined(plan)]
         self.others = [pool for pool in self.leads if pool not in self.pipelined]
         self.lanes = lanes(plan)
-        self.published = {edge: Published([e.every for e in evaluations(plan, edge)]) for edge in fetched(plan)}
+        self.published = {
+            edge: SimulatedPublication([e.every for e in evaluations(plan, edge)]) for edge in fetched(plan)
+        }
         self.turns: dict[int, Turn] = {}
         self.left = {-1: 0.0}  # by iteration, when its functions had ended, and its states were known
         self.jobs: dict[tuple[str, int], deque[_Job]] = defaultdict(deque)

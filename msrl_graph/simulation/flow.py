@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..cost import transfers as costs
-from ..ir.attributes import SampleEdge, Update
+from ..ir.attributes import SampleEdgeAttributes, UpdateAttributes
 from ..ir.graph import Node
-from ..ir.plan import Controller, Plan, Traffic
+from ..ir.plan import ControllerSpec, Plan, Traffic
 from ..ir.row_assignment import Units, deal
 from ..ir.sequences import weighs
-from .rows import Draws
+from .rows import RowSampler
 
 Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteration
 
 
 @dataclass(frozen=True)
-class Done:
+class RowTimes:
     """When each row of a level that a node wrote was there."""
 
     level: int
@@ -32,12 +32,12 @@ class Done:
     last: float
 
     @classmethod
-    def at(cls, level: int, rows: int, time: float) -> Done:
+    def at(cls, level: int, rows: int, time: float) -> RowTimes:
         return cls(level, [time] * rows, time)
 
 
 @dataclass(frozen=True)
-class Batch:
+class UnitBatch:
     """Units that are handed out together, by group; `by` is who made them wait."""
 
     ready: float
@@ -46,11 +46,11 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Flow:
+class SimulatedDocks:
     """What the docks of a plan do."""
 
     plan: Plan
-    draws: Draws
+    draws: RowSampler
 
     def rows(self, level: int) -> int:
         return self.plan.graph.rows[level]
@@ -82,10 +82,10 @@ class Flow:
                 found[row * units // rows] += times * (known[row // below] if known else 1)
         return found
 
-    def batches(self, node: Node, iteration: int, done: Mapping[str, Done], lengths: Lengths) -> list[Batch]:
+    def batches(self, node: Node, iteration: int, done: Mapping[str, RowTimes], lengths: Lengths) -> list[UnitBatch]:
         """What a node gets of an iteration, in order."""
         controller = self.plan.controller(node.name)
-        balanced = any(SampleEdge.of(e).balance for e in self.plan.graph.into(node.name))
+        balanced = any(SampleEdgeAttributes.of(e).balance for e in self.plan.graph.into(node.name))
         tokens = self.tokens(node, lengths) if balanced or controller.chunk_tokens else []
         edges = [(e.src, self._traffic(e.src, node.name)) for e in self.plan.graph.samples() if e.dst == node.name]
         units, handover = self.units(node), costs.handover(self.plan).value
@@ -100,7 +100,7 @@ class Flow:
             return [[some[i] for i in part] for part in found]
 
         if node.verb == "update":
-            said = Update.of(node)
+            said = UpdateAttributes.of(node)
             epochs, size = range(said.epochs), said.step_rows(units)
             rounds = [r for e in epochs for r in self.draws.mini_batches(node.name, iteration, e, units, size)]
         elif not controller.streams:
@@ -109,7 +109,7 @@ class Flow:
             ready, by = max(
                 ((done[s].last + costs.dispatch(t).value + handover, s) for s, t in edges), default=(0.0, "")
             )
-            return [Batch(ready, by, dealt(r)) for r in rounds]
+            return [UnitBatch(ready, by, dealt(r)) for r in rounds]
         times = [self._there(node, done[s]) for s, _ in edges]
         if node.verb != "update":
             order = sorted(range(units), key=lambda u: (max(t[u] for t in times), u))
@@ -119,13 +119,13 @@ class Flow:
             for i, ((_, traffic), there) in enumerate(zip(edges, times, strict=True)):
                 link[i] = max(link[i], max(there[u] for u in r)) + costs.dispatch(traffic, 1 / len(rounds)).value
             ready, by = max((t, s) for t, (s, _) in zip(link, edges, strict=True))
-            found.append(Batch(ready + handover, by, dealt(sorted(r))))
+            found.append(UnitBatch(ready + handover, by, dealt(sorted(r))))
         return found
 
     def _traffic(self, src: str, dst: str) -> Traffic:
         return next(t for t in self.plan.traffic if (t.src, t.dst) == (src, dst))
 
-    def _there(self, node: Node, done: Done) -> list[float]:
+    def _there(self, node: Node, done: RowTimes) -> list[float]:
         """When all rows of another node that a unit needs are there, by unit."""
         if node.per == "batch":
             return [done.last]
@@ -137,7 +137,7 @@ class Flow:
         return times if down == 1 else [times[u // down] for u in range(self.rows(level))]
 
 
-def _cut(order: list[int], controller: Controller, tokens: list[float]) -> list[list[int]]:
+def _cut(order: list[int], controller: ControllerSpec, tokens: list[float]) -> list[list[int]]:
     """Batches of units that become ready in an order, as a controller cuts them: the first by number of those that are
     ready, as soon as they are enough, and in the end what is left."""
     found, ready, held = list[list[int]](), list[int](), 0.0

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .flow import Done
+from .flow import RowTimes
 from .lanes import Lanes
-from .nodes import Ran
+from .nodes import NodeTiming
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Turn:
     lengths: dict[str, list[int]]
     base: float
     hosts: Lanes
-    ran: dict[str, Ran] = field(default_factory=dict)
+    ran: dict[str, NodeTiming] = field(default_factory=dict)
     ends: dict[str, float] = field(default_factory=dict)
     told: dict[tuple[str, str], int] = field(default_factory=dict)
     version: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -33,5 +33,5 @@ class Turn:
     versions: list[int] = field(default_factory=list)  # of each prompt's responses, the oldest that wrote some of them
 
     @property
-    def done(self) -> Mapping[str, Done]:
+    def done(self) -> Mapping[str, RowTimes]:
         return {n: r.done for n, r in self.ran.items()}

@@ -15,7 +15,7 @@ from ..sharding.layout import Layout
 
 
 @dataclass(frozen=True)
-class Span:
+class LaneSpan:
     """What a group (`lane` its first device, or a host) did; `width` devices took part."""
 
     pool: str

@@ -18,17 +18,17 @@ from ..ir.plan import Plan
 from ..ir.row_assignment import split
 from ..ir.sequences import sequences
 from ..ir.workload import micro_batches
-from .flow import Batch, Done, Flow, Lengths
+from .flow import Lengths, RowTimes, SimulatedDocks, UnitBatch
 from .generation import Generated, Sequence, generate
-from .lanes import Lanes, Span
-from .rollout import Group, Rollout
+from .lanes import Lanes, LaneSpan
+from .rollout import Group, SimulatedRollout
 
 
 @dataclass
-class Ran:
+class NodeTiming:
     """A node in an iteration: what it wrote when, and what its slowest group waited for."""
 
-    done: Done
+    done: RowTimes
     cause: str
     stretches: list[tuple[float, float, int]] = field(default_factory=list)
 
@@ -38,11 +38,11 @@ class ModelNode:
     """A node with weights."""
 
     plan: Plan
-    flow: Flow
+    flow: SimulatedDocks
     costs: Costs
     spec: EngineSpec
     lanes: Lanes
-    tell: Callable[[Span], None]
+    tell: Callable[[LaneSpan], None]
 
     def __post_init__(self) -> None:
         plan, name = self.plan, self.costs.node
@@ -75,7 +75,7 @@ class ModelNode:
 
     # An infer or an update.
 
-    def compute(self, batches: list[Batch], iteration: int, lengths: Lengths) -> Ran:
+    def compute(self, batches: list[UnitBatch], iteration: int, lengths: Lengths) -> NodeTiming:
         times = [0.0] * self.flow.rows(self.level)
         free = [self.lanes.free(g) for g in self.groups]
         causes = [self.lanes.before[g[0]] for g in self.groups]
@@ -103,7 +103,7 @@ class ModelNode:
             for end, own in zip(ends, rows, strict=True):
                 for row in own:
                     times[row] = end
-        return self._ended(free, causes, Done(self.level, times, max(free)))
+        return self._ended(free, causes, RowTimes(self.level, times, max(free)))
 
     def _step(self, ends: list[float], iteration: int) -> list[float]:
         """The exchange of gradients and the optimizer's step, when all groups are there."""
@@ -132,7 +132,7 @@ class ModelNode:
 
     # A generation.
 
-    def generate(self, batches: list[Batch], iteration: int, lengths: Lengths) -> Ran:
+    def generate(self, batches: list[UnitBatch], iteration: int, lengths: Lengths) -> NodeTiming:
         """All of an iteration's responses, whole."""
         level = self.plan.graph.row_level(self.node)
         samples = holdings.samples(self.plan, self.node.name)
@@ -149,7 +149,9 @@ class ModelNode:
             rounds.append((batch.ready, batch.by, parts))
         return self._decode(rounds, iteration, times)
 
-    def rollout(self, ready: float, by: str, iteration: int, version: int, rollout: Rollout) -> tuple[Ran, list[Group]]:
+    def rollout(
+        self, ready: float, by: str, iteration: int, version: int, rollout: SimulatedRollout
+    ) -> tuple[NodeTiming, list[Group]]:
         """Stretches of partial rollout, until an iteration's groups are whole: which these are."""
         stretches: list[tuple[float, float, int]] = []
         cause = by
@@ -168,9 +170,11 @@ class ModelNode:
             cause = ran.cause if ran.cause != self.node.name else cause
         taken = rollout.take(working)
         times = [max(begin, g.end) for g in taken for _ in range(rollout.samples)]
-        return Ran(Done(self.plan.graph.row_level(self.node), times, max(times)), cause, stretches), taken
+        return NodeTiming(RowTimes(self.plan.graph.row_level(self.node), times, max(times)), cause, stretches), taken
 
-    def _decode(self, rounds: list[tuple[float, str, list[list[Sequence]]]], iteration: int, times: list[float]) -> Ran:
+    def _decode(
+        self, rounds: list[tuple[float, str, list[list[Sequence]]]], iteration: int, times: list[float]
+    ) -> NodeTiming:
         """Sequences by round and group; writes into `times` when each row is handed on: at its own end where the engine
         is continuous, else at its share's."""
         at_once, _ = holdings.waves(self.plan, self.node.name)
@@ -189,20 +193,24 @@ class ModelNode:
                 free = made.end
             ends.append(free)
             causes.append(cause)
-        return self._ended(ends, causes, Done(self.plan.graph.row_level(self.node), times, max(ends)), stretches)
+        return self._ended(ends, causes, RowTimes(self.plan.graph.row_level(self.node), times, max(ends)), stretches)
 
     def _told(self, group: int, iteration: int, begin: float, end: float) -> None:
         devices = self.groups[group]
         if end > begin:
             self.tell(
-                Span(
+                LaneSpan(
                     self.lanes.pool, self.lanes.devices[devices[0]], self.node.name, iteration, begin, end, len(devices)
                 )
             )
 
     def _ended(
-        self, ends: list[float], causes: list[str], done: Done, stretches: list[tuple[float, float, int]] | None = None
-    ) -> Ran:
+        self,
+        ends: list[float],
+        causes: list[str],
+        done: RowTimes,
+        stretches: list[tuple[float, float, int]] | None = None,
+    ) -> NodeTiming:
         for devices, end in zip(self.groups, ends, strict=True):
             self.lanes.set(devices, end, self.node.name)
-        return Ran(done, causes[ends.index(max(ends))], stretches or [])
+        return NodeTiming(done, causes[ends.index(max(ends))], stretches or [])

@@ -14,7 +14,7 @@ from functools import cached_property
 from ..ir import async_schedule
 from ..ir.plan import FUNCTIONS, Plan
 from .assumptions import Specs
-from .lanes import Span
+from .lanes import LaneSpan
 
 RESHARD = "reshard"
 
@@ -42,7 +42,7 @@ class Iteration:
 
 
 @dataclass(frozen=True)
-class Work:
+class NodeWork:
     """A node (or resharding) over all iterations: seconds an iteration from its first start to its last end, that its
     devices compute on average, that the busiest group does; and the share of its pool's time that it fills."""
 
@@ -61,7 +61,7 @@ class Simulation:
     plan: Plan
     specs: Specs
     iterations: tuple[Iteration, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[LaneSpan, ...]
     lengths: tuple[dict[str, tuple[int, ...]], ...]
 
     @property
@@ -97,7 +97,7 @@ class Simulation:
         return Counter(i.path for i in self.iterations).most_common(1)[0][0]
 
     @cached_property
-    def work(self) -> tuple[Work, ...]:
+    def work(self) -> tuple[NodeWork, ...]:
         """By pool, in the order in which nodes first began."""
         elapsed = self.iterations[-1].end
         sizes = self.sizes
@@ -114,7 +114,7 @@ class Simulation:
             n = len(self.iterations)
             length = sum(b - a for a, b in stretch.values()) / n
             share = busy / (sizes[pool] * elapsed) if elapsed else 0.0
-            found.append(Work(pool, name, length, busy / sizes[pool] / n, max(lanes.values()) / n, share))
+            found.append(NodeWork(pool, name, length, busy / sizes[pool] / n, max(lanes.values()) / n, share))
         order = list(sizes)
         return tuple(sorted(found, key=lambda w: order.index(w.pool)))
 

@@ -44,7 +44,7 @@ class Group:
 
 
 @dataclass
-class Rollout:
+class SimulatedRollout:
     """`prompt` gives the tokens of a prompt and of its responses, by its number; an iteration takes `prompts` of those
     `under_way`; a stretch adds `most` tokens a row; after `cuts` cuts a prompt is overdue, and an iteration `waits`
     for it, or it leaves where it is not whole in time."""

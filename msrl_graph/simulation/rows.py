@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..cost import holdings
 from ..ir.plan import Plan
 from ..ir.sequences import bound
-from .assumptions import Distribution, Recorded, Specs
+from .assumptions import Distribution, RecordedLengths, Specs
 
 _MASK = (1 << 64) - 1
 
@@ -57,7 +57,7 @@ def number(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class Draws:
+class RowSampler:
     """What a simulation draws."""
 
     plan: Plan
@@ -72,7 +72,7 @@ class Draws:
         match source:
             case None:
                 return [most] * rows
-            case Recorded():
+            case RecordedLengths():
                 found = (source.of(iteration, r, rows) for r in range(rows))
             case Distribution():
                 found = (source.at(share(k)) for k in keys((self.specs.seed, number(column), iteration), range(rows)))

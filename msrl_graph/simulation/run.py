@@ -15,21 +15,21 @@ from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost import transfers as costs
 from ..cost.time import Costs
-from ..ir.attributes import Generate
+from ..ir.attributes import GenerateAttributes
 from ..ir.concurrency import concurrent_calls, read_signature
 from ..ir.instruction import Walker
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.sequences import token_columns
 from .assumptions import Specs
-from .driver import Driver
-from .flow import Done, Flow, Lengths
+from .driver import SimulatedDriver
+from .flow import Lengths, RowTimes, SimulatedDocks
 from .generation import tail
 from .iteration import Turn
-from .lanes import Lanes, Span
-from .nodes import ModelNode, Ran
+from .lanes import Lanes, LaneSpan
+from .nodes import ModelNode, NodeTiming
 from .result import RESHARD, Iteration, Simulation
-from .rollout import Group, Rollout
-from .rows import Draws
+from .rollout import Group, SimulatedRollout
+from .rows import RowSampler
 
 
 @dataclass
@@ -99,9 +99,9 @@ class Simulator:
     """`engines` are the specs by name."""
 
     def __init__(self, plan: Plan, engines: Mapping[str, EngineSpec], specs: Specs) -> None:
-        self.plan, self.specs, self.draws = plan, specs, Draws(plan, specs)
-        self.flow = Flow(plan, self.draws)
-        self.spans: list[Span] = []
+        self.plan, self.specs, self.draws = plan, specs, RowSampler(plan, specs)
+        self.flow = SimulatedDocks(plan, self.draws)
+        self.spans: list[LaneSpan] = []
         self.lanes: dict[str, Lanes] = {}
         for pool in plan.pools:
             devices = [pool.device(r, plan.cluster.devices_per_node) for r in range(pool.devices)]
@@ -123,7 +123,7 @@ class Simulator:
     def run(self, iterations: int) -> Simulation:
         found: list[Iteration] = []
         lengths: list[dict[str, tuple[int, ...]]] = []
-        self.driver = Driver(self.plan, iterations, self.lanes, self._turn, lambda turn: _Steps(self, turn))
+        self.driver = SimulatedDriver(self.plan, iterations, self.lanes, self._turn, lambda turn: _Steps(self, turn))
         end = begin = 0.0
         for i in range(iterations):
             turn, ended = self.driver.iteration(i, begin)
@@ -193,9 +193,9 @@ class Simulator:
             lanes = self.lanes[pool]
             lanes.set(range(len(lanes.clock)), end)
             if end > begin:
-                self.spans.append(Span(pool, lanes.devices[0], RESHARD, turn.number, begin, end, len(lanes.clock)))
+                self.spans.append(LaneSpan(pool, lanes.devices[0], RESHARD, turn.number, begin, end, len(lanes.clock)))
 
-    def _of_model(self, turn: Turn, name: str) -> Ran:
+    def _of_model(self, turn: Turn, name: str) -> NodeTiming:
         own = self.model_nodes[name]
         batches = self.flow.batches(own.node, turn.number, turn.done, turn.lengths)
         if own.node.verb != "generate":
@@ -211,9 +211,9 @@ class Simulator:
         turn.lengths |= self._taken(groups)
         return ran
 
-    def _rollout(self, node: str) -> Rollout:
+    def _rollout(self, node: str) -> SimulatedRollout:
         prompts, samples = self.flow.rows(0), holdings.samples(self.plan, node)
-        said = Generate.of(self.plan.graph.node(node))
+        said = GenerateAttributes.of(self.plan.graph.node(node))
         most = said.stretch(holdings.written_tokens(self.plan, node))
         own = self.model_nodes[node]
         columns = [c for c, _ in own.context]
@@ -223,7 +223,7 @@ class Simulator:
             context = sum(self._tokens(c, iteration)[row] for c in columns)
             return context, self._tokens(own.written, iteration)[row * samples : (row + 1) * samples]
 
-        return Rollout(prompts, said.under_way(prompts), samples, most, said.cuts, said.waits, prompt)
+        return SimulatedRollout(prompts, said.under_way(prompts), samples, most, said.cuts, said.waits, prompt)
 
     def _taken(self, groups: list[Group]) -> dict[str, list[int]]:
         """The lengths of an iteration's rows, when some come from prompts of others."""
@@ -236,13 +236,13 @@ class Simulator:
             found[column] = rows
         return found
 
-    def _function(self, turn: Turn, name: str) -> Ran:
+    def _function(self, turn: Turn, name: str) -> NodeTiming:
         """A function on the hosts, each its share: row after row, or several at once; the source has its rows at
         once."""
         node, lanes = self.plan.graph.node(name), turn.hosts
         level = self.plan.graph.row_level(node)
         if node.verb == "source":
-            return Ran(Done.at(level, self.flow.rows(level), turn.base), "")
+            return NodeTiming(RowTimes.at(level, self.flow.rows(level), turn.base), "")
         # What a call takes by itself: on a CPU cluster the ranks', which have all cores (Driver.around).
         call = costs.function(self.plan, self.plan.cluster.nodes).value * (not self.plan.cluster.device.kind.is_host)
         seconds = [call + s for s in self.draws.seconds(name, turn.number, self.flow.rows(level))]
@@ -262,11 +262,11 @@ class Simulator:
                 for row in rows:
                     times[row] = end
                 if end > begin:
-                    self.spans.append(Span(FUNCTIONS, lanes.devices[host], name, turn.number, begin, end, 1))
+                    self.spans.append(LaneSpan(FUNCTIONS, lanes.devices[host], name, turn.number, begin, end, 1))
                 lanes.set((host,), end, name)
         last = max(times, default=turn.base)
         slowest = max(range(len(causes)), key=lambda h: (lanes.clock[h], -h))
-        return Ran(Done(level, times, last), causes[slowest])
+        return NodeTiming(RowTimes(level, times, last), causes[slowest])
 
 
 def _beside(seconds: Sequence[float], calls: int) -> float:

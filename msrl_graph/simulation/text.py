@@ -11,7 +11,7 @@ from ..ir.plan import FUNCTIONS
 from ..ir.sequences import token_columns
 from ..passes.estimate import unfiltered
 from .assumptions import generated
-from .lanes import Span
+from .lanes import LaneSpan
 from .result import RESHARD, Simulation
 
 
@@ -121,7 +121,7 @@ def _letters(names: list[str]) -> dict[str, str]:
     return found
 
 
-def _bar(spans: list[Span], begin: float, each: float, cells: int, devices: int, letters: dict[str, str]) -> str:
+def _bar(spans: list[LaneSpan], begin: float, each: float, cells: int, devices: int, letters: dict[str, str]) -> str:
     busy: list[dict[str, float]] = [{} for _ in range(cells)]
     for s in spans:
         first, last = max(0, int((s.begin - begin) / each)), min(cells - 1, int((s.end - begin) / each))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..backends import ENGINES
-from ..emit.html import Stretch, Timeline
+from ..emit.html import BusyInterval, Timeline
 from ..ir.async_schedule import leads
 from ..ir.plan import Plan
 from .assumptions import read
@@ -31,7 +31,7 @@ def timeline(plan: Plan) -> Timeline:
         if begin < end:
             widths[s.pool, s.name, begin - shown.begin, end - shown.begin] += s.width
     stretches = tuple(
-        Stretch(*what, width / found.sizes[what[0]])
+        BusyInterval(*what, width / found.sizes[what[0]])
         for what, width in sorted(widths.items(), key=lambda w: (w[0][2], w[0]))
     )
     about = f"iteration {shown.number}, which others overlap" if overlap else "simulated"

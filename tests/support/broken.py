@@ -17,7 +17,7 @@ from language import PROGRAMS, TESTS
 from msrl_graph import algorithms, codes
 from msrl_graph.backends import ENGINES
 from msrl_graph.compiler.pipeline import Compilation, translate
-from msrl_graph.compiler.sources import Source, texts
+from msrl_graph.compiler.sources import ProgramSource, texts
 from msrl_graph.diagnostics import Diagnostic, Fault, Span, render, render_json
 from msrl_graph.diagnostics.terminal_text import shown
 from msrl_graph.dsl.syntax_errors import ALGORITHM, DEPLOY, RESERVED, SCAN, UNITS
@@ -474,7 +474,7 @@ def compiled(
 ) -> tuple[Compilation | None, list[Diagnostic]]:
     """The outcome of a compilation, whose diagnostics are as they should be. Whatever is raised but a Fault is for the
     caller."""
-    source = Source(name, text.removeprefix("\ufeff"), folder)
+    source = ProgramSource(name, text.removeprefix("\ufeff"), folder)
     try:
         result = translate(source, **options)  # type: ignore[arg-type]
         found = list(result.warnings)
@@ -486,7 +486,7 @@ def compiled(
     return result, found
 
 
-def hold(source: Source | None, found: Sequence[Diagnostic]) -> None:
+def hold(source: ProgramSource | None, found: Sequence[Diagnostic]) -> None:
     """What holds of all diagnostics: a known code, a message, spans inside of a text, and all forms of them can be
     shown."""
     known = texts(source, found)

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from msrl_graph.runtime.dock.channel import new_key
-from msrl_graph.runtime.dock.rpc import Lines, Post, Server
+from msrl_graph.runtime.dock.rpc import AsyncRpcConnection, RpcConnections, RpcServer
 from msrl_graph.runtime.process.task_report import RunError
 
 KEY = new_key()
@@ -53,7 +53,7 @@ class Place:
 
     async def _start(self):
         self.served = Served()
-        self.server = Server(self.name, self.served, ("echo", "fail", "wait"), self.key)
+        self.server = RpcServer(self.name, self.served, ("echo", "fail", "wait"), self.key)
         self.address = self.server.address(self.host, self.folder, "127.0.0.1")
 
     def find(self, name):
@@ -77,11 +77,11 @@ class Place:
 
     def line(self):
         """A line of this thread."""
-        self.lines.append(Lines(self.find, HERE, KEY).to("there"))
+        self.lines.append(RpcConnections(self.find, HERE, KEY).to("there"))
         return self.lines[-1]
 
     def post(self):
-        self.posts.append(Post("there", self._found, HERE, KEY))
+        self.posts.append(AsyncRpcConnection("there", self._found, HERE, KEY))
         return self.posts[-1]
 
     async def _found(self, name):

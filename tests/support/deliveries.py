@@ -13,10 +13,10 @@ from msrl_graph import backends, compile
 from msrl_graph.backends import hf
 from msrl_graph.backends.spec import Shard
 from msrl_graph.ir.plan import from_json
-from msrl_graph.runtime.process.task import Fetch, Task
-from msrl_graph.runtime.process.task_report import Report, Undelivered
+from msrl_graph.runtime.process.task import Task, WeightFetch
+from msrl_graph.runtime.process.task_report import Report, WeightsNotDelivered
 from msrl_graph.runtime.rank import weight_proof
-from msrl_graph.runtime.rank.rank import Doing, Rank
+from msrl_graph.runtime.rank.rank import InstructionRunner, Rank
 from msrl_graph.runtime.rank.training import Training
 from msrl_graph.sharding.layout import slices
 
@@ -72,16 +72,16 @@ class Delivering(Rank):
     def deliver(self, version):
         """What is wrong with it, in words."""
         told = version + (EDGE[1] in self.generators)  # an update is not told of a fetch as it publishes
-        fetches = {self.mover.name: Fetch(version, told)}
+        fetches = {self.mover.name: WeightFetch(version, told)}
         self.report = Report("rank")
         try:
-            Doing(self, Task("train", version, 4, fetches=fetches, sends=(self.mover.name,)), self.report).reshard(
-                (), *EDGE
-            )
+            InstructionRunner(
+                self, Task("train", version, 4, fetches=fetches, sends=(self.mover.name,)), self.report
+            ).reshard((), *EDGE)
             if self.proof.unprobed:
                 self.proof.probe()
                 self.report.count("probed", 1, 0)
-        except Undelivered as error:
+        except WeightsNotDelivered as error:
             return str(error)
         return ""
 

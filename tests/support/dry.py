@@ -25,11 +25,11 @@ from world import Method, Ref, Strand, Stuck, World
 from msrl_graph import noise
 from msrl_graph.backends.spec import Response, Sampling
 from msrl_graph.ir.async_schedule import aged, fetched, lanes
-from msrl_graph.ir.attributes import Update
+from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import Numbers, rowsets
-from msrl_graph.runtime.data.columns import Array, Column, Piece, Verdicts, ragged, texts
+from msrl_graph.runtime.data.columns import Array, ColumnData, ColumnRows, Verdicts, ragged, texts
 from msrl_graph.runtime.data.numerics import drawn
 from msrl_graph.runtime.dock import client
 from msrl_graph.runtime.dock import host as dock
@@ -39,28 +39,28 @@ from msrl_graph.runtime.dock.segments import Room
 from msrl_graph.runtime.dock.warehouse import Warehouse, payload
 from msrl_graph.runtime.driver import function_hosts
 from msrl_graph.runtime.driver.iterations import Driver
-from msrl_graph.runtime.driver.run_state import Carried
-from msrl_graph.runtime.driver.supervisor import Options
+from msrl_graph.runtime.driver.run_state import RunState
+from msrl_graph.runtime.driver.supervisor import WatchOptions
 from msrl_graph.runtime.functions import host as functions
-from msrl_graph.runtime.functions.crash_journal import Note
+from msrl_graph.runtime.functions.crash_journal import CrashJournal
 from msrl_graph.runtime.functions.function_node import Results
-from msrl_graph.runtime.functions.values import Filled
+from msrl_graph.runtime.functions.values import InjectedArguments
 from msrl_graph.runtime.metrics.ports import Ports
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import NextValues, Report
-from msrl_graph.runtime.rank.rank import Doing, Rank
+from msrl_graph.runtime.rank.rank import InstructionRunner, Rank
 from msrl_graph.runtime.rank.training import Training
 
 CLASSES = {kind: kind.__ray_metadata__.modified_class for kind in (dock.DockHost, functions.FunctionHost)}
 
 
-def cells(graph: Graph, column: str, rows: Array) -> Column:
+def cells(graph: Graph, column: str, rows: Array) -> ColumnData:
     """A column's values: each row's number, as often as it is long."""
     known = next((c for c in graph.columns if c.name == column), None)  # none: only the dock knows it
     if known is not None and known.element in ("text", "json"):
         return texts([str(r) for r in rows])
     if known is not None and not known.dims:
-        return Column(rows.astype(np.float64))
+        return ColumnData(rows.astype(np.float64))
     return ragged([np.full(r % 5 + 1, r) for r in rows.tolist()], np.int64)
 
 
@@ -87,7 +87,7 @@ class Handed(client.Client):
         self.dry.handed[task.key, node].append((group, batch.share))
         return batch
 
-    def put(self, node: str, task: Task, pieces: dict[str, Piece], asks: bool = False) -> None:
+    def put(self, node: str, task: Task, pieces: dict[str, ColumnRows], asks: bool = False) -> None:
         super().put(node, task, pieces, asks)
         self.dry.stored[task.key] += payload(pieces)
         rows = (payload({c: p.take(np.array([i]))}) for c, p in pieces.items() for i in range(len(p.rows)))
@@ -144,7 +144,7 @@ class Computed:
 
     def __init__(self, dry: Dry, node: Node) -> None:
         self.dry, self.node, self.sieve = dry, node, dry.rows.sieves.get(node.name)
-        self.filled = Filled(SimpleNamespace(fills=("rng",)), node, dry.plan)  # type: ignore[arg-type]
+        self.filled = InjectedArguments(SimpleNamespace(fills=("rng",)), node, dry.plan)  # type: ignore[arg-type]
 
     def spoilt(self, batch: Batch) -> Array:
         return np.zeros(len(batch.rows), bool)
@@ -158,13 +158,13 @@ class Computed:
         for unit in batch.share.units:
             self.filled(task.name, task.number, int(unit))
         reader, numbers = self.dry.readers[self.node.name], self.dry.readers[self.node.name].numbers(task)
-        failed: dict[str, Piece] = {}
+        failed: dict[str, ColumnRows] = {}
         rows = batch.rows
         if self.sieve is not None:
             truth = self.dry.truth(task)
             keys = (truth.key(numbers, int(r), reader.rows) for r in batch.rows)
             times = np.array([truth.verdict(self.node.name, k) for k in keys], np.int32)
-            failed = {self.sieve.column: Verdicts(batch.rows, Column(times))}
+            failed = {self.sieve.column: Verdicts(batch.rows, ColumnData(times))}
             if not self.sieve.failures:
                 return Results(failed, rows=len(batch.rows))
             rows = batch.rows[times > 0]
@@ -204,7 +204,7 @@ class Versions:
                 self.sent[rank] += 1
 
 
-class Weightless(Doing):
+class Weightless(InstructionRunner):
     """Ranks that share an edge meet at it, unless one may be ahead; there are no weights to go over it."""
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
@@ -216,7 +216,7 @@ class Weightless(Doing):
                 found, said = rank.dry.versions[src, dst], self.task.fetches.get(name)
                 version = said.version if said else self.task.number
                 if rank.local < rank.plan.placement(src).layout.devices:
-                    due = Update.of(rank.plan.graph.node(src)).due
+                    due = UpdateAttributes.of(rank.plan.graph.node(src)).due
                     updated = [*dict.fromkeys(rank.updated[src])]  # each step of an update counts once here
                     assert updated == [*filter(due, range(version))], "another version than it has"
                 assert self.task.number - found.allowed <= version <= self.task.number
@@ -317,7 +317,7 @@ class DryRank(Rank):
                 self._meet(("batch", node.name), self._here(self.pool.name))  # type: ignore[union-attr]
             yield batch
 
-    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, Piece]]:
+    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
         self.dry.work(node.name, task)
         reader = self.dry.readers[node.name]
         numbers = reader.numbers(task)
@@ -331,17 +331,17 @@ class DryRank(Rank):
             self.dry.begun[task.number] = task
             return
         self._stream(node, task).keys(task.number, rows)
-        failed: dict[str, Piece] = {}
+        failed: dict[str, ColumnRows] = {}
         if len(rows) and node.fails:
             sieve = self.dry.rows.sieves[node.name]
             truth = self.dry.truth(task)
             times = np.array([truth.verdict(node.name, truth.key(numbers, int(r), made)) for r in rows], np.int32)
-            failed[sieve.column], rows = Verdicts(rows, Column(times)), rows[times > 0]
+            failed[sieve.column], rows = Verdicts(rows, ColumnData(times)), rows[times > 0]
         chance = self.dry.world.random
         order, count = chance.sample(range(len(rows)), len(rows)), chance.randint(1, 3)
         for i, part in enumerate(np.array_split(rows[order], count)) if len(batch.rows) else ():  # as they end
             some = np.sort(part)
-            yield (failed if i == 0 else {}) | {c: Piece(some, cells(self.plan.graph, c, some)) for c in names}
+            yield (failed if i == 0 else {}) | {c: ColumnRows(some, cells(self.plan.graph, c, some)) for c in names}
 
     def _summed(self, node: Node, numbers: Array) -> Array:
         what = ("summed", node.name)
@@ -352,15 +352,15 @@ class DryRank(Rank):
         found: Array = self.dry.shared[key]
         return found
 
-    def _written(self, node: Node, task: Task, rows: Array, *_: Any) -> dict[str, Piece]:
+    def _written(self, node: Node, task: Task, rows: Array, *_: Any) -> dict[str, ColumnRows]:
         """What a partial rollout has taken."""
         if self._first(node):
             fan = self.dry.readers[node.name].numbers(task).fans[self.dry.rows.columns[node.writes[0]]]
             self.dry.taken[task.number] += np.unique(rows // fan).tolist()
         names = dict.fromkeys((*node.writes, *drawn(self.plan.graph, node)))
-        return {c: Piece(rows, cells(self.plan.graph, c, rows)) for c in names}
+        return {c: ColumnRows(rows, cells(self.plan.graph, c, rows)) for c in names}
 
-    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
+    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, ColumnRows]:
         self.dry.work(node.name, task)
         reader = self.dry.readers[node.name]
         return self.dry.written(node, reader.rows, reader.numbers(task), batch.rows) if len(batch.rows) else {}
@@ -400,8 +400,8 @@ class Data:
     def drawn(self, weights: Array, iteration: int, first: int, count: int) -> Array:
         return self.indices(first, count)
 
-    def take(self, chosen: Array) -> dict[str, Column]:
-        return {c: Column(chosen) for c in self.plan.graph.node("source").writes}
+    def take(self, chosen: Array) -> dict[str, ColumnData]:
+        return {c: ColumnData(chosen) for c in self.plan.graph.node("source").writes}
 
 
 class Dry:
@@ -441,9 +441,9 @@ class Dry:
     @property
     def keyed(self) -> Callable[..., Any]:
         """Makes keys, each of which is of one stream and place alone."""
-        made, drawn = noise.Stream.keys, self.drawn
+        made, drawn = noise.RandomStream.keys, self.drawn
 
-        def keys(stream: noise.Stream, *parts: Any) -> Any:
+        def keys(stream: noise.RandomStream, *parts: Any) -> Any:
             found = made(stream, *parts)
             places = zip(*(p.ravel().tolist() for p in np.broadcast_arrays(*parts)), strict=True)
             for key, place in zip(found.ravel().tolist(), places, strict=True):
@@ -466,25 +466,25 @@ class Dry:
     def truth(self, task: Task) -> Truth:
         return Truth(self.plan, (self.seed, task.number), self.kindness, self.taken.get(task.number, ()))
 
-    def written(self, node: Node, of: int, numbers: Numbers, rows: Array) -> dict[str, Piece]:
+    def written(self, node: Node, of: int, numbers: Numbers, rows: Array) -> dict[str, ColumnRows]:
         """What a node writes beside generations, of rows of a set."""
         found = {}
         for column in node.writes:
             mine = np.unique(numbers.above(rows, of, self.rows.columns[column]))
-            found[column] = Piece(mine, cells(self.plan.graph, column, mine))
+            found[column] = ColumnRows(mine, cells(self.plan.graph, column, mine))
         return found
 
-    def run(self, rows: int) -> Carried:
+    def run(self, rows: int) -> RunState:
         """All iterations and evaluations, over data of so many rows; what they leave. Stuck, or what goes wrong in a
         process."""
         world = self.world
         with (
             self.folder,
             patch.object(dock, "ray", world),
-            patch.object(dock, "Post", lambda name, *_: Telling(world, name)),
-            patch.object(client, "Lines", lambda *_: Lines(world)),
+            patch.object(dock, "AsyncRpcConnection", lambda name, *_: Telling(world, name)),
+            patch.object(client, "RpcConnections", lambda *_: Lines(world)),
             patch.object(client, "Room", Plain),
-            patch.object(noise.Stream, "keys", self.keyed),
+            patch.object(noise.RandomStream, "keys", self.keyed),
             patch.object(dock, "Room", SimpleNamespace(made=lambda name, _: Plain.made(Path(self.folder.name, name)))),
         ):
             try:
@@ -513,7 +513,7 @@ class Dry:
             lanes(plan),
         )
         attempt = SimpleNamespace(
-            plan=plan, resume="", url="", lines=0, options=Options(), ports=Ports(), out="", folder="", edited=()
+            plan=plan, resume="", url="", lines=0, options=WatchOptions(), ports=Ports(), out="", folder="", edited=()
         )
         pool = SimpleNamespace(ranks=ranks, functions=hosted, docks=docks, parted=Mute(), nodes=[])
         driver = Driver(attempt, pool, Mute(), SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
@@ -525,11 +525,11 @@ class Dry:
         """A real function host, over data of so many rows, but for what it loads."""
         instead = {
             "settle": lambda *_: None,
-            "Note": lambda *_: Note(),
+            "CrashJournal": lambda *_: CrashJournal(),
             "Client": lambda *arguments: Handed(self, *arguments),
             "Dataset": lambda *_: Data(self.plan, rows),
-            "Function": lambda node, *_: Computed(self, node),
-            "Weigher": lambda *_: lambda *_: np.ones(1),
+            "FunctionNode": lambda node, *_: Computed(self, node),
+            "DrawWeights": lambda *_: lambda *_: np.ones(1),
         }
         with patch.multiple(functions, **instead):
             plan = zlib.compress(self.plan.to_json().encode())
@@ -542,12 +542,15 @@ class Dry:
         """The real source, whose columns get the numbers of their rows."""
         put = host.client.put
 
-        def numbered(node: str, task: Task, pieces: dict[str, Piece], asks: bool) -> None:
+        def numbered(node: str, task: Task, pieces: dict[str, ColumnRows], asks: bool) -> None:
             states = {s.name for s in self.plan.graph.states}
             put(
                 node,
                 task,
-                {c: p if c in states else Piece(p.rows, cells(self.plan.graph, c, p.rows)) for c, p in pieces.items()},
+                {
+                    c: p if c in states else ColumnRows(p.rows, cells(self.plan.graph, c, p.rows))
+                    for c, p in pieces.items()
+                },
                 asks,
             )
 

@@ -7,14 +7,14 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.devices import Device, Devices
+from msrl_graph.backends.devices import Devices, TorchDevice
 from msrl_graph.backends.spec import Weights
 from msrl_graph.ir.graph import Node
 from msrl_graph.ir.plan import EngineChoice, Placement
 from msrl_graph.sharding.layout import Layout
 
 ALONE = Layout()
-HERE = Device()
+HERE = TorchDevice()
 
 
 def built(name, model, layout, rank=0, mesh=None, optimizer=None, work=None, device=HERE, per_host=0, **options):

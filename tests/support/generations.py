@@ -81,24 +81,24 @@ def program(folder: Path, ranks: int = 1, layout: str = "") -> Path:
 def columns():
     """Problems 3 and 5 of eight are kept; of the first one's solutions the second goes on twice, of the other one's
     thrice."""
-    from msrl_graph.runtime.data.columns import Column, Piece, Verdicts, ragged, texts
+    from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, Verdicts, ragged, texts
 
     draw = np.random.default_rng(0)
 
     def tokens(name, rows):
         ids = ragged([draw.integers(3, 13, draw.integers(1, 6)) for _ in rows], np.int32)
-        logp = Column(draw.normal(size=len(ids.values)).astype(np.float32), ids.offsets)
-        return {name: Piece(rows, ids), f"{name}.logp": Piece(rows, logp)}
+        logp = ColumnData(draw.normal(size=len(ids.values)).astype(np.float32), ids.offsets)
+        return {name: ColumnRows(rows, ids), f"{name}.logp": ColumnRows(rows, logp)}
 
     prompts, problems, kept = np.arange(4), np.arange(8), np.array([3, 5])
     solutions = np.concatenate([np.arange(12, 16), np.arange(20, 24)])
     chosen = np.array([13, 14, 21, 23, 32 + 13, 32 + 21, 64 + 21])
-    made = {"prompt": tokens("prompt", prompts)["prompt"], "answer": Piece(prompts, texts(["21", "ä", "", "1"]))}
+    made = {"prompt": tokens("prompt", prompts)["prompt"], "answer": ColumnRows(prompts, texts(["21", "ä", "", "1"]))}
     made |= tokens("problem", problems) | tokens("solution", solutions) | tokens("attempt", kept)
     for name in ("old_logp", "advantage"):
         made[name] = tokens("", chosen)[".logp"]
     for name, rows in (("right", solutions), ("plain", kept), ("baseline", kept)):
-        made[name] = Piece(rows, Column(draw.normal(size=len(rows)).astype(np.float32)))
-    made["host.posed.times"] = Verdicts(problems, Column(np.isin(problems, kept).astype(np.int64)))
-    made["host.twice.times"] = Verdicts(solutions, Column(np.array([0, 2, 1, 0, 0, 3, 0, 1])))
+        made[name] = ColumnRows(rows, ColumnData(draw.normal(size=len(rows)).astype(np.float32)))
+    made["host.posed.times"] = Verdicts(problems, ColumnData(np.isin(problems, kept).astype(np.int64)))
+    made["host.twice.times"] = Verdicts(solutions, ColumnData(np.array([0, 2, 1, 0, 0, 3, 0, 1])))
     return made

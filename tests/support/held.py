@@ -16,9 +16,9 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.spec import Asked
+from msrl_graph.backends.spec import ForwardRequest
 from msrl_graph.cost.holdings import largest
-from msrl_graph.ir.workload import Work
+from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process import memory
@@ -60,7 +60,7 @@ def small(folder, family="llama", experts=(), **changes):
 def peaks(name, model, layout, entropy=False, recompute="none"):
     """By verb, the bytes that an engine holds at most, of the busiest rank, what that was, and what its spec says."""
     spec = ENGINES[name]
-    work = Work(
+    work = Workload(
         model,
         layout,
         model.dtype,
@@ -99,13 +99,13 @@ def _peaks(rank, _, name, work, out):
     engine = engines.built(name, work.model, layout, rank, mesh, work.optimizer, recompute=recompute)
     draw = np.random.default_rng(rank if mesh is None else layout.coordinates(rank).dp)
     batches = [_batch(draw, work) for _ in range(work.batches)]
-    asked = Asked(entropy=work.entropy)
+    asked = ForwardRequest(entropy=work.entropy)
 
     def update():
         engine.train(batches, _loss, asked)
         engine.step(1e-4, 1.0)
 
-    verbs = {"infer": lambda: engine.score(batches, Asked()), "update": update}
+    verbs = {"infer": lambda: engine.score(batches, ForwardRequest()), "update": update}
     for act in verbs.values():
         act()  # what a first call makes and keeps
     found = {}

@@ -12,10 +12,10 @@ from msrl_graph import algorithms
 from msrl_graph.backends import ENGINES
 from msrl_graph.checks import check
 from msrl_graph.compiler.pipeline import translate
-from msrl_graph.compiler.sources import Source
+from msrl_graph.compiler.sources import ProgramSource
 from msrl_graph.diagnostics import Diagnostic, Fault, Span
 from msrl_graph.dsl import ast
-from msrl_graph.dsl.lower import Context, Lowered, Refused, lower
+from msrl_graph.dsl.lower import LoweredProgram, LoweringContext, LoweringFault, lower
 from msrl_graph.dsl.parse import parse
 from msrl_graph.model import models
 from msrl_graph.runtime.driver import supervisor
@@ -29,7 +29,7 @@ def context(
     deploy: str | None = None,
     model: str | None = None,
     sets: Mapping[str, str] | None = None,
-) -> Context:
+) -> LoweringContext:
     def load(target: str, is_file: bool, span: Span) -> ast.File:
         path = folder / target if is_file else algorithms.FOLDER / f"{target}.rlg"
         try:
@@ -37,18 +37,18 @@ def context(
         except (OSError, ValueError):
             raise Fault(Diagnostic("missing-file", f"nothing to import is called `{target}`", span)) from None
 
-    return Context(load, algorithms.library(), ENGINES, models.load, folder, deploy, model, sets or {})
+    return LoweringContext(load, algorithms.library(), ENGINES, models.load, folder, deploy, model, sets or {})
 
 
-def lowered(text: str, within: Context | None = None, name: str = "program.rlg") -> Lowered:
+def lowered(text: str, within: LoweringContext | None = None, name: str = "program.rlg") -> LoweredProgram:
     return lower(parse(text, name), within or context())
 
 
-def diagnose(text: str, within: Context | None = None, name: str = "program.rlg") -> list[Diagnostic]:
+def diagnose(text: str, within: LoweringContext | None = None, name: str = "program.rlg") -> list[Diagnostic]:
     """All that the front half tells of a program."""
     try:
         result = lowered(text, within, name)
-    except Refused as fault:
+    except LoweringFault as fault:
         more = check(fault.graph, fault.library, fault.diagnostics, dropped=fault.dropped) if fault.graph else []
         return [*fault.diagnostics, *more]
     except Fault as fault:
@@ -70,7 +70,7 @@ def told(text: str, folder: Path) -> list[Diagnostic]:
     deploy, model, sets = head(text)
     with contextlib.chdir(folder):
         try:
-            done = translate(Source("program.rlg", text, Path()), deploy=deploy, model=model, sets=sets)
+            done = translate(ProgramSource("program.rlg", text, Path()), deploy=deploy, model=model, sets=sets)
             runs = "\n# run\n" in f"\n{text}" and done.plan is not None
             return [*done.warnings, *(supervisor.prepare(done.plan).warnings if runs else ())]
         except Fault as fault:

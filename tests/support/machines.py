@@ -9,8 +9,8 @@ from fnmatch import fnmatch
 
 from msrl_graph.runtime.doctor import ascend, cuda
 from msrl_graph.runtime.doctor.examine import question
-from msrl_graph.runtime.doctor.findings import Host
-from msrl_graph.runtime.doctor.machine import ABSENT, PYTHON, Machine, Said, look
+from msrl_graph.runtime.doctor.findings import ExaminedHost
+from msrl_graph.runtime.doctor.machine import ABSENT, PYTHON, CommandOutput, Machine, look
 
 GIB, KIB = 1 << 30, 1 << 10
 CANN = "/usr/local/Ascend/cann-9.1.0"
@@ -74,10 +74,12 @@ class Fake(Machine):
     def run(self, words, folders, seconds):
         assert seconds > 0
         said = self.said.get(" ".join(PYTHON if word == sys.executable else word for word in words), (ABSENT, ""))
-        return Said(status=0, text=said) if isinstance(said, str) else Said(status=said[0], text=said[1])
+        return (
+            CommandOutput(status=0, text=said) if isinstance(said, str) else CommandOutput(status=said[0], text=said[1])
+        )
 
     def host(self, plan=None, address="", resources=None, **more):
-        return Host(look(self, question(plan)), address, resources, **more)
+        return ExaminedHost(look(self, question(plan)), address, resources, **more)
 
 
 def meminfo(free=1200 * GIB, total=1500 * GIB):

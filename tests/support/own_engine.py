@@ -15,7 +15,7 @@ from torch import distributed as dist
 from msrl_graph import backends
 from msrl_graph.backends import hf_modules
 from msrl_graph.backends.spec import EngineSpec, Outputs, Response, Shard
-from msrl_graph.ir.attributes import Generate, Update
+from msrl_graph.ir.attributes import GenerateAttributes, UpdateAttributes
 from msrl_graph.sharding.layout import shard
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -50,7 +50,7 @@ def shards(spec, weights, placement, devices):
 class Likeliest:
     def __init__(self, weights, placement, devices):
         self.held, self.fills = shards(GENERATOR, weights, placement, devices), 0
-        self.said = Generate.of(weights.node)
+        self.said = GenerateAttributes.of(weights.node)
 
     def allocate(self):
         return self.held
@@ -91,7 +91,7 @@ class Pairs:
         return [m for m in made if m is not None]
 
     def train(self, micro_batches: Sequence, loss, asked):
-        self.told.append(Update.of(asked.node))
+        self.told.append(UpdateAttributes.of(asked.node))
         passed = [self._forward(packed, asked) for packed in micro_batches]
         for i, (hidden, made) in reversed([*enumerate(passed)]):
             if self.last:
@@ -124,7 +124,7 @@ class Pairs:
         return hidden, Outputs(logp=logp, entropy=entropy if asked.entropy else entropy.detach())
 
     def step(self, lr, clip_grad, sound=True, optimizer=None, node=None):
-        self.told.append(Update.of(node))
+        self.told.append(UpdateAttributes.of(node))
         total = torch.tensor(0.0 if sound else torch.nan)
         for weight in self.weights.values():
             total += 0.0 if weight.grad is None else weight.grad.square().sum()

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from msrl_graph.backends import ENGINES
-from msrl_graph.hardware.cluster import DEVICES, Cluster, Figure
+from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.options import Run
-from msrl_graph.ir.plan import Data, Deploy, EngineChoice, Plan
+from msrl_graph.ir.plan import DataSource, Deployment, EngineChoice, Plan
 from msrl_graph.model.models import load
 from msrl_graph.passes.order import passes
-from msrl_graph.planner.place import Place
+from msrl_graph.planner.place import PlaceNodes
 from msrl_graph.sharding.layout import Layout
 
 
@@ -94,18 +94,18 @@ def graph(prompts: int = 256, group: int = 16, prompt_len: int = 2048, response_
     )
 
 
-CLUSTER = Cluster("pod", DEVICES["ascend-910c"], 2, 8, Figure(300e6, "stated", "the file"))
-DEPLOY = Deploy(
+CLUSTER = ClusterSpec("pod", DEVICES["ascend-910c"], 2, 8, Figure(300e6, "stated", "the file"))
+DEPLOY = Deployment(
     name="grpo",
     models={"policy": load("qwen2.5-32b", Path())},
-    data={"source": Data("source", "deepscaler.jsonl", {"prompt": "problem", "answer": "answer"})},
+    data={"source": DataSource("source", "deepscaler.jsonl", {"prompt": "problem", "answer": "answer"})},
     layouts={"actor.update": Layout(tp=8, dp=2), "actor.generate": Layout(tp=4, dp=4)},
     engines={},
     run=Run(1000, 0),
 )
 # Stated, where a test counts by hand what these engines do.
 LIGHT = {"actor.generate": EngineChoice("hf"), "actor.update": EngineChoice("fsdp")}
-PASSES = passes(Place(ENGINES), ENGINES)
+PASSES = passes(PlaceNodes(ENGINES), ENGINES)
 
 
 def start(**deploy: object) -> Plan:

@@ -7,7 +7,7 @@ import torch
 
 from msrl_graph import compile
 from msrl_graph.backends import hf_modules
-from msrl_graph.runtime.data.columns import Column, Piece, joined, ragged
+from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, joined, ragged
 from msrl_graph.runtime.dock.messages import Batch, Share
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
@@ -63,7 +63,7 @@ class Stage(Rank):
         rows = np.arange(size) if rows is None else rows
         elements = {c: len(column.values) for c, column in columns.items()}
         batch = Batch(share(rows, size, size, elements), rows, columns)
-        written: dict[str, list[Piece]] = {}
+        written: dict[str, list[ColumnRows]] = {}
         for part in self.compute(node, Task(task, 3, 4, {"actor.generate": 2}), batch, self.told):
             for c, made in part.items():
                 written.setdefault(c, []).append(made)
@@ -78,7 +78,7 @@ class Stage(Rank):
             **self.act("actor.generate", {"prompt": prompts}),
         }
         advantage = np.where(np.arange(8) % 2, -1.0, 1.0).repeat(columns["response"].lengths).astype(np.float32)
-        return columns | {"advantage": Column(advantage, columns["response"].offsets)}
+        return columns | {"advantage": ColumnData(advantage, columns["response"].offsets)}
 
     def whole(self):
         """Update weights and Adam's state, copied."""

@@ -30,7 +30,7 @@ class Standing(Npu):
 
         with self.operators.there(), pytest.MonkeyPatch.context() as patch:
             patch.setitem(DEVICE_KINDS, HOST.name, kind)
-            patch.setattr(devices.Device, "_module", self)
-            patch.setattr(devices.Device, "place", torch.device(HOST.torch))
+            patch.setattr(devices.TorchDevice, "_module", self)
+            patch.setattr(devices.TorchDevice, "place", torch.device(HOST.torch))
             patch.setattr(torch, "empty_like", unpinned)
             yield

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from stage import EXAMPLE, PROMPTS, Stage
 
 from msrl_graph import algorithms, compile
-from msrl_graph.runtime.data.columns import Column, ragged
+from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.sharding.layout import slices
 
 ROLLOUT = """
@@ -125,18 +125,18 @@ def rollout(stage):
     prompts = ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2))
     draw = np.random.default_rng(0)
     response = ragged([draw.integers(3, 13, n) for n in (3, 5, 1, 4, 2, 5, 3, 2)], np.int32)
-    mask = Column(draw.random(len(response.values)) < 0.7, response.offsets)
+    mask = ColumnData(draw.random(len(response.values)) < 0.7, response.offsets)
     mask.values[:3] = False  # of the first row nothing is left
     columns = {
         "prompt": prompts,
         "response": response,
         "mask": mask,
-        "response.logp": Column(np.zeros(25, np.float32), response.offsets),
+        "response.logp": ColumnData(np.zeros(25, np.float32), response.offsets),
     }
     for name in ("teacher.infer", "critic.infer", "judge.infer"):
         columns |= stage.act(name, columns)
     old = stage.act("actor.infer", columns)["old_logp"]
-    columns["old_logp"] = Column(old.values + draw.normal(size=25).astype(np.float32) * 0.2, old.offsets)
+    columns["old_logp"] = ColumnData(old.values + draw.normal(size=25).astype(np.float32) * 0.2, old.offsets)
     rows = {c: [columns[c][i] for i in range(8)] for c in ("response", "score", "value")}
     for name, found in zip(("advantage", "returns"), algorithms.load("function", "gae")(*rows.values()), strict=True):
         columns[name] = ragged(found, np.float32)

@@ -6,7 +6,7 @@ Invariant: a row is a key: ("p", 3) a prompt, ("g", the key of its prompt, 1) a 
 
 import zlib
 
-from msrl_graph.ir.attributes import Call, Generate
+from msrl_graph.ir.attributes import CallAttributes, GenerateAttributes
 from msrl_graph.ir.rowsets import chain, common, rowsets
 
 
@@ -23,12 +23,12 @@ class Truth:
         said = self.graph.node(node)
         if said.cuts:
             return int(self.up(key, self.rows.sieves[node].rows, 0)[1] in self.taken)
-        if Generate.of(said).on_failure == "drop_group":
+        if GenerateAttributes.of(said).on_failure == "drop_group":
             key = key[1]
         elif said.verb != "generate" and said.stated("on_failure") is not None:  # what a call was for goes as one
             key = "all" if said.per == "batch" else self.up(key, self.rows.nodes[node], self.rows.units[node])
         bits = zlib.crc32(repr((self.seed, node, key)).encode()) / 2**32
-        select = Call.of(self.graph.node(node)).select is not None
+        select = CallAttributes.of(self.graph.node(node)).select is not None
         return int(bits < self.kindness) * (1 + (select and int(bits * 1000) % 3))
 
     def key(self, numbers, row, of):

@@ -19,15 +19,15 @@ from torch import distributed as dist
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
 from msrl_graph.cost import holdings
-from msrl_graph.ir.attributes import Update
+from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.plan import from_json
 from msrl_graph.model import models
-from msrl_graph.runtime.data.columns import Column, offsets_of, ragged
+from msrl_graph.runtime.data.columns import ColumnData, offsets_of, ragged
 from msrl_graph.runtime.dock.client import Client
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.process.task import Task
-from msrl_graph.runtime.rank.rank import Doing, Rank
+from msrl_graph.runtime.rank.rank import InstructionRunner, Rank
 from msrl_graph.runtime.rank.training import Training
 from msrl_graph.sharding.layout import full
 
@@ -114,7 +114,7 @@ class Case:
         return compile(folder / "walk.rlg", text=text, sets={"prompts": str(prompts), "group": str(group)})
 
 
-class Sharing(Doing):
+class Sharing(InstructionRunner):
     """What ranks write, all of them have."""
 
     def run(self, pool, node):
@@ -175,7 +175,7 @@ class Walk(Rank):
         """This group's rows of what a node reads; of an update, mini-batch by mini-batch."""
         layout, graph = self.plan.placement(node.name).layout, self.plan.graph
         every = np.arange(graph.rows[graph.level(node)])
-        size = Update.of(node).step_rows(len(every))
+        size = UpdateAttributes.of(node).step_rows(len(every))
         for start in range(0, len(every), size):
             rows = np.array_split(every[start : start + size], layout.dp)[layout.coordinates(self.local).dp]
             known = [c for c in self.columns if c in (*node.reads, "response.logp")]
@@ -192,7 +192,7 @@ class Walk(Rank):
         bound, longest = graph.bound("prompt"), graph.bound("response")
         self.columns = {"prompt": ragged([draw.integers(0, size, bound) for _ in range(prompts)], np.int32)}
         offsets = offsets_of(np.full(responses, longest))
-        self.columns["advantage"] = Column(draw.normal(size=responses * longest).astype(np.float32), offsets)
+        self.columns["advantage"] = ColumnData(draw.normal(size=responses * longest).astype(np.float32), offsets)
         return self.run(Task("train", number, prompts), measure)
 
 

@@ -12,10 +12,10 @@ import torch
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.megatron import engine as megatron
-from msrl_graph.backends.spec import Asked, Calls, Sampling, collected
+from msrl_graph.backends.spec import ForwardRequest, OperatorCalls, Sampling, collected
 from msrl_graph.backends.vllm import engine as vllm
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.ir.workload import Work
+from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.calibrate.probes import operators
 from msrl_graph.runtime.data.columns import ragged
@@ -44,12 +44,12 @@ def test_megatron_calls_as_many_operators_as_its_spec_says(alone):
     packed = pack([prompt], [response], np.arange(4))
 
     def update():
-        engines.train(engine, packed, lambda made: made.logp.sum(), Asked())
+        engines.train(engine, packed, lambda made: made.logp.sum(), ForwardRequest())
 
     update()
     engine.step(1e-6, 1.0)  # the first one makes the optimizer's state
     actions = {
-        "infer": lambda: engine.score([packed], Asked()),
+        "infer": lambda: engine.score([packed], ForwardRequest()),
         "update": update,
         "step": lambda: engine.step(1e-6, 1.0),
     }
@@ -63,7 +63,7 @@ def test_vllm_calls_as_many_operators_as_its_spec_says(alone, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": None}))
     model = models.load(str(folder), Path("/"), None, NOWHERE)
-    work = Work(model, engines.ALONE, model.dtype, rows=4, prompts=4, prompt=6, response=8, samples=1, on_host=True)
+    work = Workload(model, engines.ALONE, model.dtype, rows=4, prompts=4, prompt=6, response=8, samples=1, on_host=True)
     engine = engines.built("vllm", model, engines.ALONE, 0, engines.mesh(engines.ALONE), work=work)
     for piece in engine.allocate():
         torch.nn.init.normal_(piece.tensor, std=0.02)
@@ -73,6 +73,6 @@ def test_vllm_calls_as_many_operators_as_its_spec_says(alone, tmp_path):
     def generate(tokens):
         return operators(lambda: collected(engine.generate(prompts, np.arange(4), Sampling(1, tokens, 1.0, 1.0, 0))))
 
-    one, five, python = generate(1), generate(5), Calls(vllm.KERNELS, 0)
+    one, five, python = generate(1), generate(5), OperatorCalls(vllm.KERNELS, 0)
     assert one == pytest.approx(counted("vllm", "prefill", model.layers, python), rel=0.1)
     assert (five - one) / 4 == pytest.approx(counted("vllm", "decode", model.layers, python), rel=0.1)

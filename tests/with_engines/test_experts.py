@@ -8,16 +8,16 @@ import ranks
 from mixture import mixture
 
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.expert_placement import Spread
+from msrl_graph.backends.expert_placement import ExpertPlacement
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.ir.workload import Work
+from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.sharding.layout import Layout, Side, elements, shard
 
 
 def planned(engine, layout, model, rank):
     """Elements of experts that the plan gives a rank."""
-    spread: Spread = ENGINES[engine].spread
+    spread: ExpertPlacement = ENGINES[engine].spread
     layout = spread.settled(layout, model)
     assert spread.has(layout)
     return sum(elements(shard(t, Side(layout), rank)) for t in model.tensors if t.experts)
@@ -25,14 +25,14 @@ def planned(engine, layout, model, rank):
 
 def _vllm(rank, _, layout, model):
     """vLLM as the engine makes it."""
-    from msrl_graph.backends.devices import Device, Devices
+    from msrl_graph.backends.devices import Devices, TorchDevice
     from msrl_graph.backends.vllm import core as vllm_core
 
-    work = Work(model, layout, model.dtype, rows=2, prompts=2, prompt=8, response=8, samples=2, on_host=True)
-    devices = Devices(Device(), rank, engines.mesh(layout))
+    work = Workload(model, layout, model.dtype, rows=2, prompts=2, prompt=8, response=8, samples=2, on_host=True)
+    devices = Devices(TorchDevice(), rank, engines.mesh(layout))
     replica = vllm_core.Replica(devices)
     with replica.as_world():
-        core = vllm_core.core(model, work, devices, replica.group, vllm_core.Drawing())
+        core = vllm_core.core(model, work, devices, replica.group, vllm_core.TokenSampler())
         runner = core.model_executor.driver_worker.worker.model_runner
     named = dict(runner.model.named_parameters())
     held = {n: p for n, p in named.items() if n.endswith(("w13_weight", "w2_weight"))}

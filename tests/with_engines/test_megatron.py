@@ -13,7 +13,7 @@ from place import THRICE, TRAINED, assert_alike
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import sgd
-from msrl_graph.backends.spec import Asked
+from msrl_graph.backends.spec import ForwardRequest
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
@@ -66,11 +66,11 @@ def loss(made, _):
 
 def trained(engine, batches, scores):
     """What three steps tell: log-probabilities before, norms, and the weights by tensor."""
-    asked = Asked(0.8, entropy=not scores, best=0 if scores else 3)
+    asked = ForwardRequest(0.8, entropy=not scores, best=0 if scores else 3)
     told = [[None if x is None else x.clone() for x in out] for out in engine.score(batches, asked)]
     norms = []
     for _ in range(3):
-        engine.train(batches, loss, Asked(0.8, entropy=not scores))
+        engine.train(batches, loss, ForwardRequest(0.8, entropy=not scores))
         norms.append(engine.step(0.3, 1.0))
     return told, norms, {s.name: (s.box, s.tensor.clone()) for s in engine.shards()}
 

@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from msrl_graph.backends.vllm import engine as vllm
 from msrl_graph.backends.vllm.core import GRAPHS, ON_HOST
-from msrl_graph.backends.vllm.memory import Asleep
+from msrl_graph.backends.vllm.memory import SleepingMemory
 from msrl_graph.hardware.device_kinds import HOST
 
 GENERATES = ("engine actor.generate = hf", "engine actor.generate = vllm")
@@ -38,7 +38,7 @@ def workers(monkeypatch):
     def sleeping(worker):
         made.append(Worker(worker.model_runner))
         own.append(made[-1])
-        return Asleep(made[-1])
+        return SleepingMemory(made[-1])
 
     def building(stage):
         # Another rank, which has a process of its own, and none of what vLLM keeps in one.
@@ -54,7 +54,7 @@ def workers(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(operators, "_supports_onednn", False)  # it would pack what is written later
     monkeypatch.setattr(arg_utils, "EngineArgs", arguments)
-    monkeypatch.setattr(vllm, "Asleep", sleeping)
+    monkeypatch.setattr(vllm, "SleepingMemory", sleeping)
     monkeypatch.setattr(dist, "new_group", beside)
     monkeypatch.setattr(Stage, "build", building)
     return made, asked

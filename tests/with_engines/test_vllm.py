@@ -20,7 +20,7 @@ from msrl_graph.backends.spec import Sampling, collected
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read
 from msrl_graph.diagnostics import NOWHERE
-from msrl_graph.ir.workload import Work
+from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.driver import supervisor
 from msrl_graph.sharding.layout import Layout
@@ -37,7 +37,9 @@ def model(dtype=None):
 
 def vllm(layout=engines.ALONE, rank=0, rows=2, samples=4, of=None):
     of = of or model()
-    work = Work(of, layout, of.dtype, rows=rows, prompts=rows, prompt=26, response=20, samples=samples, on_host=True)
+    work = Workload(
+        of, layout, of.dtype, rows=rows, prompts=rows, prompt=26, response=20, samples=samples, on_host=True
+    )
     return engines.built("vllm", of, layout, rank, engines.mesh(layout), work=work)
 
 

@@ -39,7 +39,7 @@ class Network(Protocol):
         """A token for each row, and its log-probability."""
 
 
-class Batch:
+class SequenceBatch:
     """The responses to some prompts: `keys` has one for each, equally many to each prompt, and `begun` says how many of
     its tokens are in the prompt already. At most `slots` rows are under way at once, at least those of one prompt.
     `stops` looks for the strings that end a response."""

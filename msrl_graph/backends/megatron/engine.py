@@ -16,15 +16,15 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ...ir.optimizer_spec import Optimizer
+from ...ir.optimizer_spec import OptimizerSpec
 from ...model.architecture import copied
 from ...sharding.layout import shard
 from .. import expert_placement, hf_modules, prefix_tree, vocab_parallel
 from ..activations import Activations
-from ..context_parallel import Context
+from ..context_parallel import ContextGroup
 from ..optimizer.gradients import Gradients, add_up
 from ..optimizer.steps import Steps, calls
-from ..spec import Act, Asked, Calls, EngineSpec, Loss, MicroBatch, Outputs, Shard, Weights, offloads
+from ..spec import Act, EngineSpec, ForwardRequest, Loss, MicroBatch, OperatorCalls, Outputs, Shard, Weights, offloads
 from . import chunk, cpu, latent_attention, peaks
 
 if TYPE_CHECKING:
@@ -40,24 +40,26 @@ if TYPE_CHECKING:
 # What a pass takes of Python beside its operators, in operators that take as long: of forward passes alone Megatron's
 # modules and schedule, of an update those of both its passes. By processor time of models of 2 and 6 layers on two
 # tokens, an operator being that of probes.launch.
-PYTHON = {"infer": Calls(21, 90), "update": Calls(37, 176), "step": Calls(0, 0)}
+PYTHON = {"infer": OperatorCalls(21, 90), "update": OperatorCalls(37, 176), "step": OperatorCalls(0, 0)}
 
 
-def _calls(act: Act, layout: Layout) -> Calls:
+def _calls(act: Act, layout: Layout) -> OperatorCalls:
     """Counted by torch's profiler on Qwen2 models of 2 and 6 layers, and what Python takes beside."""
     if act == "step":
         return calls(layout)
-    found, python = (Calls(198, 151), PYTHON["update"]) if act == "update" else (Calls(78, 96), PYTHON["infer"])
+    found, python = (
+        (OperatorCalls(198, 151), PYTHON["update"]) if act == "update" else (OperatorCalls(78, 96), PYTHON["infer"])
+    )
     if layout.tp > 1:  # sequence parallelism, and the vocabulary's parts
-        found = Calls(268, 183) if act == "update" else Calls(102, 114)
-    return Calls(found.layer + python.layer, found.rest + python.rest)
+        found = OperatorCalls(268, 183) if act == "update" else OperatorCalls(102, 114)
+    return OperatorCalls(found.layer + python.layer, found.rest + python.rest)
 
 
 SPEC = EngineSpec(
     name="megatron",
     verbs=("infer", "update"),
     axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
-    build="msrl_graph.backends.megatron.engine:Engine",
+    build="msrl_graph.backends.megatron.engine:MegatronEngine",
     options=("micro_batch", "recompute", "dtype", "offload", "activations"),
     zero=(0, 1),
     spread=expert_placement.MEGATRON,
@@ -75,7 +77,7 @@ SPEC = EngineSpec(
 )
 
 
-class Engine:
+class MegatronEngine:
     """A model on this rank: one chunk of its layers, or with interleaved stages several."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
@@ -83,7 +85,7 @@ class Engine:
 
         self.model, self.layout, self.devices = weights.model, placement.layout, devices
         model, layout, self.place = self.model, self.layout, devices.device.place
-        self.context = Context.of(layout, devices)
+        self.context = ContextGroup.of(layout, devices)
         at = layout.coordinates(devices.rank)
         self.first, self.last = at.pp == 0, at.pp == layout.pp - 1
         stretches = [range(*s) for s in layout.stage_layers(at.pp, model.layers)]
@@ -145,16 +147,16 @@ class Engine:
     def shards(self) -> list[Shard]:
         return self._shards
 
-    def score(self, micro_batches: Sequence[MicroBatch], asked: Asked) -> list[Outputs]:
+    def score(self, micro_batches: Sequence[MicroBatch], asked: ForwardRequest) -> list[Outputs]:
         import torch
 
         with torch.no_grad():
             return self._run(micro_batches, asked, None)
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: Asked) -> None:
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: ForwardRequest) -> None:
         self._run(micro_batches, asked, loss)
 
-    def _run(self, micro_batches: Sequence[MicroBatch], asked: Asked, loss: Loss | None) -> list[Outputs]:
+    def _run(self, micro_batches: Sequence[MicroBatch], asked: ForwardRequest, loss: Loss | None) -> list[Outputs]:
         """Passes all micro-batches through, by Megatron's schedule."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -196,7 +198,7 @@ class Engine:
             chunk.forget(self.chunks)
         return found if loss is None and self.last else []
 
-    def _outputs(self, module: Any, hidden: torch.Tensor, micro_batch: MicroBatch, asked: Asked) -> Outputs:
+    def _outputs(self, module: Any, hidden: torch.Tensor, micro_batch: MicroBatch, asked: ForwardRequest) -> Outputs:
         import torch
 
         if self.model.scores:
@@ -213,7 +215,7 @@ class Engine:
         lr: float,
         clip_grad: float,
         sound: bool = True,
-        optimizer: Optimizer | None = None,
+        optimizer: OptimizerSpec | None = None,
         node: Node | None = None,
     ) -> float:
         assert self._optimizer is not None and self._rules is not None

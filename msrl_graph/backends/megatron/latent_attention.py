@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...model.architecture import Experts, Latent, Model
+from ...model.architecture import ExpertSizes, Latent, Model
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ def sizes(latent: Latent) -> dict[str, Any]:
     }
 
 
-def router(experts: Experts, stated: Any) -> dict[str, Any]:
+def router(experts: ExpertSizes, stated: Any) -> dict[str, Any]:
     """What Megatron's config says of a router by sigmoids, as `stated`, transformers' config, has it. Raises
     ValueError: Megatron has no such one."""
     if not stated.norm_topk_prob or experts.active == 1:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from ...ir.workload import Work, in_flight
+from ...ir.workload import Workload, in_flight
 from ...model.architecture import copied
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
 from ..sizes import CHUNK, GRADIENT, Sizes, around, step
@@ -23,7 +23,7 @@ from ..spec import Moments
 PADDED = 128
 
 
-def moments(verb: str, work: Work) -> Moments:
+def moments(verb: str, work: Workload) -> Moments:
     """The moments of an infer or an update, stage by stage; of stages with equally many layers the first, which has
     most micro-batches under way."""
     found: Moments = {}
@@ -50,7 +50,7 @@ def _sum(s: _Stage) -> Moments:
     return {"the sum of copies' gradients": {"gradients": s.gradients, "workspace": GRADIENT * bucket}}
 
 
-def stored(work: Work) -> int:
+def stored(work: Workload) -> int:
     """Bytes that the layers of the fullest stage keep between forward and backward, of all micro-batches under way."""
     stages = [_Stage(work, stage) for stage in range(work.layout.pp)]
     return max(round(s.stored * s.flying) for s in stages)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...ir.optimizer_spec import Rule
 from ...sharding.layout import Box, slices
 from ..spec import Shard
-from .shards import Part
+from .shards import OptimizerSlice
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ITERATIONS = 5  # of Newton and Schulz
 
 
-class Matrices(Part):
+class Matrices(OptimizerSlice):
     """Matrices that step by Muon: the momentum of each element is this rank's own, what is made orthogonal is the whole
     matrix, the same on all ranks that have a part of it. Of experts each is a matrix, on the ranks that hold it."""
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...ir.optimizer_spec import Rule
 from ...sharding.layout import Layout
 from ..devices import release, take
-from ..host_offload import Away
+from ..host_offload import HostOffload
 from ..sizes import CHUNK
 from ..spec import Shard
 
@@ -27,7 +27,7 @@ MomentTensors = dict[str, dict[str, "torch.Tensor"]]  # by kind and tensor
 
 
 @dataclass(frozen=True)
-class Copies:
+class ReplicaGroup:
     """The ranks that hold the same boxes of some tensors, each with its own part of their gradient: so many, of which
     this one is the `index`-th."""
 
@@ -36,19 +36,19 @@ class Copies:
     group: Any = None
 
 
-def copies(layout: Layout, devices: Devices, divided: bool, experts: bool) -> Copies:
+def copies(layout: Layout, devices: Devices, divided: bool, experts: bool) -> ReplicaGroup:
     """Where weights are `divided` over dp, their gradients come summed over it."""
     if experts:
         number, alike = 1 if divided else layout.edp, "pp ep etp"
     else:
         number, alike = (layout.cp, "pp tp dp") if divided else (layout.cp * layout.dp, "pp tp")
     if number == 1:
-        return Copies()
+        return ReplicaGroup()
     group = devices.among(layout, *alike.split())
-    return Copies(number, group.rank(), group)
+    return ReplicaGroup(number, group.rank(), group)
 
 
-class Part:
+class OptimizerSlice:
     """Tensors, or rows of them, that step by one rule, element by element. Of ZeRO 1 this rank owns a stretch of all of
     them. Between `leave` and `arrive` what it keeps lies in host memory."""
 
@@ -60,7 +60,7 @@ class Part:
         layout: Layout,
         devices: Devices,
         divided: bool,
-        copies: Copies,
+        copies: ReplicaGroup,
     ) -> None:
         import torch
 
@@ -84,7 +84,7 @@ class Part:
         # In float32 the stretch is a copy of the weights: it lives only while a step lasts.
         self.copied = self.flat and all(s.tensor.dtype == torch.float32 for s in shards)
         self.state = self._prepare(rule)
-        self.away: Away | None = None
+        self.away: HostOffload | None = None
         if self.copied:
             release(self.masters[0])
 
@@ -124,7 +124,7 @@ class Part:
     def leave(self) -> None:
         kept = self._kept()
         if self.away is None or [*map(id, self.away.tensors)] != [*map(id, kept)]:  # some come with the first step
-            self.away = Away(self.devices.device, kept)
+            self.away = HostOffload(self.devices.device, kept)
         self.away.store()
         self.away.leave()
 

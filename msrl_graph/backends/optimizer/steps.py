@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...ir.optimizer_spec import PARTS, Optimizer, Rule
+from ...ir.optimizer_spec import PARTS, OptimizerSpec, Rule
 from ...sharding.layout import Layout, Side, box_at, elements, stages
 from ..sizes import CHUNK
-from ..spec import Calls, Shard
+from ..spec import OperatorCalls, Shard
 from .gradients import add_up
 from .muon import Matrices
-from .shards import MomentTensors, Part, copies
+from .shards import MomentTensors, OptimizerSlice, copies
 
 if TYPE_CHECKING:
     import torch
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from ..devices import Devices
 
 
-def calls(layout: Layout) -> Calls:
+def calls(layout: Layout) -> OperatorCalls:
     """Of a step, by ranks that have copies of a weight: counted by torch's profiler on Qwen2 models (12 tensors a
     layer; a step goes by tensors)."""
     if layout.dp * layout.cp == 1:
-        return Calls(108, 35)
-    return (Calls(150, 49), Calls(230, 73), Calls(122, 43), Calls(122, 43))[layout.zero]
+        return OperatorCalls(108, 35)
+    return (OperatorCalls(150, 49), OperatorCalls(230, 73), OperatorCalls(122, 43), OperatorCalls(122, 43))[layout.zero]
 
 
-class Piece(NamedTuple):
+class ShardRows(NamedTuple):
     """Some rows of the `number`-th shard, or all of it."""
 
     number: int
@@ -59,7 +59,7 @@ class Steps:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: OptimizerSpec,
         tensors: Sequence[Tensor],
         shards: Sequence[Shard],
         layout: Layout,
@@ -72,15 +72,15 @@ class Steps:
         self.tensors, self.layout, self.devices, self.divided = tensors, layout, devices, divided
         self.shards = shards
         self.copies = {e: copies(layout, devices, divided, e) for e in sorted({t.experts for t in tensors})}
-        self.parts: list[Part] = []
-        self.at: list[list[Piece]] = []  # what each has
+        self.parts: list[OptimizerSlice] = []
+        self.at: list[list[ShardRows]] = []  # what each has
         self.offload, self.mastered = offload, any(s.tensor.dtype != torch.float32 for s in shards)
         kept = sum(self._size(i) * optimizer.of(t).beside(self.mastered) for i, t in enumerate(tensors))
         for rule in optimizer.rules:
             for experts, held_by in self.copies.items():
                 at = [i for i, t in enumerate(tensors) if optimizer.of(t) is rule and t.experts is experts]
                 for pieces in self._parted(rule, at, kept / PARTS if offload else 0):
-                    made, held = Matrices if rule.whole else Part, [p.shard(shards) for p in pieces]
+                    made, held = Matrices if rule.whole else OptimizerSlice, [p.shard(shards) for p in pieces]
                     part = made(rule, [tensors[p.number] for p in pieces], held, layout, devices, divided, held_by)
                     if offload:
                         part.leave()
@@ -94,7 +94,7 @@ class Steps:
         here = self.layout.coordinates(self.devices.rank).pp in stages(self.tensors[i], self.layout)
         return elements(box_at(self.tensors[i], Side(self.layout, self.divided), (0, 0, 0))) * here
 
-    def _parted(self, rule: Rule, at: Sequence[int], most: float) -> Iterator[list[Piece]]:
+    def _parted(self, rule: Rule, at: Sequence[int], most: float) -> Iterator[list[ShardRows]]:
         """Some tensors that step by a rule, in parts that keep `most` bytes each: cut between rows, but for whole
         matrices, of which all ranks make the same parts. Without `most`, in one."""
         each = rule.beside(self.mastered)
@@ -102,7 +102,7 @@ class Steps:
             if at:  # of a mixture no expert may step by a rule, as by Muon's for all that is no matrix
                 yield [piece for i in at for piece in self._apart(rule, i)]
             return
-        pieces: list[Piece] = []
+        pieces: list[ShardRows] = []
         room = size = int(most / each)
         for i in at:
             shape, start = self.shards[i].tensor.shape, 0
@@ -112,7 +112,7 @@ class Steps:
                     yield pieces
                     pieces, room = [], size
                 count = 1 if self._strided(rule, i) else min(rows - start, max(1, room // row))
-                pieces.append(Piece(i, slice(None) if count == rows else slice(start, start + count)))
+                pieces.append(ShardRows(i, slice(None) if count == rows else slice(start, start + count)))
                 room, start = room - count * row, start + count
         if pieces:
             yield pieces
@@ -126,11 +126,15 @@ class Steps:
         tensor = self.shards[i].tensor
         return not rule.whole and tensor.dtype == torch.float32 and not tensor.is_contiguous()
 
-    def _apart(self, rule: Rule, i: int) -> list[Piece]:
+    def _apart(self, rule: Rule, i: int) -> list[ShardRows]:
         rows = len(self.shards[i].tensor)
-        return [Piece(i, slice(e, e + 1)) for e in range(rows)] if self._strided(rule, i) else [Piece(i, slice(None))]
+        return (
+            [ShardRows(i, slice(e, e + 1)) for e in range(rows)]
+            if self._strided(rule, i)
+            else [ShardRows(i, slice(None))]
+        )
 
-    def _here(self) -> Iterator[Part]:
+    def _here(self) -> Iterator[OptimizerSlice]:
         """Each part in turn, with all that it keeps on the device."""
         for part, following in zip(self.parts, [*self.parts[1:], None], strict=True):
             if self.offload and part is self.parts[0]:
@@ -143,7 +147,7 @@ class Steps:
                 part.leave()
 
     def step(
-        self, gradients: list[torch.Tensor], lr: float, clip_grad: float, sound: bool, optimizer: Optimizer
+        self, gradients: list[torch.Tensor], lr: float, clip_grad: float, sound: bool, optimizer: OptimizerSpec
     ) -> float:
         """As of Trainer; a gradient lives as long as it is in the list, which is emptied."""
         for experts, held_by in self.copies.items():
@@ -157,7 +161,7 @@ class Steps:
         gradients.clear()
         return norm
 
-    def _apply(self, gradients: list[torch.Tensor], scale: float, lr: float, optimizer: Optimizer) -> None:
+    def _apply(self, gradients: list[torch.Tensor], scale: float, lr: float, optimizer: OptimizerSpec) -> None:
         own = [[piece.of(gradients) for piece in pieces] for pieces in self.at]
         gradients.clear()
         stated = dict(zip(self.rules, optimizer.rules, strict=True))

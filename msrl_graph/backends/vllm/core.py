@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ...ir.workload import Work, kv_elements
+from ...ir.workload import Workload, kv_elements
 from ...model.architecture import Model
 from ...model.config import ROUTER, fields
 from ...sharding.layout import Box, elements
@@ -60,37 +60,37 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 _apart = itertools.count(1 << 20, 1 << 20)
 
 
-def block(work: Work) -> int:
+def block(work: Workload) -> int:
     return BLOCK if work.on_host else DEVICE_BLOCK
 
 
-def fed(work: Work) -> int:
+def fed(work: Workload) -> int:
     """Tokens of the prompts of all sequences at once: those that run share whole blocks of a prompt, but for the one
     that its last token is in."""
     shared = max(0, work.prompt - 1) // block(work) * block(work)
     return work.rows * shared + work.rows * work.samples * (work.prompt - shared)
 
 
-def stepped(work: Work) -> int:
+def stepped(work: Workload) -> int:
     """Tokens that a step computes at most."""
     sequences = work.rows * work.samples
     return min(max(STEP, sequences), max(fed(work), sequences))
 
 
-def cached(work: Work) -> tuple[int, int]:
+def cached(work: Workload) -> tuple[int, int]:
     """Sequences at once, and blocks for all of them at their bound; the first block is vLLM's own."""
     sequences = work.rows * work.samples
     return sequences, 1 + sequences * -(-(work.prompt + work.response) // block(work))
 
 
-def cache_elements(work: Work) -> int:
+def cache_elements(work: Workload) -> int:
     """Elements of keys and values that a token leaves on a rank. On a host latents are expanded before they are kept:
     vLLM's kernel for them there takes published models' sizes alone, and shares no beginnings of prompts."""
     model = replace(work.model, latent=None) if work.on_host else work.model
     return kv_elements(model, work.layout)
 
 
-class Drawn:
+class SampledBatch:
     """What a call of `generate` has drawn: [rows, tokens] each, the first `lengths` of which hold; a row gets at most
     `room`. `alike`: by the number of a request, the rows that it computes, whose tokens are the same so far."""
 
@@ -121,11 +121,11 @@ class Drawn:
         return ~np.isin(tokens, self.sampling.ends) & (lengths < self.room[rows])
 
 
-class Drawing:
+class TokenSampler:
     """Draws the tokens in vLLM's place: of a request's logits all but that of one drawn token become -inf, so that
     vLLM, which takes the best, takes it. `group`: the ranks that must agree."""
 
-    call: Drawn
+    call: SampledBatch
 
     def __init__(self) -> None:
         self.group: Any = None
@@ -156,7 +156,7 @@ class Drawing:
         return logits.fill_(-float("inf")).scatter_(-1, taken.to(logits.device)[:, None], 0.0)
 
 
-def _processor(drawing: Drawing) -> type:
+def _processor(drawing: TokenSampler) -> type:
     """The drawing as vLLM's processors of logits are made."""
     from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
@@ -232,7 +232,7 @@ class Replica:
             c10d._world.group_count = count
 
 
-def core(model: Model, work: Work, devices: Devices, group: Any, drawing: Drawing) -> Any:
+def core(model: Model, work: Workload, devices: Devices, group: Any, drawing: TokenSampler) -> Any:
     """vLLM's scheduler and model on this rank."""
     if model.latent:
         _turns(model)

@@ -16,18 +16,18 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from ...hardware.environment_variables import Setting
-from ...ir.workload import Work
+from ...ir.workload import Workload
 from ...sharding.layout import shard
 from .. import expert_placement, hf_modules
 from ..generation.segments import in_stretches
 from ..generation.stops import joined, looks_for
-from ..spec import BYTES, Act, Calls, EngineSpec, Lint, Moments, Response, Sampling, Shard, Situation, Weights
+from ..spec import BYTES, Act, EngineSpec, Lint, Moments, OperatorCalls, Response, Sampling, Shard, Situation, Weights
 from .core import (
     BLOCK,
     DRAWN,
-    Drawing,
-    Drawn,
     Replica,
+    SampledBatch,
+    TokenSampler,
     as_stated,
     block,
     cache_elements,
@@ -37,7 +37,7 @@ from .core import (
     stepped,
     views,
 )
-from .memory import Asleep, Memory, Resized
+from .memory import EngineMemory, ResizedMemory, SleepingMemory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,7 +71,7 @@ def _settings(situation: Situation) -> Iterator[Setting]:
     )
 
 
-def _peaks(verb: str, work: Work) -> Moments:
+def _peaks(verb: str, work: Workload) -> Moments:
     """The cache has whole blocks. vLLM has logits in float32 too; some at a time are drawn from in float64: their
     exponentials, the sums of these, and what is sorted."""
     model, layout = work.model, work.layout
@@ -97,12 +97,12 @@ def _peaks(verb: str, work: Work) -> Moments:
     }
 
 
-def _cache(work: Work) -> dict[str, int]:
+def _cache(work: Workload) -> dict[str, int]:
     _, blocks = cached(work)
     return {"KV cache": blocks * block(work) * cache_elements(work) * BYTES[work.dtype]}
 
 
-def _building(work: Work) -> dict[str, int]:
+def _building(work: Workload) -> dict[str, int]:
     """The whole cache, and room for prompts that come as embeddings."""
     return _cache(work) | {"embedded prompts": stepped(work) * work.model.hidden * BYTES[work.dtype]}
 
@@ -113,16 +113,16 @@ def _building(work: Work) -> dict[str, int]:
 KERNELS, SCHEDULED, BEGUN = 16, 3.3, 13
 
 
-def _calls(act: Act, layout: Layout) -> Calls:
+def _calls(act: Act, layout: Layout) -> OperatorCalls:
     """Counted by torch's profiler on Qwen2 models of 2 and 6 layers; the drawing of a token is part of it."""
-    return Calls(46 + KERNELS, 156 + 17 * (layout.tp > 1), BEGUN if act == "prefill" else SCHEDULED)
+    return OperatorCalls(46 + KERNELS, 156 + 17 * (layout.tp > 1), BEGUN if act == "prefill" else SCHEDULED)
 
 
 SPEC = EngineSpec(
     name="vllm",
     verbs=("generate",),
     axes=("tp", "pp", "dp", "ep", "etp"),
-    build="msrl_graph.backends.vllm.engine:Engine",
+    build="msrl_graph.backends.vllm.engine:VllmEngine",
     options=("micro_batch", "dtype", "memory"),
     vocabulary_multiple=64,
     pads_whole=True,
@@ -147,12 +147,12 @@ SPEC = EngineSpec(
 )
 
 
-class Engine:
+class VllmEngine:
     """A generator on this rank."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         assert weights.work is not None
-        self.model, self.generation = weights.model, Drawing()
+        self.model, self.generation = weights.model, TokenSampler()
         self.replica = Replica(devices)
         with self.replica.as_world():
             group = self.replica.group
@@ -160,7 +160,9 @@ class Engine:
             self.core = core(weights.model, weights.work, devices, group, self.generation)
         worker = self.core.model_executor.driver_worker.worker
         runner, kind = worker.model_runner, devices.device.kind
-        self._memory: Memory = Resized(runner, placement.layout.pp) if kind.is_host else Asleep(worker)
+        self._memory: EngineMemory = (
+            ResizedMemory(runner, placement.layout.pp) if kind.is_host else SleepingMemory(worker)
+        )
         side = SPEC.side(placement.layout)
         boxes = {t.name: shard(t, side, devices.rank) for t in weights.model.tensors}
         named = dict(runner.model.named_parameters())
@@ -219,7 +221,7 @@ class Engine:
 
         self._memory.cache()
         each, room = len(keys) // len(prompts), sampling.max_tokens - begun
-        drawn = self.generation.call = Drawn(keys, begun, room, sampling)
+        drawn = self.generation.call = SampledBatch(keys, begun, room, sampling)
         self._prompts = [prompts[i // each] for i in range(len(keys))]
         self._params: dict[int, SamplingParams] = {}
         self._running: set[str] = set()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Memory(Protocol):
+class EngineMemory(Protocol):
     def weights(self) -> None:
         """Parameters have memory; what is in it means nothing."""
 
@@ -41,7 +41,7 @@ def clear(cache: torch.Tensor) -> None:
     content(cache.untyped_storage()).zero_()
 
 
-class Resized:
+class ResizedMemory:
     """On a host's cores, where vLLM does not sleep."""
 
     def __init__(self, runner: Any, stages: int) -> None:
@@ -75,7 +75,7 @@ class Resized:
         self._open = False
 
 
-class Asleep:
+class SleepingMemory:
     """On devices. `worker` is vLLM's, or of a plug-in of it."""
 
     def __init__(self, worker: Any) -> None:

@@ -21,15 +21,15 @@ from ...ir.attributes import place_of_call
 from ...ir.graph import Node
 from ...ir.plan import Plan, from_json
 from ..process import log, shipped_files
-from ..process.task_report import Lost, RunError
+from ..process.task_report import ProcessLost, RunError
 from .agent_runner import Agents
-from .rank_protocol import Begin, Broken, Drawn, Next, Over, Setup, Wanted
+from .rank_protocol import AgentsBroken, AgentsFinished, BatchStart, SampleReplies, SampleReply, SampleRequest, Setup
 
 ROOT = Path(__file__).parents[3]  # of the package
 FAREWELL = 5.0  # seconds that the process has to end when it is left
 
 
-class Beside:
+class AgentProcess:
     """What a rank knows of the process of a node's agents; it is started here, and is ready when it first answers."""
 
     def __init__(self, plan: Plan, node: Node) -> None:
@@ -47,16 +47,16 @@ class Beside:
         weakref.finalize(self, _leave, self.line, process)
         self.line.send(Setup(plan.to_json(), node.name, shipped_files.folder(), log.file()))
 
-    def begin(self, batch: Begin) -> None:
+    def begin(self, batch: BatchStart) -> None:
         """Starts an agent for each row of a batch."""
         self._asked(batch)
 
-    def next(self, drawn: list[Drawn]) -> list[Wanted] | Over:
+    def next(self, drawn: list[SampleReply]) -> list[SampleRequest] | AgentsFinished:
         """What is to be drawn next, after what was drawn; nothing, where for a while nobody asks."""
-        found: list[Wanted] | Over = self._asked(Next(drawn))
+        found: list[SampleRequest] | AgentsFinished = self._asked(SampleReplies(drawn))
         return found
 
-    def _asked(self, question: Begin | Next) -> Any:
+    def _asked(self, question: BatchStart | SampleReplies) -> Any:
         try:
             self.line.send(question)
             found = self.line.recv()
@@ -64,8 +64,8 @@ class Beside:
             status = self.process.wait()
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
             what = f"`{self.node.name}` ({place_of_call(self.node)}): the process of its agents has ended, with {how}"
-            raise (Lost if status == -signal.SIGKILL else RunError)(what) from None
-        if isinstance(found, Broken):
+            raise (ProcessLost if status == -signal.SIGKILL else RunError)(what) from None
+        if isinstance(found, AgentsBroken):
             raise RunError(found.message)
         return found
 
@@ -102,9 +102,9 @@ def main(descriptor: int) -> None:
         except (EOFError, OSError):
             os._exit(0)  # whatever the user's threads are at
         if agents is None:
-            line.send(Broken(failed))
+            line.send(AgentsBroken(failed))
             continue
-        answer = agents.begin(question) if isinstance(question, Begin) else agents.next(question)
+        answer = agents.begin(question) if isinstance(question, BatchStart) else agents.next(question)
         line.send(asyncio.run_coroutine_threadsafe(answer, loop).result())
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from ...ir.attributes import Generate
+from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import is_tokens, of_response
@@ -30,13 +30,13 @@ from ..data.tokens import Tokens, of_column
 from ..functions.instances import Failure
 from ..functions.own_process import ProcessExit, call_of, guard_exit
 from ..functions.units import options_of
-from ..functions.user_traceback import BadResult, Told
-from ..functions.values import Filled, Returned, brief, imported, seen
+from ..functions.user_traceback import BadResult, ErrorSummary
+from ..functions.values import InjectedArguments, ReturnChecker, brief, imported, seen
 from ..process import shipped_files
-from .conversations import NOTHING, Answer, Conversations, Spoken
-from .rank_protocol import Begin, Next, Over, Wanted
-from .server import LOOPBACK, Endpoint, Row
-from .template import Speech
+from .conversations import NOTHING, AgentResponse, Conversations, DrawnAnswer
+from .rank_protocol import AgentsFinished, BatchStart, SampleReplies, SampleRequest
+from .server import LOOPBACK, Endpoint, OpenRow
+from .template import ChatTemplate
 from .tool_calls import FORMATS, Calls
 
 AT_ONCE = 256  # agents that run side by side: they wait for answers more than they compute
@@ -49,7 +49,7 @@ HEARTBEAT = 10.0  # seconds after which a rank hears that nobody asks: its neigh
 class _Request:
     """One that waits for its tokens, since `since`."""
 
-    wanted: Wanted
+    wanted: SampleRequest
     since: float
     future: asyncio.Future[tuple[Array, Array]]
 
@@ -58,7 +58,7 @@ class Agents:
     """Those of a node. All methods run in one event loop, but for the user's code."""
 
     def __init__(self, plan: Plan, node: Node) -> None:
-        self.plan, self.node, self.said = plan, node, Generate.of(node)
+        self.plan, self.node, self.said = plan, node, GenerateAttributes.of(node)
         call = self.said.agent
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
@@ -68,14 +68,14 @@ class Agents:
         columns = call.columns()
         self.bound = [(p, columns.get(p, p)) for p in self.signature.columns if columns.get(p, p) in node.reads]
         self.options = options_of(call)
-        self.filled = Filled(self.signature, node, plan)
+        self.filled = InjectedArguments(self.signature, node, plan)
         texts = [c for p, c in self.bound if p in self.signature.text and is_tokens(plan.graph, c)]
         self.tokens = {c: of_column(plan, c) for c in texts}
         self.response, as_drawn = numerics.drawn(plan.graph, node)
         own = {self.response, as_drawn, *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
         self.columns = tuple(c for c in node.writes if c not in own)
-        self.returned = Returned(plan, self.columns)
-        self.speech = Speech(Tokens(plan.model(node.name).path), self._calls())
+        self.returned = ReturnChecker(plan, self.columns)
+        self.speech = ChatTemplate(Tokens(plan.model(node.name).path), self._calls())
         self.speech.prepare()
         self.model = plan.graph.worker(node.worker).model
         self.endpoint = Endpoint(self.model, self.speech, self.said.stop, self._draw)
@@ -93,7 +93,7 @@ class Agents:
 
     # Batches
 
-    async def begin(self, batch: Begin) -> None:
+    async def begin(self, batch: BatchStart) -> None:
         """Starts an agent for each row."""
         if not self.endpoint.base_url:
             await self.endpoint.start(address(self.plan.deploy.run.listen or LOOPBACK))
@@ -104,12 +104,12 @@ class Agents:
         self.failed: dict[int, tuple[Failure, dict[str, Any]]] = {}
         self.began = self.took = 0.0  # when the last batch was handed out, and how long it took to draw
         self.changed, self.places = asyncio.Event(), asyncio.Semaphore(AT_ONCE)
-        self.spoken: list[Spoken | None] = [None] * len(batch.rows)
+        self.spoken: list[AgentResponse | None] = [None] * len(batch.rows)
         self.values: list[tuple[Any, ...]] = [()] * len(batch.rows)
         self.answers, self.figures = 0, dict.fromkeys(FIGURES, 0)
         self.tasks = [asyncio.ensure_future(self._row(i)) for i in range(len(batch.rows))]
 
-    async def next(self, told: Next) -> list[Wanted] | Over:
+    async def next(self, told: SampleReplies) -> list[SampleRequest] | AgentsFinished:
         """What is to be drawn next."""
         clock = asyncio.get_running_loop().time
         self.took = clock() - self.began if told.drawn else self.took
@@ -142,11 +142,11 @@ class Agents:
         # To wait as long as drawing takes costs twice the time at most, and there are as many more in a batch.
         return self.waiting[0].since + max(QUIET, self.took) - now
 
-    async def _draw(self, row: Row, answer: Answer, stop: tuple[str, ...]) -> tuple[Array, Array]:
+    async def _draw(self, row: OpenRow, answer: DrawnAnswer, stop: tuple[str, ...]) -> tuple[Array, Array]:
         loop = asyncio.get_running_loop()
         self.number += 1
         begun = len(answer.prefix) - answer.base
-        wanted = Wanted(self.number, row.place, answer.key, answer.prefix, begun, answer.most, stop)
+        wanted = SampleRequest(self.number, row.place, answer.key, answer.prefix, begun, answer.most, stop)
         request = _Request(wanted, loop.time(), loop.create_future())
         self.waiting.append(request)
         self.changed.set()
@@ -159,7 +159,7 @@ class Agents:
         async with self.places:
             row = int(batch.rows[place])
             conversations = Conversations(row, batch.contexts[place], batch.bound, self.said.turns, self.speech)
-            one = Row(place, conversations)
+            one = OpenRow(place, conversations)
             self.endpoint.rows[one.api_key] = one
             self.live += 1
             given: dict[str, Any] = {}
@@ -171,7 +171,7 @@ class Agents:
                 if not done:
                     call.cancel()
                     late = TimeoutError(f"it takes longer than {limit:g} s, its `timeout`")
-                    self.failed[place] = Failure("timeout", Told.of(late)), given
+                    self.failed[place] = Failure("timeout", ErrorSummary.of(late)), given
                 else:
                     self._took(place, conversations, call.result())
             except (Exception, SystemExit, ProcessExit) as error:
@@ -221,7 +221,7 @@ class Agents:
             found[parameter] = seen(column, element, rows, text, self.tokens.get(name) if text else None)[0]
         return found
 
-    def _filled(self, row: Row, place: int) -> dict[str, Any]:
+    def _filled(self, row: OpenRow, place: int) -> dict[str, Any]:
         """What it is given beside: by what it asks the policy, and what any function may have."""
         asks = dict(zip(ENDPOINT, (self.endpoint.base_url, row.api_key, self.model), strict=True))
         found = {name: asks[name] for name in self.signature.fills if name in asks}
@@ -261,8 +261,8 @@ class Agents:
             "read it as text, or ask what the template makes of it"
         )
 
-    def _over(self) -> Over:
-        nothing = Spoken(NOTHING, NOTHING.astype(np.float32), NOTHING.astype(np.bool_), NOTHING.astype(np.bool_))
+    def _over(self) -> AgentsFinished:
+        nothing = AgentResponse(NOTHING, NOTHING.astype(np.float32), NOTHING.astype(np.bool_), NOTHING.astype(np.bool_))
         spoken = [s or nothing for s in self.spoken]
         response = (
             ragged([s.tokens for s in spoken], np.int32),
@@ -276,7 +276,9 @@ class Agents:
             remarks = [f"agents of `{self.node.name}` ask for {names}: how tokens are drawn, the program says"]
             self.endpoint.left_out.clear()
         values = {name: [v[i] if v else None for v in self.values] for i, name in enumerate(self.columns)}
-        return Over(response, [s.last for s in spoken], values, self.failed, self.answers, self.figures, remarks)
+        return AgentsFinished(
+            response, [s.last for s in spoken], values, self.failed, self.answers, self.figures, remarks
+        )
 
 
 def _exit(error: BaseException) -> Exception:

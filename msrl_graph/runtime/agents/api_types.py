@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is not answered, and why."""
 
     def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
@@ -60,7 +60,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A request: `messages`, or a `prompt` as text or tokens. `more` is for the template, `left_out` what it says of
     how tokens are drawn."""
 
@@ -77,36 +77,40 @@ class Asked:
     left_out: tuple[str, ...] = ()
 
 
-def read(body: Any, chat: bool, model: str) -> Asked:
+def read(body: Any, chat: bool, model: str) -> CompletionRequest:
     """A request of the chat or of the completions. Raises Refused."""
     if not isinstance(body, dict):
-        raise Refused("the body is no JSON object", "invalid_json")
+        raise RequestRefused("the body is no JSON object", "invalid_json")
     if body.get("model") != model:
-        raise Refused(f"there is no model {body.get('model')!r} here, but {model!r}", "model_not_found", "model", 404)
+        raise RequestRefused(
+            f"there is no model {body.get('model')!r} here, but {model!r}", "model_not_found", "model", 404
+        )
     given = {k: v for k, v in body.items() if v is not None}
     for name, values in REFUSED.items():
         if name in given and given[name] not in values:
             asks = f"`{name}` = {json.dumps(given[name])}"
-            raise Refused(f"{asks} is not there: {_reason(name)}", "unsupported", name)
+            raise RequestRefused(f"{asks} is not there: {_reason(name)}", "unsupported", name)
     stop = given.get("stop", ())
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else ()
     if not all(isinstance(s, str) and s for s in stops) or (stop and not stops):
-        raise Refused("`stop` takes a string, or a list of strings", "invalid_type", "stop")
+        raise RequestRefused("`stop` takes a string, or a list of strings", "invalid_type", "stop")
     most = given.get("max_completion_tokens", given.get("max_tokens"))
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise Refused("`max_tokens` takes a whole number of 1 or more", "invalid_type", "max_tokens")
+        raise RequestRefused("`max_tokens` takes a whole number of 1 or more", "invalid_type", "max_tokens")
     logprobs = given.get("logprobs", False)
     if not chat and logprobs not in (False, 0):
         what = "`logprobs` of more than the token that was drawn are not there: 0 asks for its own"
-        raise Refused(what, "unsupported", "logprobs")
+        raise RequestRefused(what, "unsupported", "logprobs")
     tools = given.get("tools", []) if given.get("tool_choice") != "none" else []
     if not isinstance(tools, list) or not all(_is_tool(t) for t in tools):
-        raise Refused("`tools` takes a list of functions, each with a name", "invalid_type", "tools")
+        raise RequestRefused("`tools` takes a list of functions, each with a name", "invalid_type", "tools")
     more = given.get("chat_template_kwargs", {})
     if not isinstance(more, dict) or more.keys() & {"messages", "tokenize", "add_generation_prompt", "tools"}:
-        raise Refused("`chat_template_kwargs` takes what the template knows", "invalid_type", "chat_template_kwargs")
+        raise RequestRefused(
+            "`chat_template_kwargs` takes what the template knows", "invalid_type", "chat_template_kwargs"
+        )
     options = given.get("stream_options", {})
-    return Asked(
+    return CompletionRequest(
         messages=templated(given.get("messages")) if chat else [],
         prompt="" if chat else _prompt(given.get("prompt")),
         tools=tuple(tools),
@@ -140,7 +144,9 @@ def _is_tool(tool: Any) -> bool:
 def templated(value: Any) -> Messages:
     """Messages as templates want them: content as text, the arguments of calls as objects."""
     if not are_messages(value):
-        raise Refused("`messages` takes a list of messages, each with a role and content", "invalid_type", "messages")
+        raise RequestRefused(
+            "`messages` takes a list of messages, each with a role and content", "invalid_type", "messages"
+        )
     found = []
     for message in value:
         made = {k: v for k, v in message.items() if v is not None}
@@ -157,12 +163,14 @@ def _text(content: Any) -> str:
         return content or ""
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         return "".join(p["text"] for p in content)
-    raise Refused("a message's content is text here, or parts of text", "unsupported", "messages")
+    raise RequestRefused("a message's content is text here, or parts of text", "unsupported", "messages")
 
 
 def _call(call: Any) -> dict[str, Any]:
     if not _is_tool(call):
-        raise Refused("each of `tool_calls` has a function with a name and arguments", "invalid_type", "messages")
+        raise RequestRefused(
+            "each of `tool_calls` has a function with a name and arguments", "invalid_type", "messages"
+        )
     arguments = call["function"].get("arguments", "")
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # a template renders what is no JSON as it is
@@ -178,11 +186,11 @@ def _prompt(value: Any) -> str | Array:
         return value
     if isinstance(value, list) and value and all(type(t) is int and 0 <= t < 2**31 for t in value):
         return np.array(value, np.int32)
-    raise Refused("`prompt` takes one text, or a list of tokens", "invalid_type", "prompt")
+    raise RequestRefused("`prompt` takes one text, or a list of tokens", "invalid_type", "prompt")
 
 
 @dataclass(frozen=True)
-class Said:
+class ChatReply:
     """An answer: its text, the calls of tools in it, why it ended, and its tokens."""
 
     text: str
@@ -209,7 +217,7 @@ class Said:
             ]
         return found
 
-    def body(self, asked: Asked, model: str) -> dict[str, Any]:
+    def body(self, asked: CompletionRequest, model: str) -> dict[str, Any]:
         """The answer in one."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": self.ended, "logprobs": self._logprobs(asked)}
         if asked.messages:
@@ -221,7 +229,7 @@ class Said:
         kind = "chat.completion" if asked.messages else "text_completion"
         return {**self._head(kind, model), "choices": [choice], "usage": self._usage()}
 
-    def chunks(self, asked: Asked, model: str) -> Iterator[dict[str, Any]]:
+    def chunks(self, asked: CompletionRequest, model: str) -> Iterator[dict[str, Any]]:
         """The answer in pieces: a generation gives whole answers, so that all of them come at once."""
         head = self._head("chat.completion.chunk" if asked.messages else "text_completion", model)
         parts: list[dict[str, Any]] = [{"text": self.text}]
@@ -247,7 +255,7 @@ class Said:
         before, drawn = len(self.prompt), len(self.tokens)
         return {"prompt_tokens": before, "completion_tokens": drawn, "total_tokens": before + drawn}
 
-    def _logprobs(self, asked: Asked) -> dict[str, Any] | None:
+    def _logprobs(self, asked: CompletionRequest) -> dict[str, Any] | None:
         """Of the tokens that were drawn, at the temperature that they were drawn at."""
         if not asked.logprobs:
             return None

@@ -23,22 +23,22 @@ import numpy as np
 
 from ...data.chat import Messages
 from ..data.columns import Array
-from .template import Speech
+from .template import ChatTemplate
 
 NOTHING: Array = np.zeros(0, np.int32)
 
 
-class Full(Exception):
+class ContextOverflow(Exception):
     """There is no room for an answer, or no turn left; says why."""
 
 
 @dataclass(eq=False)
-class Answer:
+class DrawnAnswer:
     """What the policy draws for a request: `prefix` are all tokens before it, of which the first `base` are no part of
     a response, `key` is that of its noise, `most` how many tokens it may have. `number` counts the requests of a row.
     `got`: the program has it."""
 
-    before: Answer | None
+    before: DrawnAnswer | None
     prefix: Array
     base: int
     key: int
@@ -53,16 +53,16 @@ class Answer:
     def whole(self) -> Array:
         return np.concatenate([self.prefix, self.tokens])
 
-    def path(self) -> Iterator[Answer]:
+    def path(self) -> Iterator[DrawnAnswer]:
         """The answers from this one back to the first."""
-        node: Answer | None = self
+        node: DrawnAnswer | None = self
         while node is not None:
             yield node
             node = node.before
 
 
 @dataclass(frozen=True)
-class Spoken:
+class AgentResponse:
     """A response: its tokens, their log-probabilities (NaN where they were not drawn), which were drawn, at which of
     them a conversation `begins`, and at which token its `last` answer does. `kept` are the answers that were drawn in
     it."""
@@ -72,25 +72,25 @@ class Spoken:
     mask: Array
     begins: Array
     last: int = 0
-    kept: tuple[Answer, ...] = ()
+    kept: tuple[DrawnAnswer, ...] = ()
 
 
 class Conversations:
     """Those of a row: `context` are the tokens that its response stands after, `bound` is how many that may have,
     `turns` how many answers there may be (None: any number)."""
 
-    def __init__(self, row: int, context: Array, bound: int, turns: int | None, speech: Speech) -> None:
+    def __init__(self, row: int, context: Array, bound: int, turns: int | None, speech: ChatTemplate) -> None:
         self.row, self.context, self.bound, self.turns, self.speech = row, context, bound, turns, speech
-        self.answers: list[Answer] = []
+        self.answers: list[DrawnAnswer] = []
         self.strayed = 0  # requests with answers of the policy in them that are not continued token for token
-        self._by_messages: dict[str, Answer] = {}  # by the messages up to an answer and that itself
-        self._by_text: dict[str, Answer] = {}
+        self._by_messages: dict[str, DrawnAnswer] = {}  # by the messages up to an answer and that itself
+        self._by_text: dict[str, DrawnAnswer] = {}
         self._asked: dict[bytes, int] = {}
-        self._lost: dict[bytes, Answer] = {}
+        self._lost: dict[bytes, DrawnAnswer] = {}
 
     # What is asked
 
-    def chat(self, messages: Messages, most: int | None, more: Mapping[str, Any]) -> Answer:
+    def chat(self, messages: Messages, most: int | None, more: Mapping[str, Any]) -> DrawnAnswer:
         """What is to be drawn for messages; `more` is for the template. Raises Full, and BadMessages."""
         places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
         known = keys(messages, more)
@@ -103,13 +103,13 @@ class Conversations:
         self.strayed += bool(places)
         return self._ask(None, self.speech.begun(messages, **more), most)
 
-    def completion(self, prompt: str | Array, most: int | None) -> Answer:
+    def completion(self, prompt: str | Array, most: int | None) -> DrawnAnswer:
         """What is to be drawn after a text, or after tokens. Raises Full."""
         if isinstance(prompt, str):
             known = max((t for t in self._by_text if prompt.startswith(t)), key=len, default=None)
             if known is None:
                 return self._ask(None, self.speech.encode(prompt), most)
-            before: Answer | None = self._by_text[known]
+            before: DrawnAnswer | None = self._by_text[known]
             rest = self.speech.following(prompt[len(known) :])
         else:
             found = [a for a in self.answers if a.got and np.array_equal(prompt[: len(a.whole)], a.whole)]
@@ -117,19 +117,19 @@ class Conversations:
             rest = prompt[len(before.whole) :] if before else prompt
         return self._ask(before, np.concatenate([before.whole, rest]) if before else rest, most)
 
-    def _ask(self, before: Answer | None, prefix: Array, most: int | None) -> Answer:
+    def _ask(self, before: DrawnAnswer | None, prefix: Array, most: int | None) -> DrawnAnswer:
         lost = self._lost.pop(name := prefix.tobytes(), None)
         if lost is not None and most in (None, lost.most):
             return lost
         if self.turns is not None and len(self.answers) >= self.turns:
-            raise Full(f"row {self.row} has had its {self.turns} answers, the `turns` of the program")
+            raise ContextOverflow(f"row {self.row} has had its {self.turns} answers, the `turns` of the program")
         if not len(prefix):
-            raise Full("there is no token to go on from")
+            raise ContextOverflow("there is no token to go on from")
         owned = np.array_equal(prefix[: len(self.context)], self.context)
         base = before.base if before else len(self.context) * owned
         room = self.bound - (len(prefix) - base)
         if room < 1:
-            raise Full(
+            raise ContextOverflow(
                 f"what is asked takes {len(prefix) - base} tokens of a response that holds {self.bound}, and leaves no "
                 "room for an answer"
             )
@@ -138,37 +138,39 @@ class Conversations:
         key = (before.key if before else self.row) if inherits else _key(self.row, prefix, times)
         if before:
             before.continued = True
-        answer = Answer(before, prefix, base, key, len(self.answers), min(room, most or room))
+        answer = DrawnAnswer(before, prefix, base, key, len(self.answers), min(room, most or room))
         self.answers.append(answer)
         return answer
 
     # What was drawn
 
-    def chatted(self, answer: Answer, messages: Messages, message: dict[str, Any], more: Mapping[str, Any]) -> None:
+    def chatted(
+        self, answer: DrawnAnswer, messages: Messages, message: dict[str, Any], more: Mapping[str, Any]
+    ) -> None:
         """The program has an answer to messages, as this message."""
         answer.got = True
         self._by_messages[keys([*messages, message], more)[-1]] = answer
 
-    def completed(self, answer: Answer, prompt: str | Array, text: str) -> None:
+    def completed(self, answer: DrawnAnswer, prompt: str | Array, text: str) -> None:
         """The program has an answer to a prompt, as this text."""
         answer.got = True
         if isinstance(prompt, str):
             self._by_text[prompt + text] = answer
 
-    def lost(self, answer: Answer) -> None:
+    def lost(self, answer: DrawnAnswer) -> None:
         """The program has gone away from a request, as it does before it makes the request again."""
         self._lost[answer.prefix.tobytes()] = answer
 
     # What it comes to
 
     @property
-    def last(self) -> Answer | None:
+    def last(self) -> DrawnAnswer | None:
         """The answer that the row's response ends with."""
         got = [a for a in self.answers if a.got]
         owned = [a for a in got if a.base == len(self.context)]
         return max(owned, key=lambda a: a.number, default=None)
 
-    def spoken(self, last: Answer, most: int = 1) -> Spoken:
+    def spoken(self, last: DrawnAnswer, most: int = 1) -> AgentResponse:
         """The response that ends with an answer, of at most so many conversations: before that answer's the latest
         others that there is room for, in the order of their last answers."""
         ends, room = [last], self.bound - (len(last.whole) - last.base)
@@ -181,12 +183,12 @@ class Conversations:
             if ended and answer.base == len(self.context) and own <= room:
                 ends.append(answer)
                 room -= own
-        kept: dict[int, Answer] = {}
+        kept: dict[int, DrawnAnswer] = {}
         parts = [self._conversation(end, kept) for end in ends][::-1]
         tokens, logps, mask, begins = (np.concatenate(each) for each in zip(*parts, strict=True))
-        return Spoken(tokens, logps, mask, begins, len(tokens) - len(last.tokens), tuple(kept.values()))
+        return AgentResponse(tokens, logps, mask, begins, len(tokens) - len(last.tokens), tuple(kept.values()))
 
-    def _conversation(self, end: Answer, kept: dict[int, Answer]) -> tuple[Array, Array, Array, Array]:
+    def _conversation(self, end: DrawnAnswer, kept: dict[int, DrawnAnswer]) -> tuple[Array, Array, Array, Array]:
         """A conversation's tokens, their log-probabilities, which were drawn and where it begins; answers that are
         `kept` elsewhere were not drawn here."""
         whole = end.whole
@@ -201,7 +203,7 @@ class Conversations:
         own = slice(end.base, None)
         return whole[own], logps[own], mask[own], begins[own]
 
-    def aside(self, spoken: Spoken) -> tuple[int, int]:
+    def aside(self, spoken: AgentResponse) -> tuple[int, int]:
         """How many answers a response leaves out, and how many tokens of the policy."""
         kept = {id(a) for a in spoken.kept}
         left = [len(a.tokens) for a in self.answers if id(a) not in kept and len(a.tokens)]

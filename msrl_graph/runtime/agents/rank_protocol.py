@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..data.columns import Array, Column
+from ..data.columns import Array, ColumnData
 from ..dock.messages import Batch
 from ..functions.instances import Failure
 
@@ -26,7 +26,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Begin:
+class BatchStart:
     """A batch of an iteration of a task (by its name). Each of its rows has equally many of `rows`; `contexts` are the
     tokens that their responses stand after; a response has room for `bound` tokens."""
 
@@ -39,7 +39,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleRequest:
     """What is to be drawn for the row at `place`: after `tokens`, of which `begun` count as its response, at most
     `most` more; `key` numbers the noise."""
 
@@ -53,7 +53,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampleReply:
     """What was drawn for a number."""
 
     number: int
@@ -62,14 +62,14 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Next:
+class SampleReplies:
     """What has been drawn; the answer is what is wanted next: nothing, if for a while nobody asks, or Over."""
 
-    drawn: list[Drawn] = field(default_factory=list)
+    drawn: list[SampleReply] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Over:
+class AgentsFinished:
     """All agents are through, or one has failed where that ends the run.
 
     - Of each row, nothing of those that failed: the `response`, its log-probabilities, its mask and where its
@@ -78,7 +78,7 @@ class Over:
     - Of all together: how many `answers` the policy gave, other `figures`, and what a person should hear of.
     """
 
-    response: tuple[Column, Column, Column, Column]
+    response: tuple[ColumnData, ColumnData, ColumnData, ColumnData]
     last: list[int]
     values: dict[str, list[Any]]
     failed: dict[int, tuple[Failure, dict[str, Any]]]
@@ -88,7 +88,7 @@ class Over:
 
 
 @dataclass(frozen=True)
-class Broken:
+class AgentsBroken:
     """The process cannot run these agents; why."""
 
     message: str

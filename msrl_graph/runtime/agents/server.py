@@ -21,16 +21,16 @@ from ..data.columns import Array
 from ..data.rendering import BadMessages
 from ..data.token_pieces import BadPieceError
 from ..process.connection_gate import Gate, accept, listen
-from .api_types import Asked, Refused, Said, read, templated
-from .conversations import Answer, Conversations, Full
-from .template import Speech
+from .api_types import ChatReply, CompletionRequest, RequestRefused, read, templated
+from .conversations import ContextOverflow, Conversations, DrawnAnswer
+from .template import ChatTemplate
 
 LOOPBACK = "127.0.0.1"
 LARGEST = 64 << 20  # bytes of a request
 
 
 @dataclass(eq=False)
-class Row:
+class OpenRow:
     """A row that is under way: its place among those of a batch, and its conversations."""
 
     place: int
@@ -39,15 +39,15 @@ class Row:
     drawing: dict[int, asyncio.Future[tuple[Array, Array]]] = field(default_factory=dict)  # by the answer's number
 
 
-Draw = Callable[[Row, Answer, tuple[str, ...]], Awaitable[tuple[Array, Array]]]
+Draw = Callable[[OpenRow, DrawnAnswer, tuple[str, ...]], Awaitable[tuple[Array, Array]]]
 
 
 class Endpoint:
     """Serves one model under a name; `draw` gives the tokens of an answer and their log-probabilities."""
 
-    def __init__(self, model: str, speech: Speech, stops: tuple[str, ...], draw: Draw) -> None:
+    def __init__(self, model: str, speech: ChatTemplate, stops: tuple[str, ...], draw: Draw) -> None:
         self.model, self.speech, self.stops, self.draw = model, speech, stops, draw
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, OpenRow] = {}
         self.left_out: dict[str, None] = {}  # what requests say and the run decides
         self.base_url = ""
         self.gate = Gate()
@@ -76,12 +76,12 @@ class Endpoint:
         self._listening.close()
         await self._runner.cleanup()
 
-    def _row(self, request: web.Request) -> Row:
+    def _row(self, request: web.Request) -> OpenRow:
         bears = request.headers.get("Authorization", "").removeprefix("Bearer ")
         row = self.rows.get(bears)
         if row is None:
             what = "this is the `api_key` of no row under way: an agent is given its own, which ends with it"
-            raise Refused(what, "invalid_api_key", status=401)
+            raise RequestRefused(what, "invalid_api_key", status=401)
         if request.transport is not None:
             self.gate.prove(request.transport.get_extra_info("socket").fileno())
         return row
@@ -89,13 +89,13 @@ class Endpoint:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
             self._row(request)
-        except Refused as refused:
+        except RequestRefused as refused:
             return web.json_response(refused.body(), status=refused.status)
         one = {"id": self.model, "object": "model", "created": 0, "owned_by": "msrl_graph"}
         return web.json_response({"object": "list", "data": [one]})
 
     async def _nothing(self, request: web.Request) -> web.StreamResponse:
-        refused = Refused(f"{request.method} {request.path} is not served here", "not_found", status=404)
+        refused = RequestRefused(f"{request.method} {request.path} is not served here", "not_found", status=404)
         return web.json_response(refused.body(), status=404)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
@@ -109,7 +109,7 @@ class Endpoint:
             row = self._row(request)
             asked = await self._asked(request, chat)
             answer = self._begun(row.conversations, asked)
-        except Refused as refused:
+        except RequestRefused as refused:
             return web.json_response(refused.body(), status=refused.status)
         try:
             said = await self._said(row, answer, asked)
@@ -126,44 +126,46 @@ class Endpoint:
             row.conversations.completed(answer, asked.prompt, said.text)
         return response
 
-    async def _asked(self, request: web.Request, chat: bool) -> Asked:
+    async def _asked(self, request: web.Request, chat: bool) -> CompletionRequest:
         try:
             text = (await request.read()).decode("utf-8")  # as JSON always is, whatever the request's head says
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise Refused(f"the body is no JSON: {error}", "invalid_json") from None
+            raise RequestRefused(f"the body is no JSON: {error}", "invalid_json") from None
         if "\\u" in text and (half := half_character_within(body)):
             fix = 'send `text.encode("utf-8", "replace").decode()`'
-            raise Refused(f"there is {half} in the request, which has no tokens: {fix}", "invalid_text")
+            raise RequestRefused(f"there is {half} in the request, which has no tokens: {fix}", "invalid_text")
         asked = read(body, chat, self.model)
         self.left_out |= dict.fromkeys(asked.left_out)
         return asked
 
-    def _begun(self, conversations: Conversations, asked: Asked) -> Answer:
+    def _begun(self, conversations: Conversations, asked: CompletionRequest) -> DrawnAnswer:
         """What is to be drawn."""
         try:
             if not asked.messages:
                 self._known(asked.prompt)
                 return conversations.completion(asked.prompt, asked.most)
             if asked.tools and not self.speech.takes_tools:
-                raise Refused("the chat template of this model knows no tools", "unsupported", "tools")
+                raise RequestRefused("the chat template of this model knows no tools", "unsupported", "tools")
             if asked.tools and self.speech.calls is None:
                 what = "nobody knows how this model writes calls of tools: say it by `tool_calls` in the program"
-                raise Refused(what, "unsupported", "tools")
+                raise RequestRefused(what, "unsupported", "tools")
             return conversations.chat(asked.messages, asked.most, asked.more)
         except (BadMessages, BadPieceError) as error:
-            raise Refused(str(error), "template", "messages") from None
-        except Full as full:
-            raise Refused(str(full), "context_length_exceeded", "messages" if asked.messages else "prompt") from None
+            raise RequestRefused(str(error), "template", "messages") from None
+        except ContextOverflow as full:
+            raise RequestRefused(
+                str(full), "context_length_exceeded", "messages" if asked.messages else "prompt"
+            ) from None
 
     def _known(self, prompt: str | Array) -> None:
         """Refuses token ids that the model has no embedding for."""
         size = self.speech.tokens.tokenizer.get_vocab_size()
         if not isinstance(prompt, str) and (strange := prompt[prompt >= size]).size:
             what = f"the token {strange[0]} is not in the vocabulary of {size} of this model's tokenizer"
-            raise Refused(what, "invalid_token", "prompt")
+            raise RequestRefused(what, "invalid_token", "prompt")
 
-    async def _said(self, row: Row, answer: Answer, asked: Asked) -> Said:
+    async def _said(self, row: OpenRow, answer: DrawnAnswer, asked: CompletionRequest) -> ChatReply:
         if answer.number not in row.drawing:
             row.drawing[answer.number] = asyncio.ensure_future(self.draw(row, answer, asked.stop))
         # It goes on where the program goes away: who asks again gets it.
@@ -175,7 +177,7 @@ class Endpoint:
         whole = self.speech.decode(tokens, special=True)
         full = len(tokens) >= answer.most and int(tokens[-1]) not in self.speech.tokens.ends
         full = full and not any(s in whole for s in (*self.stops, *asked.stop))
-        return Said(
+        return ChatReply(
             text=text,
             calls=tuple(calls),
             ended="length" if full else "tool_calls" if calls else "stop",
@@ -187,7 +189,7 @@ class Endpoint:
             number=answer.number,
         )
 
-    async def _streamed(self, request: web.Request, said: Said, asked: Asked) -> web.StreamResponse:
+    async def _streamed(self, request: web.Request, said: ChatReply, asked: CompletionRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         for chunk in said.chunks(asked, self.model):

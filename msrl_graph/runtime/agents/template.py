@@ -20,7 +20,7 @@ from ..data.tokens import Tokens
 from .tool_calls import Call, Calls, taught
 
 
-class Speech:
+class ChatTemplate:
     """The tokenizer and the template of the policy's folder; `calls` finds calls of tools, where the template's own
     format is not to be looked for."""
 

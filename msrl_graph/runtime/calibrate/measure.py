@@ -28,18 +28,18 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ...hardware import calibration
-from ...hardware.calibration import VERSION, Busy, Calibration, this_machine
+from ...hardware.calibration import VERSION, BusyRates, Calibration, this_machine
 from ...hardware.cluster import Curve
 from ...hardware.device_kinds import HOST
 from ...ir.plan import Plan, from_json
-from ..data.columns import Column, Piece, ragged
+from ..data.columns import ColumnData, ColumnRows, ragged
 from ..data.numerics import drawn
 from ..dock.client import Client
 from ..dock.host import DockHost
 from ..dock.messages import Batch, Share
 from ..dock.readers import members, readers
 from ..dock.segments import room_name
-from ..functions.function_node import Function
+from ..functions.function_node import FunctionNode
 from ..metrics.recorder import Recorder
 from ..process import compute_setup
 from ..process.cluster_join import job_config, own_ray
@@ -92,7 +92,7 @@ class CalibrationError(Exception):
 
 
 @ray.remote
-class Prober:
+class RateProber:
     """A rank that does nothing but probes."""
 
     def __init__(self, threads: int) -> None:
@@ -107,7 +107,7 @@ class Prober:
         store = self.store or TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(HOST.backends(), store=store, rank=rank, world_size=world)
 
-    def probe(self, world: int) -> Busy:
+    def probe(self, world: int) -> BusyRates:
         """One round of all probes, each begun by all ranks together."""
 
         def together(action: Callable[[], Any]) -> Any:
@@ -122,13 +122,13 @@ class Prober:
         curves["attention"] = tuple(together(probes.attention))
         launch, row, copy = together(probes.launch), together(probes.row), together(probes.copy)
         kinds = together(lambda: probes.collectives(world)) if world > 1 else {}
-        return Busy(torch.get_num_threads(), launch, row, copy, curves, kinds)
+        return BusyRates(torch.get_num_threads(), launch, row, copy, curves, kinds)
 
 
-def middle(found: list[Busy]) -> Busy:
+def middle(found: list[BusyRates]) -> BusyRates:
     """Figure by figure, the median over ranks and rounds."""
     first = found[0]
-    return Busy(
+    return BusyRates(
         threads=first.threads,
         launch=statistics.median(b.launch for b in found),
         row=statistics.median(b.row for b in found),
@@ -147,7 +147,7 @@ def middle(found: list[Busy]) -> Busy:
     )
 
 
-def spread(found: list[Busy]) -> list[float]:
+def spread(found: list[BusyRates]) -> list[float]:
     """The relative spread of each rate over ranks and rounds: the median distance from the median."""
     series = [[b.launch for b in found]]
     series += [[b.curves[k][i][1] for b in found] for k, c in found[0].curves.items() for i in range(len(c))]
@@ -164,17 +164,17 @@ def worlds(most: int = 0) -> list[int]:
     )
 
 
-def busy(world: int) -> Callable[[], list[Busy]]:
+def busy(world: int) -> Callable[[], list[BusyRates]]:
     """Starts `world` probers; each call is one round of them."""
     threads = max(1, (os.cpu_count() or 1) // world)
-    ranks = [Prober.options(num_cpus=0).remote(threads) for _ in range(world)]  # type: ignore[attr-defined]
+    ranks = [RateProber.options(num_cpus=0).remote(threads) for _ in range(world)]  # type: ignore[attr-defined]
     port = ray.get(ranks[0].address.remote())
     ray.get([r.join.remote(port, i, world) for i, r in enumerate(ranks)])
     return lambda: list(ray.get([r.probe.remote(world) for r in ranks]))
 
 
 @dataclass(frozen=True)
-class Docked:
+class DockTimings:
     """Seconds from one node's rows to the next node's having them; of a processor for a share, in the dock's processes
     alone, since whoever writes and reads waits for it; and of an iteration's start and end, the driver's book-keeping
     in it."""
@@ -184,7 +184,7 @@ class Docked:
     turn: float
 
 
-def dock(plan: Plan, folder: Path) -> Docked:
+def dock(plan: Plan, folder: Path) -> DockTimings:
     found, kind = readers(plan), cast(Any, DockHost)
     (member,), way = members(plan, found)
     size = 8 * sum(plan.graph.column_bytes.values())
@@ -193,7 +193,7 @@ def dock(plan: Plan, folder: Path) -> Docked:
     prompts, fan = plan.graph.rows[0], plan.graph.rows[-1] // plan.graph.rows[0]
     prompt = ragged([np.ones(4, np.int32)] * prompts, np.int32)
     response = ragged([np.ones(4, np.int32)] * (prompts * fan), np.int32)
-    logp = Column(np.ones(len(response.values), np.float32), response.offsets)
+    logp = ColumnData(np.ones(len(response.values), np.float32), response.offsets)
     names_drawn = drawn(plan.graph, plan.graph.node("actor.generate"))
     hands, turns, start_of = [], [], 0.0
     for number in range(WARM + TASKS):
@@ -205,11 +205,13 @@ def dock(plan: Plan, folder: Path) -> Docked:
         turn = time.perf_counter() - start
         rows = np.arange(prompts * fan)
         start = time.perf_counter()
-        writer.put("source", task, {"prompt": Piece(np.arange(prompts), prompt)})
+        writer.put("source", task, {"prompt": ColumnRows(np.arange(prompts), prompt)})
         reader.take("actor.generate", task, 0)
         reader.at("RUN actor.generate")  # as a rank does
         writer.put(
-            "actor.generate", task, dict(zip(names_drawn, (Piece(rows, response), Piece(rows, logp)), strict=True))
+            "actor.generate",
+            task,
+            dict(zip(names_drawn, (ColumnRows(rows, response), ColumnRows(rows, logp)), strict=True)),
         )
         reader.take("actor.infer", task, 0)
         reader.at("RUN actor.infer")
@@ -222,7 +224,7 @@ def dock(plan: Plan, folder: Path) -> Docked:
     spent = _spent() - start_of
     ray.kill(host)
     turn = statistics.median(turns[WARM:]) + _books(plan, folder)
-    return Docked(statistics.median(hands[WARM:]), spent / TASKS / 2, turn)
+    return DockTimings(statistics.median(hands[WARM:]), spent / TASKS / 2, turn)
 
 
 def _spent() -> float:
@@ -230,7 +232,7 @@ def _spent() -> float:
     total = 0.0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            if "Prober" not in " ".join(process.cmdline()):
+            if "RateProber" not in " ".join(process.cmdline()):
                 total += sum(process.cpu_times()[:2])
     return total
 
@@ -252,9 +254,9 @@ def function(plan: Plan) -> float:
     """Seconds a row of a Python function that is handed groups of rows."""
     node = next(n for n in plan.graph.nodes if n.per == "prompt")
     reader = next(r for r in readers(plan) if r.node == node.name)
-    called, (prompts, rows) = Function(node, plan, reader), plan.graph.rows
+    called, (prompts, rows) = FunctionNode(node, plan, reader), plan.graph.rows
     response = ragged([np.ones(4, np.int32)] * rows, np.int32)
-    columns = {"response": response, "reward": Column(np.random.default_rng(0).random(rows, np.float32))}
+    columns = {"response": response, "reward": ColumnData(np.random.default_rng(0).random(rows, np.float32))}
     share = Share(
         np.arange(prompts), np.full(prompts, rows // prompts), np.arange(rows), {}, (), rows, rows, {}, 0, True
     )
@@ -279,7 +281,7 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
     )
     # Processes that wait take nothing, so all are there from the start.
     tried = {world: busy(world) for world in worlds(most)}
-    found: dict[int, list[Busy]] = {world: [] for world in tried}
+    found: dict[int, list[BusyRates]] = {world: [] for world in tried}
     for _ in range(rounds):
         for world, probe in tried.items():
             found[world] += probe()

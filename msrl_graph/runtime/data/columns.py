@@ -25,7 +25,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnData:
     """n rows; `offsets` is None for scalars, else row i is values[offsets[i]:offsets[i + 1]]."""
 
     values: Array
@@ -49,32 +49,32 @@ class Column:
     def text(self, row: int) -> str:
         return bytes(self[row]).decode("utf-8")
 
-    def stretch(self, start: int, stop: int) -> Column:
+    def stretch(self, start: int, stop: int) -> ColumnData:
         """The rows from position `start` to before `stop`, whose values are a view."""
         if self.offsets is None:
-            return Column(self.values[start:stop])
+            return ColumnData(self.values[start:stop])
         offsets = self.offsets[start : stop + 1]
-        return Column(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+        return ColumnData(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
-    def take(self, rows: Array) -> Column:
+    def take(self, rows: Array) -> ColumnData:
         """The rows at these positions, in this order (a copy)."""
         if self.offsets is None:
-            return Column(self.values[rows])
+            return ColumnData(self.values[rows])
         lengths = self.lengths[rows]
         offsets = offsets_of(lengths)
         # One flat gather: position in the output, minus its row's start there, plus its row's start here.
         index = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
-        return Column(self.values[index], offsets)
+        return ColumnData(self.values[index], offsets)
 
 
 @dataclass(frozen=True)
-class Piece:
+class ColumnRows:
     """Rows of a column as processes pass them on: the numbers of the rows, and the data of each, in the same order.
 
     `Piece(np.array([3, 5]), texts(["a", "bc"]))` says that row 3 holds "a" and row 5 "bc"."""
 
     rows: Array
-    column: Column
+    column: ColumnData
 
     def take(self, positions: Array) -> Self:
         """The rows at these positions, in this order (a copy)."""
@@ -87,7 +87,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Verdicts(Piece):
+class Verdicts(ColumnRows):
     """What a filter says of rows: how often each goes on. 0: it is dropped; 2: it goes on, and a repeat of it too."""
 
     @property
@@ -103,29 +103,29 @@ def offsets_of(lengths: Array) -> Array:
     return out
 
 
-def ragged(rows: Sequence[Array], dtype: Any) -> Column:
+def ragged(rows: Sequence[Array], dtype: Any) -> ColumnData:
     """A ragged column of these rows."""
     lengths = np.fromiter((len(r) for r in rows), np.int64, len(rows))
     values = np.concatenate([np.asarray(r, dtype) for r in rows]) if len(rows) else np.zeros(0, dtype)
-    return Column(values.astype(dtype, copy=False), offsets_of(lengths))
+    return ColumnData(values.astype(dtype, copy=False), offsets_of(lengths))
 
 
-def texts(rows: Iterable[str]) -> Column:
+def texts(rows: Iterable[str]) -> ColumnData:
     """A text column."""
     return ragged([np.frombuffer(r.encode("utf-8"), np.uint8) for r in rows], np.uint8)
 
 
-def concatenate(parts: Sequence[Column]) -> Column:
+def concatenate(parts: Sequence[ColumnData]) -> ColumnData:
     """The rows of all parts, one after another."""
     if len(parts) == 1:
         return parts[0]
     values = np.concatenate([p.values for p in parts])
     if parts[0].offsets is None:
-        return Column(values)
-    return Column(values, offsets_of(np.concatenate([p.lengths for p in parts])))
+        return ColumnData(values)
+    return ColumnData(values, offsets_of(np.concatenate([p.lengths for p in parts])))
 
 
-P = TypeVar("P", bound=Piece)
+P = TypeVar("P", bound=ColumnRows)
 
 
 def joined(pieces: Sequence[P]) -> P:

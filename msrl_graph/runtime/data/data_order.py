@@ -10,17 +10,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ...noise import Stream
+from ...noise import RandomStream
 from .columns import Array
 
 
-def shuffled(stream: Stream, size: int, position: int, count: int) -> Array:
+def shuffled(stream: RandomStream, size: int, position: int, count: int) -> Array:
     """`count` rows from `position` on of an endless sequence of passes over `size` rows, each pass in an order of its
     own."""
     return _passes(lambda turn: _sorted(stream.keys(turn, np.arange(size))), size, position, count)
 
 
-def drawn(stream: Stream, iteration: int, weights: Array, position: int, count: int) -> Array:
+def drawn(stream: RandomStream, iteration: int, weights: Array, position: int, count: int) -> Array:
     """`count` rows of an iteration's draw, from `position` on: rows of the data by weight, without replacement.
 
     Each next row is one of those left, with the probability of its weight among theirs; with the weights [2, 1, 0]

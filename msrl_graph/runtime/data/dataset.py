@@ -23,10 +23,10 @@ from ...data.chat import Messages, messages
 from ...data.datafile import bad, take_row, where
 from ...diagnostics import Diagnostic, Fault
 from ...ir.graph import Graph
-from ...ir.plan import Data, Plan
+from ...ir.plan import DataSource, Plan
 from ...ir.sequences import is_tokens, models, preceding, responses, sequences, speaker, token_columns
 from . import data_order
-from .columns import DTYPES, Array, Column, ragged, texts
+from .columns import DTYPES, Array, ColumnData, ragged, texts
 from .numerics import outside, vocabulary
 from .rendering import BadMessages
 from .token_pieces import BadPieceError
@@ -36,7 +36,7 @@ LOOKED = 1000  # rows that are tokenised before a run is started
 
 
 @dataclass(frozen=True)
-class Looked:
+class DatasetPreview:
     """What is known of a data file of `rows` before a run: of the first so many that were `looked` at, how many are
     left `out`, and why; and how many hold control tokens, with an example."""
 
@@ -55,7 +55,7 @@ class Looked:
     def _first(self) -> str:
         return f"the first {self.looked:,}" if self.looked < self.rows else f"{self.rows:,}"
 
-    def doubts(self, data: Data, prompts: int) -> Iterator[Diagnostic]:
+    def doubts(self, data: DataSource, prompts: int) -> Iterator[Diagnostic]:
         """Warnings where most rows are left out, texts hold control tokens, or an iteration takes more rows than there
         are."""
         if 2 * self.out > self.looked:
@@ -71,7 +71,7 @@ class Looked:
             yield datafile.few(data, f"{'at most ' * (self.looked < self.rows)}{usable:,} usable rows", prompts)
 
 
-def check(data: Data, plan: Plan) -> Looked:
+def check(data: DataSource, plan: Plan) -> DatasetPreview:
     """What there is in a data file; `Fault` for one that cannot be read, for a row of the first ones that cannot be
     used, and where no row is short enough."""
     rows = read(data, plan.graph)
@@ -84,7 +84,9 @@ def check(data: Data, plan: Plan) -> Looked:
         first = rows
         found = Dataset(data, plan, rows=rows)
     controls = [*_controls(found, first)]
-    return Looked(len(rows), len(first), found.too_long, found.why, len(controls), controls[0] if controls else "")
+    return DatasetPreview(
+        len(rows), len(first), found.too_long, found.why, len(controls), controls[0] if controls else ""
+    )
 
 
 def _controls(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -> Iterator[str]:
@@ -114,7 +116,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(part)
 
 
-def read(data: Data, graph: Graph) -> dict[int, dict[str, Any]]:
+def read(data: DataSource, graph: Graph) -> dict[int, dict[str, Any]]:
     """The rows of a JSON lines file, or of a Parquet one, by line (or row, from 1) and column; `Fault` for a file that
     is missing or empty and for a row that cannot be used."""
     path = Path(data.path)
@@ -137,7 +139,7 @@ class _Numbers:
     """Numbers in columns of text. A column of whole numbers in which one is missing is a column of floats to many
     libraries: where all of them are whole, they are written so."""
 
-    def __init__(self, data: Data, graph: Graph) -> None:
+    def __init__(self, data: DataSource, graph: Graph) -> None:
         self.fields = {c: name for c, name in data.fields.items() if graph.column(c).element == "text"}
         self.floats: dict[str, list[int]] = {column: [] for column in self.fields}
         self.broken = set[str]()
@@ -163,13 +165,13 @@ class Dataset:
     """
 
     def __init__(
-        self, data: Data, plan: Plan, tokenizer: Any = None, rows: Mapping[int, dict[str, Any]] | None = None
+        self, data: DataSource, plan: Plan, tokenizer: Any = None, rows: Mapping[int, dict[str, Any]] | None = None
     ) -> None:
         worker = speaker(plan.graph)
         assert worker is not None
         self.data, self.graph = data, plan.graph
-        self.order = noise.Stream(plan.deploy.run.seed, "order", data.name)
-        self.weighted = noise.Stream(plan.deploy.run.seed, "weighted", data.name)
+        self.order = noise.RandomStream(plan.deploy.run.seed, "order", data.name)
+        self.weighted = noise.RandomStream(plan.deploy.run.seed, "weighted", data.name)
         self.tokens = Tokens(plan.deploy.models[worker.model].path, tokenizer)
         self.responses = responses(plan.graph)
         self.preceding = preceding(plan.graph)
@@ -202,13 +204,13 @@ class Dataset:
         bounds = {c: self.graph.bound(c) for c in self.left_out}
         return ", ".join(f"`{c}` of {n:,} is empty or longer than {bounds[c]:,}" for c, n in self.left_out.items())
 
-    def _column(self, name: str, rows: list[dict[str, Any]]) -> Column:
+    def _column(self, name: str, rows: list[dict[str, Any]]) -> ColumnData:
         column = self.graph.column(name)
         values = [row[name] for row in rows]
         if column.element in ("text", "json"):
             return texts(values)
         if not fields.holds_tokens(column):
-            return ragged(values, DTYPES[column.element]) if column.dims else Column(np.concatenate(values))
+            return ragged(values, DTYPES[column.element]) if column.dims else ColumnData(np.concatenate(values))
         written = [i for i, v in enumerate(values) if not isinstance(v, np.ndarray)]
         encoded = self._encoded(name, [rows[i] for i in written], [self.lines[i] for i in written])
         for i, ids in zip(written, encoded, strict=True):
@@ -321,7 +323,7 @@ class Dataset:
             fits &= (some >= bool(readers)) & (some <= (self.graph.bound(name) if kind.dims else some))
         return fits
 
-    def _known(self, name: str, column: Column, size: int) -> None:
+    def _known(self, name: str, column: ColumnData, size: int) -> None:
         """Looks for tokens outside the vocabulary of a model that reads them."""
         if not len(strange := self.usable[outside(column.take(self.usable), size)]):
             return
@@ -352,13 +354,13 @@ class Dataset:
         negative: without replacement, those of weight 0 last."""
         return data_order.drawn(self.weighted, iteration, weights, position, count)
 
-    def take(self, indices: Array) -> dict[str, Column]:
+    def take(self, indices: Array) -> dict[str, ColumnData]:
         """The columns of these rows, in this order."""
         return {name: column.take(self.usable[indices]) for name, column in self.columns.items()}
 
-    def rows(self, position: int, count: int) -> dict[str, Column]:
+    def rows(self, position: int, count: int) -> dict[str, ColumnData]:
         """The columns of `indices(position, count)`."""
         return self.take(self.indices(position, count))
 
-    def all(self) -> dict[str, Column]:
+    def all(self) -> dict[str, ColumnData]:
         return self.take(np.arange(len(self)))

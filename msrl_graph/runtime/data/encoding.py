@@ -20,7 +20,7 @@ NUMBERS = "biuf"  # kinds of numpy types that an array may have: no objects, no 
 _ARRAY = 1  # the code of an array among the extension types
 
 
-class Damaged(ValueError):
+class DecodeError(ValueError):
     """What is wrong with encoded bytes."""
 
 
@@ -34,25 +34,25 @@ def decode(data: bytes | memoryview, type: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(data, type=type, ext_hook=_extension, dec_hook=_array)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-        raise Damaged(str(error)) from None
+        raise DecodeError(str(error)) from None
 
 
 def view(buffer: Any, dtype: str, shape: tuple[int, ...], offset: int = 0) -> Array:
     """Return an array that is a view of a buffer's bytes from `offset` on. Raises Damaged."""
     try:
         if offset < 0 or min(shape, default=0) < 0:
-            raise Damaged(f"an array of {dtype}, shape {shape}, at byte {offset}")
+            raise DecodeError(f"an array of {dtype}, shape {shape}, at byte {offset}")
         flat = np.frombuffer(buffer, _number(dtype), math.prod(shape), offset)
         return flat if len(shape) == 1 else flat.reshape(shape)
     except (TypeError, ValueError, OverflowError, MemoryError) as error:
-        raise error if isinstance(error, Damaged) else Damaged(str(error)) from None
+        raise error if isinstance(error, DecodeError) else DecodeError(str(error)) from None
 
 
 @cache
 def _number(dtype: str) -> np.dtype[Any]:
     kind = np.dtype(dtype)
     if kind.kind not in NUMBERS:
-        raise Damaged(f"an array of {dtype}")
+        raise DecodeError(f"an array of {dtype}")
     return kind
 
 
@@ -66,7 +66,7 @@ def _parts(value: Any) -> Any:
 
 def _extension(code: int, data: memoryview) -> Any:
     if code != _ARRAY:
-        raise Damaged(f"an extension of type {code}")
+        raise DecodeError(f"an extension of type {code}")
     dtype, shape, content = _array_decoder.decode(data)
     return view(content, dtype, shape)
 
@@ -74,7 +74,7 @@ def _extension(code: int, data: memoryview) -> Any:
 def _array(kind: Any, value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value
-    raise Damaged(f"{type(value).__name__} where an array belongs")
+    raise DecodeError(f"{type(value).__name__} where an array belongs")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_parts)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...cost.holdings import dtype
-from ...ir.attributes import Generate, place_of_call
+from ...ir.attributes import GenerateAttributes, place_of_call
 from ...ir.graph import Graph, Node
 from ...ir.instruction import nodes_run
 from ...ir.plan import Plan
 from ...ir.sequences import is_tokens, models, of_response, sequences, tempered
 from ..process.task_report import Report, RunError
-from .columns import Array, Column
+from .columns import Array, ColumnData
 
 if TYPE_CHECKING:
     from ..process.task import Task
@@ -57,10 +57,10 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledLogProbs:
     """The log-probabilities of some rows' tokens as they were drawn, and the temperature that each row was drawn at."""
 
-    logp: Column
+    logp: ColumnData
     heat: Array
 
 
@@ -96,7 +96,7 @@ def comparison(plan: Plan) -> Comparison | None:
                     column,
                     response,
                     max(TOLERANCE[k] for k in kinds),
-                    Generate.of(node).partner is not None,
+                    GenerateAttributes.of(node).partner is not None,
                     f"{edges[0].src} => {node.name}" if edges else "",
                 )
     return None
@@ -113,7 +113,7 @@ def vocabulary(plan: Plan, column: str) -> int:
     )
 
 
-class Watch:
+class NumericsWatch:
     """Looks at what a node makes. Masks have one entry a row: True where the row holds a wrong number."""
 
     def __init__(self, plan: Plan) -> None:
@@ -165,7 +165,7 @@ class Watch:
         reason: str,
         what: str,
         rows: Array,
-        column: Column,
+        column: ColumnData,
         known: Array | None = None,
     ) -> Array:
         """Tells the rows with a value (`{}` in `what`) that is not finite, those aside that are `known` to be wrong;
@@ -184,7 +184,7 @@ class Watch:
         report: Report,
         name: str,
         rows: Array,
-        column: Column,
+        column: ColumnData,
         known: Array | None = None,
     ) -> None:
         """Looks at what was returned for a column. Of one that a row may have no value of, those are counted."""
@@ -206,7 +206,14 @@ class Watch:
         return known
 
     def logp(
-        self, node: Node, task: Task, report: Report, rows: Array, logp: Column, as_drawn: Drawn | None, known: Array
+        self,
+        node: Node,
+        task: Task,
+        report: Report,
+        rows: Array,
+        logp: ColumnData,
+        as_drawn: SampledLogProbs | None,
+        known: Array,
     ) -> Array:
         """Looks at log-probabilities that a trainer computed, beside those as drawn in training (an evaluation has its
         own temperature)."""
@@ -218,7 +225,7 @@ class Watch:
         )
 
     def response(
-        self, node: Node, task: Task, report: Report, rows: Array, tokens: Column, logp: Column, vocabulary: int
+        self, node: Node, task: Task, report: Report, rows: Array, tokens: ColumnData, logp: ColumnData, vocabulary: int
     ) -> None:
         """Looks at what was generated, of several turns at what the policy wrote."""
         strange = outside(tokens, vocabulary)
@@ -238,7 +245,14 @@ class Watch:
         self.finite(node, task, report, "logp", "it drew a token with the log-probability {}", rows, logp, strange)
 
     def drift(
-        self, node: Node, task: Task, report: Report, rows: Array, logp: Column, found: Drawn, known: Array
+        self,
+        node: Node,
+        task: Task,
+        report: Report,
+        rows: Array,
+        logp: ColumnData,
+        found: SampledLogProbs,
+        known: Array,
     ) -> Array:
         """Compares log-probabilities with those that the tokens were drawn with; the rows that cannot be compared or
         are too far off. Of older weights they may be as far off as the policy has gone since: that is only counted."""
@@ -288,16 +302,16 @@ def _message(node: Node, task: Task, rows: Array, what: str) -> str:
     return f"`{node.name}` ({place}) on {listed(rows)} of {when}: {what}"
 
 
-def not_finite(column: Column) -> Array:
+def not_finite(column: ColumnData) -> Array:
     return _any(column, ~np.isfinite(column.values))
 
 
-def outside(tokens: Column, vocabulary: int) -> Array:
+def outside(tokens: ColumnData, vocabulary: int) -> Array:
     """The rows with a token that an embedding of `vocabulary` rows does not have."""
     return _any(tokens, (tokens.values < 0) | (tokens.values >= vocabulary))
 
 
-def known_tokens(columns: list[Column], size: int) -> tuple[list[Column], Array]:
+def known_tokens(columns: list[ColumnData], size: int) -> tuple[list[ColumnData], Array]:
     """The columns as a model of `size` tokens can be fed with them, and which rows had a token that it does not know.
 
     In those rows the token is put within bounds. Fed as it is, it would end the process, or pass for nothing under
@@ -307,7 +321,7 @@ def known_tokens(columns: list[Column], size: int) -> tuple[list[Column], Array]
     return [replace(c, values=c.values.clip(0, size - 1)) for c in columns] if strange.any() else columns, strange
 
 
-def _any(column: Column, bad: Array) -> Array:
+def _any(column: ColumnData, bad: Array) -> Array:
     """The rows of which one element is bad."""
     elements = bad.any(axis=tuple(range(1, bad.ndim)))
     rows: Array = np.bincount(np.repeat(np.arange(len(column)), column.lengths)[elements], minlength=len(column)) > 0

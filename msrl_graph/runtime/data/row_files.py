@@ -18,14 +18,14 @@ import numpy as np
 
 from ...diagnostics import Diagnostic, Fault
 from ...files.paths import is_folder
-from ...ir.attributes import Call, Generate
+from ...ir.attributes import CallAttributes, GenerateAttributes
 from ...ir.graph import Graph, Node
 from ...ir.plan import Plan
 from ...ir.rowsets import Numbers, Rowsets, chain, rowsets
 from ...ir.sequences import beginnings, is_tokens, sequences
 from ..process.task import Task, numbers
 from ..process.task_report import RunError
-from .columns import Array, Column, Piece, Verdicts, offsets_of, texts
+from .columns import Array, ColumnData, ColumnRows, Verdicts, offsets_of, texts
 from .numerics import drawn, not_finite, vocabulary
 from .tokens import of_column, tokenised
 
@@ -36,7 +36,7 @@ ORIGIN = "origin_row"  # of a repeat the number of the row that it repeats, of a
 
 
 @dataclass(frozen=True)
-class Table:
+class RecordedTable:
     """A table of a recording: the rows that one generation made, or the source's, with the repeats of them that a
     `select` made.
 
@@ -56,7 +56,7 @@ class Table:
         return folder / self.folder / f"{iteration:06d}.parquet"
 
 
-def tables(graph: Graph, found: Rowsets | None = None) -> list[Table]:
+def tables(graph: Graph, found: Rowsets | None = None) -> list[RecordedTable]:
     """One table where there is one generation or none; else that of the source's rows, and one for each generation."""
     found = found or rowsets(graph)
     made = {found.columns[c]: c for c in (drawn(graph, n)[0] for n in graph.verb("generate"))}
@@ -70,7 +70,8 @@ def tables(graph: Graph, found: Rowsets | None = None) -> list[Table]:
         return {f"{graph.made(level) if several else 'prompt'}_row": s for level, s in above.items()}
 
     return [
-        Table(column if several else "", column, base, {"row": base, **ids(base)}) for base, column in bases.items()
+        RecordedTable(column if several else "", column, base, {"row": base, **ids(base)})
+        for base, column in bases.items()
     ]
 
 
@@ -98,15 +99,15 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
         if name not in declared
     }
     hidden |= {_shown(plan.graph, s.column) for s in rowsets(plan.graph).sieves.values()}
-    hidden |= {ORIGIN} if any(Call.of(n).select is not None for n in plan.graph.nodes) else set()
+    hidden |= {ORIGIN} if any(CallAttributes.of(n).select is not None for n in plan.graph.nodes) else set()
     own = {*hidden, *(i for t in levels for i in t.ids), *(f"{name}_text" for name in _tokens(plan))}
     for name in sorted(own & declared.keys()) if record else ():
         what = f"`{name}` is the name of a column that every recording has"
         found.append(
             Diagnostic("bad-value", what, declared[name].span, "give the column another name, or leave out --record")
         )
-    for node in (n for n in plan.graph.verb("generate") if replay and Generate.of(n).partner is not None):
-        partner = "environment" if Generate.of(node).environment is not None else "agent"
+    for node in (n for n in plan.graph.verb("generate") if replay and GenerateAttributes.of(n).partner is not None):
+        partner = "environment" if GenerateAttributes.of(node).environment is not None else "agent"
         what = f"`{node.name}` cannot take its responses from a recording: what its {partner} does is not in it"
         found.append(Diagnostic("bad-value", what, node.at(partner), "leave out --replay"))
     if replay and not is_folder(Path(replay) / FOLDER):
@@ -133,7 +134,7 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
         raise Fault(*found)
 
 
-def write(run: Path, plan: Plan, pieces: dict[str, Piece], task: Task) -> None:
+def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> None:
     """Write the rows of a task into a run's folder: all rows of each column, ascending.
 
     An evaluation runs only the nodes that it needs. A generation that it does not run has no table in it.
@@ -165,7 +166,12 @@ def prune(run: Path, evaluations: Collection[tuple[str, int]]) -> None:
 
 
 def _table(
-    level: Table, plan: Plan, found: Rowsets, numbers: Numbers, here: dict[int, Array], pieces: dict[str, Piece]
+    level: RecordedTable,
+    plan: Plan,
+    found: Rowsets,
+    numbers: Numbers,
+    here: dict[int, Array],
+    pieces: dict[str, ColumnRows],
 ) -> Any:
     """The rows of a level with all columns of it and of those above. What a row lacks is null: since a filter dropped
     it, or since a function returned None."""
@@ -210,11 +216,13 @@ def _table(
     return pa.table(made)
 
 
-def _here(level: Table, found: Rowsets, numbers: Numbers, pieces: dict[str, Piece], trains: bool) -> dict[int, Array]:
+def _here(
+    level: RecordedTable, found: Rowsets, numbers: Numbers, pieces: dict[str, ColumnRows], trains: bool
+) -> dict[int, Array]:
     """The rows of a level by set: those that were made, and of each `select` those that it chose, repeats by numbers of
     their own. In an evaluation each goes on once, since it has no filters."""
-    nothing = Piece(
-        np.zeros(0, np.int64), Column(np.zeros(0, np.int64))
+    nothing = ColumnRows(
+        np.zeros(0, np.int64), ColumnData(np.zeros(0, np.int64))
     )  # a filter may leave no prompt to generate from
     made = [
         level.column,
@@ -232,7 +240,7 @@ def _here(level: Table, found: Rowsets, numbers: Numbers, pieces: dict[str, Piec
     return here
 
 
-def _arrow(column: Column, place: Array, there: Array, text: bool) -> Any:
+def _arrow(column: ColumnData, place: Array, there: Array, text: bool) -> Any:
     """An array of Arrow's of the rows at these places, null where a row is not there."""
     import pyarrow as pa
 
@@ -257,7 +265,7 @@ class Recording:
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
         self.tables = {t.column: t for t in tables(plan.graph)}
-        self._read: dict[str, tuple[Path, dict[str, Column]]] = {}  # by node
+        self._read: dict[str, tuple[Path, dict[str, ColumnData]]] = {}  # by node
 
     def prompts(self, node: Node, columns: Sequence[str], iteration: int, fan: int) -> Array:
         """Those that a recorded iteration has responses to."""
@@ -283,7 +291,7 @@ class Recording:
                 raise RunError(f"{what}: {SAME}")
         return [[found[_shown(self.plan.graph, name)][row] for row in place] for name in columns]
 
-    def _iteration(self, node: Node, columns: Sequence[str], iteration: int) -> tuple[Path, dict[str, Column]]:
+    def _iteration(self, node: Node, columns: Sequence[str], iteration: int) -> tuple[Path, dict[str, ColumnData]]:
         """The file of an iteration, and what is read of it."""
         path = self.tables[columns[0]].file(self.folder, iteration)
         context = sequences(self.plan.graph, node).context
@@ -293,7 +301,7 @@ class Recording:
         return self._read[node.name]
 
 
-def _load(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
+def _load(path: Path, names: tuple[str, ...]) -> dict[str, ColumnData]:
     """These columns of the rows of a file that have all of them, by ascending number of the row."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -310,11 +318,11 @@ def _load(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
     return {name: _column(table.column(name).chunk(0)) for name in names}
 
 
-def _column(array: Any) -> Column:
+def _column(array: Any) -> ColumnData:
     import pyarrow as pa
 
     if pa.types.is_large_string(array.type):
         return texts(array.to_pylist())
     if not hasattr(array, "offsets"):
-        return Column(array.to_numpy())
-    return Column(array.values.to_numpy(), array.offsets.to_numpy().astype(np.int64))
+        return ColumnData(array.to_numpy())
+    return ColumnData(array.values.to_numpy(), array.offsets.to_numpy().astype(np.int64))

@@ -20,7 +20,7 @@ from ...ir.sequences import is_tokens, sequences, speaker
 from ...model.end_tokens import read_end_tokens
 from ..process import shipped_files
 from . import rendering
-from .columns import Array, Column, ragged
+from .columns import Array, ColumnData, ragged
 from .rendering import BadMessages
 from .token_pieces import Pieces
 
@@ -35,13 +35,13 @@ class Tokens:
         self.pieces = Pieces(tokenizer) if tokenizer else _pieces(folder)
         self.ends = ends(folder)
 
-    def read(self, column: Column, follows: bool = False) -> Column:
+    def read(self, column: ColumnData, follows: bool = False) -> ColumnData:
         """The tokens of a text column, row by row: of a JSON list of messages those of the prompt that it makes, of
         other text its own; `follows`: other tokens come before them. Raises BadMessages, BadPieceError."""
         asked = [self.asked(column.text(row)) for row in range(len(column))]
         return ragged(self.following(asked) if follows else self.encode(asked), np.int32)
 
-    def ended(self, column: Column) -> Column:
+    def ended(self, column: ColumnData) -> ColumnData:
         """The tokens of a text column whose texts are responses: each as it is, and what ends a response where nothing
         does. Raises BadMessages, since what comes before them is not known here."""
         found = [column.text(row) for row in range(len(column))]
@@ -129,7 +129,7 @@ class Tokens:
         return text
 
 
-def tokenised(plan: Plan, node: Node, columns: Mapping[str, Column]) -> dict[str, Column]:
+def tokenised(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) -> dict[str, ColumnData]:
     """The columns of some rows, those of text that the node's model reads as its tokens, a text that it scores with the
     token that ends a response. Raises BadMessages, BadPieceError."""
     read = sequences(plan.graph, node)

@@ -17,15 +17,15 @@ import numpy as np
 
 from ...ir.instruction import Instruction, Walk, Walker
 from ...ir.rowsets import Numbers
-from ..data.columns import Array, Column, Piece, concatenate, joined
+from ..data.columns import Array, ColumnData, ColumnRows, concatenate, joined
 from ..process import fault_points, log, row_progress
 from ..process.task import Task
 from ..process.task_report import Event, Report
 from .channel import Address
-from .controller import Again, Question, Take
-from .messages import Batch, Share, Way
-from .readers import Reader
-from .rpc import Lines
+from .controller import ControllerRequest, RefillRequest, ShareRequest
+from .messages import Batch, DockAddress, Share
+from .readers import NodeReads
+from .rpc import RpcConnections
 from .segments import Activity, Room, Segments
 from .warehouse import SPLIT, payload, taken
 
@@ -38,16 +38,16 @@ class Client:
     """A process's way into the dock: `process` is its name. What it writes goes to its host's warehouse, or where there
     is none, to the first one."""
 
-    def __init__(self, process: str, readers: list[Reader], way: Way, host: int) -> None:
+    def __init__(self, process: str, readers: list[NodeReads], way: DockAddress, host: int) -> None:
         self.process, self.host, self.way = process, host, way
         self.readers = {r.node: r for r in readers}
-        self.lines = Lines(found, host, way.key)
+        self.lines = RpcConnections(found, host, way.key)
         self.home = way.hosts.index(host) if host in way.hosts else 0
         self.segments: Segments | None = None  # of this host, once it is asked for
         self.activity: Activity | None = None
         # By node: the task, how many of its shares were handed on, and those that have come beside them.
         self.taken: dict[str, tuple[str, int, list[Share]]] = {}
-        self.known: dict[str, list[Piece]] = {}  # by column: the rows of the task that came from other hosts
+        self.known: dict[str, list[ColumnRows]] = {}  # by column: the rows of the task that came from other hosts
         self.loads: dict[str, list[int]] = {}  # by node: the tokens of each share
         self.moved: dict[str, int] = {}  # by `node put`, `node get`, `node get away` and `node get here`: bytes
         self.pending: list[Any] = []
@@ -89,7 +89,7 @@ class Client:
             self._sent = time.monotonic()
             self.pending.append(self._line(self.home).send("at", self.process, self._what, rows, of, where))
 
-    def _ask(self, question: Question[T]) -> T:
+    def _ask(self, question: ControllerRequest[T]) -> T:
         """The answer of a node's controller, as soon as it has one."""
         home, line = self._line(self.home), self.lines.to(self.way.controllers[question.node])
         if line is not home:
@@ -107,7 +107,7 @@ class Client:
         key, count, shares = self.taken.get(node, ("", 0, []))
         if key != task.key:
             count, shares = 0, []
-        shares = shares or self._ask(Take(node, task.key, group, count))
+        shares = shares or self._ask(ShareRequest(node, task.key, group, count))
         share = shares[0]
         if at_once and len(share.units):
             self.at(f"{node} in {task.key}")
@@ -126,10 +126,10 @@ class Client:
         self.moving += time.perf_counter() - told
         return batch
 
-    def _fetched(self, node: str, task: Task, share: Share, asked_for: Mapping[str, Array]) -> dict[str, Column]:
+    def _fetched(self, node: str, task: Task, share: Share, asked_for: Mapping[str, Array]) -> dict[str, ColumnData]:
         """The rows of a share, by column: those of this host are views of its segments, others come from theirs, with
         one request to each."""
-        parts: dict[str, list[tuple[Array, Column]]] = {}  # by column: positions, and what belongs there
+        parts: dict[str, list[tuple[Array, ColumnData]]] = {}  # by column: positions, and what belongs there
         asked: dict[int, dict[str, dict[str, Array]]] = {}  # by warehouse, segment and column
         order: dict[tuple[int, str, str], Array] = {}
         away = set()
@@ -165,16 +165,16 @@ class Client:
             self.events.append(Event.since(start, f"rows from host {host}", f"{DOCK}, host {host}", **of))
         fetched = {name: _laid(some) for name, some in parts.items()}
         for name in away:
-            self.known.setdefault(name, []).append(Piece(asked_for[name], fetched[name]))
+            self.known.setdefault(name, []).append(ColumnRows(asked_for[name], fetched[name]))
         return fetched
 
-    def _count(self, what: str, column: Column) -> None:
+    def _count(self, what: str, column: ColumnData) -> None:
         self.moved[what] = self.moved.get(what, 0) + column.nbytes
 
     def again(self, node: str, task: Task, rounds: int) -> bool:
         """Whether after so many rounds of prompts the filter `node` needs another one."""
         start = time.perf_counter()
-        found = self._ask(Again(node, task.key, rounds))
+        found = self._ask(RefillRequest(node, task.key, rounds))
         self.waited += time.perf_counter() - start
         return found
 
@@ -194,17 +194,17 @@ class Client:
             with around(step):
                 walk.advance(pool, walker)
 
-    def whole(self, task: Task, columns: Collection[str] | None = None) -> dict[str, Piece]:
+    def whole(self, task: Task, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
         """All rows of a task by column, ascending; only some `columns`, or all."""
         asked = [self._line(w).send("whole", task.key, columns) for w in range(len(self.way.warehouses))]
-        parts: list[dict[str, Piece]] = [answer.get() for answer in asked]
+        parts: list[dict[str, ColumnRows]] = [answer.get() for answer in asked]
         found = {}
         for name in {n for part in parts for n in part}:
             piece = joined([part[name] for part in parts if name in part])
             found[name] = piece.take(np.argsort(piece.rows))
         return found
 
-    def put(self, node: str, task: Task, pieces: Mapping[str, Piece], asks: bool = False) -> None:
+    def put(self, node: str, task: Task, pieces: Mapping[str, ColumnRows], asks: bool = False) -> None:
         """Writes the rows that a node made, by column, into the memory of this host, and tells the warehouse; does not
         wait for it. `asks`: this thread asks for rows now, or ends the task, and tells it with that."""
         start = time.perf_counter()
@@ -222,8 +222,8 @@ class Client:
         self._reach(f"after put of {node}", task)
 
     def _placed(
-        self, node: str, task: Task, pieces: Mapping[str, Piece]
-    ) -> Iterator[tuple[int, str, Mapping[str, Piece]]]:
+        self, node: str, task: Task, pieces: Mapping[str, ColumnRows]
+    ) -> Iterator[tuple[int, str, Mapping[str, ColumnRows]]]:
         """Where rows are to be written, and the name of the segment: at home, or where that is full with others who
         have place, in parts if need be. Waits for place."""
         self.written += 1
@@ -269,7 +269,7 @@ def found(name: str) -> Address:
     return address
 
 
-def _halves(pieces: Mapping[str, Piece]) -> Iterator[Mapping[str, Piece]]:
+def _halves(pieces: Mapping[str, ColumnRows]) -> Iterator[Mapping[str, ColumnRows]]:
     """Columns by themselves, or the halves of one."""
     if len(pieces) > 1:
         yield from ({column: piece} for column, piece in pieces.items())
@@ -279,7 +279,7 @@ def _halves(pieces: Mapping[str, Piece]) -> Iterator[Mapping[str, Piece]]:
         yield {column: piece.take(some)}
 
 
-def _laid(parts: Sequence[tuple[Array, Column]]) -> Column:
+def _laid(parts: Sequence[tuple[Array, ColumnData]]) -> ColumnData:
     """Columns by their positions in one."""
     if len(parts) == 1:
         return parts[0][1]
@@ -289,7 +289,7 @@ def _laid(parts: Sequence[tuple[Array, Column]]) -> Column:
     return column.take(back)
 
 
-def _found(rows: Array, pieces: Sequence[Piece]) -> Column | None:
+def _found(rows: Array, pieces: Sequence[ColumnRows]) -> ColumnData | None:
     """Those rows, in this order, where one of these pieces has them all."""
     for piece in pieces:
         order = np.argsort(piece.rows)
@@ -299,7 +299,7 @@ def _found(rows: Array, pieces: Sequence[Piece]) -> Column | None:
     return None
 
 
-def wanted(share: Share, reader: Reader, numbers: Numbers) -> dict[str, Array]:
+def wanted(share: Share, reader: NodeReads, numbers: Numbers) -> dict[str, Array]:
     """The rows of each column that a share needs, ascending, each once."""
     return (
         {r.column: np.unique(numbers.above(share.rows, reader.rows, r.rows)) for r in reader.reads}
@@ -309,7 +309,7 @@ def wanted(share: Share, reader: Reader, numbers: Numbers) -> dict[str, Array]:
 
 
 def assemble(
-    share: Share, reader: Reader, numbers: Numbers, asked: Mapping[str, Array], fetched: Mapping[str, Column]
+    share: Share, reader: NodeReads, numbers: Numbers, asked: Mapping[str, Array], fetched: Mapping[str, ColumnData]
 ) -> Batch:
     """Lays fetched columns, of which these rows were `asked` for (`wanted`), out by the node's rows: of four responses
     to two prompts each prompt is there twice."""

@@ -32,9 +32,9 @@ from ...ir.row_assignment import Units, deal
 from ..data.columns import Array
 from ..process.task import Task
 from ..process.task_report import RunError
-from .messages import News, Part, Round, Share
+from .messages import Round, RowsReady, Share, WorkShare
 from .progress import Progress
-from .readers import Reader
+from .readers import NodeReads
 
 T_co = TypeVar("T_co", covariant=True)
 ALL = "nothing: all its rows are there"
@@ -52,10 +52,10 @@ class MiniBatches:
     done: int = 0
 
     @classmethod
-    def cut(cls, reader: Reader, number: int, rows: Array) -> MiniBatches:
+    def cut(cls, reader: NodeReads, number: int, rows: Array) -> MiniBatches:
         """Of all rows of an iteration, ascending: a function of (seed, node, iteration, epoch, row)."""
         size = reader.mini_batch or max(len(rows), 1)
-        stream = noise.Stream(reader.seed, "mini_batch", reader.node)
+        stream = noise.RandomStream(reader.seed, "mini_batch", reader.node)
         todo: deque[tuple[int, Array]] = deque()
         of = np.zeros(len(rows), np.int64)
         for epoch in range(reader.epochs):
@@ -77,7 +77,7 @@ class MiniBatches:
 
 
 @dataclass
-class Book:
+class IterationState:
     """What a controller knows of one iteration, and the shares that it has handed out of it, by group. `had` is what
     each group has got so far, by weight; `tokens` are those of the units that are ready, where batches are cut by them.
     """
@@ -97,9 +97,9 @@ class Controller:
     warehouse where the controller `keeps` them, and then gives them to `hand`, in order, from which `take` has its
     shares."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: NodeReads) -> None:
         self.reader = reader
-        self.books: dict[str, Book] = {}
+        self.books: dict[str, IterationState] = {}
 
     @property
     def keeps(self) -> bool:
@@ -118,25 +118,27 @@ class Controller:
 
     def _begin(self, task: Task) -> None:
         groups = len(self.reader.at)
-        self.books[task.key] = Book(task, Progress(self.reader, task), [[] for _ in range(groups)], [0.0] * groups)
+        self.books[task.key] = IterationState(
+            task, Progress(self.reader, task), [[] for _ in range(groups)], [0.0] * groups
+        )
 
     def close(self, key: str) -> None:
         self.books.pop(key, None)
 
-    def heard(self, key: str, news: Iterable[News]) -> list[Round]:
+    def heard(self, key: str, news: Iterable[RowsReady]) -> list[Round]:
         """Rows have come to lie in a warehouse."""
         if (book := self.books.get(key)) is None or not self._note(book, news):
             return []
         return self._deal(book)
 
-    def _note(self, book: Book, news: Iterable[News]) -> bool:
+    def _note(self, book: IterationState, news: Iterable[RowsReady]) -> bool:
         """Whether any of the news concern the node."""
         heard = [n for n in news if n.column in self.reader.hears]
         for n in heard:
             book.progress.note(n)
         return bool(heard)
 
-    def restore(self, task: Task, news: Iterable[News], rounds: Iterable[Round]) -> list[Round]:
+    def restore(self, task: Task, news: Iterable[RowsReady], rounds: Iterable[Round]) -> list[Round]:
         """Takes the place of a controller that had opened the iteration, heard the news and decided these rounds (those
         that were kept); the rounds that it decides beside them."""
         self._begin(task)
@@ -224,7 +226,7 @@ class Controller:
             )
         return "; ".join(parts) or ALL
 
-    def _deal(self, book: Book) -> list[Round]:
+    def _deal(self, book: IterationState) -> list[Round]:
         if self.reader.update:
             return self._deal_update(book)
         found: list[Round] = []
@@ -238,7 +240,7 @@ class Controller:
             progress.end()
         return found
 
-    def _deal_units(self, book: Book) -> list[Round]:
+    def _deal_units(self, book: IterationState) -> list[Round]:
         """Batches of what is ready, to the end of what is under way."""
         progress, found = book.progress, list[Round]()
         while progress.left or not progress.complete:
@@ -251,7 +253,7 @@ class Controller:
         # What was handed out before may have been all.
         return found or [self._round(book, 0, progress.next(0), True)]
 
-    def _enough(self, book: Book) -> int:
+    def _enough(self, book: IterationState) -> int:
         """How many units make a batch, of those that are ready; 0: they do not make one yet."""
         progress, reader, counts = book.progress, self.reader, list[int]()
         if 0 < reader.chunk <= progress.fresh:
@@ -262,12 +264,12 @@ class Controller:
         rest = progress.fresh if progress.complete and progress.left == progress.fresh else 0
         return min(counts, default=rest)
 
-    def _count(self, book: Book, units: Array, sign: int) -> None:
+    def _count(self, book: IterationState, units: Array, sign: int) -> None:
         """These units have become ready, or are dealt."""
         if self.reader.chunk_tokens and len(units):
             book.tokens += sign * float(self._tokens(book, *book.progress.rows_of(units)).sum())
 
-    def _deal_update(self, book: Book) -> list[Round]:
+    def _deal_update(self, book: IterationState) -> list[Round]:
         progress = book.progress
         rows = progress.look()
         if book.mini_batches is None:
@@ -279,7 +281,7 @@ class Controller:
         last = 0 if book.mini_batches.todo else len(ready)
         return [self._round(book, epoch, some, i == last) for i, (epoch, some) in enumerate(ready, 1)]
 
-    def _round(self, book: Book, epoch: int, units: Array, last: bool) -> Round:
+    def _round(self, book: IterationState, epoch: int, units: Array, last: bool) -> Round:
         """Shares units among the groups."""
         reader = self.reader
         rows, sizes = book.progress.rows_of(units)
@@ -288,11 +290,11 @@ class Controller:
         for group, positions in enumerate(deal(some, reader.at, reader.imbalance, book.had)):
             mine = [rows[starts[i] : starts[i] + sizes[i]] for i in positions]
             at = np.array(positions, np.int64)
-            parts.append(Part(units[at], sizes[at], np.concatenate([*mine, rows[:0]])))
+            parts.append(WorkShare(units[at], sizes[at], np.concatenate([*mine, rows[:0]])))
             book.had[group] += some.load(positions)
         return Round(epoch, tuple(parts), last)
 
-    def _weighed(self, book: Book, rows: Array, sizes: Array) -> Units:
+    def _weighed(self, book: IterationState, rows: Array, sizes: Array) -> Units:
         """Of units that have so many rows each, these unit by unit, what decides who gets them."""
         progress, warehouses = book.progress, book.progress.warehouses
         unit = np.repeat(np.arange(len(sizes)), sizes)
@@ -310,7 +312,7 @@ class Controller:
             lies.sum(1).tolist(),
         )
 
-    def _tokens(self, book: Book, rows: Array, sizes: Array) -> Array:
+    def _tokens(self, book: IterationState, rows: Array, sizes: Array) -> Array:
         """How many tokens each of these units has."""
         progress, unit, found = book.progress, np.repeat(np.arange(len(sizes)), sizes), np.zeros(len(sizes))
         for read in self.reader.reads:
@@ -321,7 +323,7 @@ class Controller:
 
 
 @dataclass(frozen=True)
-class Question(ABC, Generic[T_co]):
+class ControllerRequest(ABC, Generic[T_co]):
     """What a process asks the controller of `node` in a task; it waits until there is an answer."""
 
     node: str
@@ -343,7 +345,7 @@ class Question(ABC, Generic[T_co]):
 
 
 @dataclass(frozen=True)
-class Take(Question[list[Share]]):
+class ShareRequest(ControllerRequest[list[Share]]):
     """The group's shares from number `index` on, as far as they are decided, once there is one."""
 
     group: int
@@ -358,7 +360,7 @@ class Take(Question[list[Share]]):
 
 
 @dataclass(frozen=True)
-class Again(Question[bool]):
+class RefillRequest(ControllerRequest[bool]):
     """Whether after so many rounds of prompts the filter `node` needs another one."""
 
     rounds: int

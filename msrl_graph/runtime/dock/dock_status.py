@@ -12,7 +12,7 @@ from contextlib import suppress
 import psutil
 
 from .controller import Controller
-from .messages import Said, Seen
+from .messages import DockSnapshot, ProcessStatus
 from .warehouse import Warehouse
 
 
@@ -21,8 +21,8 @@ def look(
     host: int,
     controllers: Mapping[str, Controller],
     warehouse: Warehouse | None,
-    said: Mapping[str, Said],
-) -> Seen:
+    said: Mapping[str, ProcessStatus],
+) -> DockSnapshot:
     rows: dict[str, dict[str, tuple[int, int]]] = {}
     for node, controller in controllers.items():
         for key in controller.books:
@@ -34,7 +34,7 @@ def look(
             of[node] = of.get(node, 0) + number
     memory = {process: os.getpid(), **{name: told.pid for name, told in said.items() if told.pid}}
     here = psutil.virtual_memory()
-    return Seen(
+    return DockSnapshot(
         host,
         rows,
         done,

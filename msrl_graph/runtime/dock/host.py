@@ -15,17 +15,27 @@ from typing import Any, TypeVar
 
 import ray
 
-from ..data.columns import Piece
+from ..data.columns import ColumnRows
 from ..process import fault_points, heartbeat
 from ..process.heartbeat import Heart, Limits
 from ..process.task import Task
 from ..process.task_report import RunError
 from .channel import Address
-from .controller import Controller, Question, Take
+from .controller import Controller, ControllerRequest, ShareRequest
 from .dock_status import look
-from .messages import Doing, Known, Member, News, Round, Said, Status, Wait, Way
-from .readers import Reader
-from .rpc import Post, Server
+from .messages import (
+    CurrentActivity,
+    DockAddress,
+    Member,
+    ProcessStatus,
+    Round,
+    RowsReady,
+    Status,
+    Wait,
+    WarehouseInventory,
+)
+from .readers import NodeReads
+from .rpc import AsyncRpcConnection, RpcServer
 from .segments import Room, Segments
 from .warehouse import SPLIT, Warehouse
 
@@ -57,9 +67,9 @@ class DockHost:
         self,
         members: Sequence[Member],
         index: int,
-        readers: Sequence[Reader],
+        readers: Sequence[NodeReads],
         deadline: float,
-        way: Way,
+        way: DockAddress,
         room: str,
         size: int,
         folder: str = "",
@@ -72,14 +82,16 @@ class DockHost:
         self.room = Room.made(room, size)
         self.warehouse = Warehouse(members[index].warehouse, Segments(self.room), way.capacity)
         self.hears = members[index].hears
-        self.others = [(m, Post(m.name, _found, self.host, way.key)) for i, m in enumerate(members) if i != index]
-        self.server = Server(self.process, self, SERVED, way.key)
+        self.others = [
+            (m, AsyncRpcConnection(m.name, _found, self.host, way.key)) for i, m in enumerate(members) if i != index
+        ]
+        self.server = RpcServer(self.process, self, SERVED, way.key)
         self.stale = ray.get_runtime_context().was_current_actor_reconstructed
         self.restoring = asyncio.Lock()
         self.changed = asyncio.Condition()
         self.looking = asyncio.Lock()
-        self.waits: dict[Question[Any], float] = {}  # since when somebody waits for the answer
-        self.doing: dict[str, Said] = {}  # by process of a host without a room
+        self.waits: dict[ControllerRequest[Any], float] = {}  # since when somebody waits for the answer
+        self.doing: dict[str, ProcessStatus] = {}  # by process of a host without a room
         self.told: list[asyncio.Future[Any]] = []
         self.left = 0  # how often rows have left a warehouse
         self.last = ""
@@ -97,7 +109,7 @@ class DockHost:
             if self.stale:
                 asked = [post.send("known") for member, post in self.others if member.warehouse >= 0]
                 here = await self.known()
-                books: list[dict[str, Known]] = [here, *(await asyncio.gather(*asked))]
+                books: list[dict[str, WarehouseInventory]] = [here, *(await asyncio.gather(*asked))]
                 for key, known in here.items():
                     news = [n for book in books if key in book for n in book[key].news]
                     for node, controller in self.controllers.items():
@@ -105,13 +117,13 @@ class DockHost:
                     self._tell(key, known.news)  # of which others may not have heard
                 self.stale = False
 
-    async def _spread(self, key: str, news: Sequence[News]) -> None:
+    async def _spread(self, key: str, news: Sequence[RowsReady]) -> None:
         """Tells all controllers what they hear of."""
         self._tell(key, news)
         if some := [n for n in news if n.column in self.hears]:
             await self.heard(key, some)
 
-    def _tell(self, key: str, news: Sequence[News]) -> None:
+    def _tell(self, key: str, news: Sequence[RowsReady]) -> None:
         """Tells the others."""
         for member, post in self.others:
             if some := [n for n in news if n.column in member.hears]:
@@ -153,7 +165,7 @@ class DockHost:
         """`watched`: with what only those ask for who watch a run."""
         now, said = time.monotonic(), self._said()
         waits = tuple(self._wait(q) for q in sorted(self.waits, key=lambda q: (q.node, q.of_group, q.key)))
-        doing = {p: Doing(s.what, now - s.since, s.progress(now)) for p, s in said.items()}
+        doing = {p: CurrentActivity(s.what, now - s.since, s.progress(now)) for p, s in said.items()}
         has, place = self.warehouse.index >= 0, self.warehouse
         seen = look(self.process, self.host, self.controllers, place if has else None, said) if watched else None
         ended = heartbeat.ended(self.run_folder) if self.run_folder else {}
@@ -210,7 +222,7 @@ class DockHost:
         async with self.changed:
             self.changed.notify_all()
 
-    async def put(self, key: str, node: str, segment: str, pieces: Mapping[str, Piece] | None = None) -> None:
+    async def put(self, key: str, node: str, segment: str, pieces: Mapping[str, ColumnRows] | None = None) -> None:
         """A process of this host has written a segment; `pieces` are of one without a warehouse."""
         fault_points.reach(self.process, f"put of {node} in {key}")
         if pieces is not None:
@@ -220,7 +232,7 @@ class DockHost:
         await self._spread(key, news)
         fault_points.reach(self.process, f"told {node} in {key}")
 
-    async def heard(self, key: str, news: Sequence[News]) -> None:
+    async def heard(self, key: str, news: Sequence[RowsReady]) -> None:
         """A warehouse has got rows."""
         await self._ready()
         self._move()
@@ -234,18 +246,18 @@ class DockHost:
             self.changed.notify_all()
         fault_points.reach(self.process, f"handed out {what}")
 
-    async def ask(self, question: Question[T]) -> T:
+    async def ask(self, question: ControllerRequest[T]) -> T:
         """What the controller of a node answers, as soon as it does. A wait may last the deadline from when a row last
         moved or was computed, on any host: whoever asks ahead of time does not wait while others are at work."""
         await self._ready()
         answer = await self._answer(question, self.controllers[question.node])
-        if isinstance(question, Take):
+        if isinstance(question, ShareRequest):
             self.last = question.node
             self._move()
             fault_points.reach(self.process, f"share of {question.node} in {question.key}")
         return answer
 
-    async def _answer(self, question: Question[T], controller: Controller) -> T:
+    async def _answer(self, question: ControllerRequest[T], controller: Controller) -> T:
         begin = self.waits[question] = time.monotonic()
         async with self.changed:
             while (answer := question.answer(controller)) is None:
@@ -307,20 +319,20 @@ class DockHost:
         """A process of a host without a room tells what it begins to do, or how far it is with that."""
         now, before = time.monotonic(), self.doing.get(process)
         since = before.since if of and before else now
-        self.doing[process] = Said(what, since, rows=rows, of=of, moved=now if rows else 0.0, where=where)
+        self.doing[process] = ProcessStatus(what, since, rows=rows, of=of, moved=now if rows else 0.0, where=where)
 
     async def folder(self) -> str:
         """Where processes of this host write and read rows."""
         return str(self.room.path)
 
-    async def known(self) -> dict[str, Known]:
+    async def known(self) -> dict[str, WarehouseInventory]:
         """For a controller to be rebuilt: what is known of each open task."""
         return {key: self.warehouse.known(task) for key, task in self.warehouse.tasks.items()}
 
-    async def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, Piece]:
+    async def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
         return self.warehouse.whole(key, columns)
 
-    def _said(self) -> dict[str, Said]:
+    def _said(self) -> dict[str, ProcessStatus]:
         """What the processes of this host say of themselves."""
         return self.doing | self.room.said()
 
@@ -328,7 +340,7 @@ class DockHost:
         self.moves += 1
         self.moved = time.monotonic()
 
-    def _wait(self, question: Question[Any]) -> Wait:
+    def _wait(self, question: ControllerRequest[Any]) -> Wait:
         missing = self.controllers[question.node].missing(question.key)
         return Wait(question.who, question.key, time.monotonic() - self.waits[question], missing)
 

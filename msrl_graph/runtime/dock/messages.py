@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..data.columns import Array, Column, Piece, Verdicts
+from ..data.columns import Array, ColumnData, ColumnRows, Verdicts
 from ..process.task import Task
 
 
@@ -26,7 +26,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Way:
+class DockAddress:
     """What a process needs to find the dock of its run.
 
     - `controllers`: by node the name of the process that has its controller; `warehouses`: by the warehouse's index the
@@ -44,7 +44,7 @@ class Way:
     capacity: int = 0
 
 
-class Place(NamedTuple):
+class RowLocation(NamedTuple):
     """Where rows lie: a segment of a warehouse, by its name."""
 
     warehouse: int
@@ -52,24 +52,24 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class News:
+class RowsReady:
     """What a warehouse tells controllers when it gets rows of a column: their numbers, how long each row is, and where
     they lie. Of a filter's verdicts (`verdicts`) `lengths` are how often each row goes on."""
 
     column: str
     rows: Array
     lengths: Array
-    place: Place
+    place: RowLocation
     verdicts: bool = False
 
     @classmethod
-    def of(cls, column: str, piece: Piece, place: Place) -> News:
+    def of(cls, column: str, piece: ColumnRows, place: RowLocation) -> RowsReady:
         """The news that a piece makes."""
         return cls(column, piece.rows, piece.told, place, isinstance(piece, Verdicts))
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkShare:
     """What a group gets of a round: its units, how many rows each has, and those rows, unit by unit."""
 
     units: Array
@@ -82,17 +82,17 @@ class Round:
     """What a controller decided: what each group gets next; `last` of the iteration, or of a round of its prompts."""
 
     epoch: int
-    parts: tuple[Part, ...]
+    parts: tuple[WorkShare, ...]
     last: bool
 
 
 @dataclass(frozen=True)
-class Known:
+class WarehouseInventory:
     """What a warehouse has to say of an open task to a controller that begins anew: the news of all its rows, and by
     node the rounds that a controller has left with it."""
 
     task: Task
-    news: Sequence[News]
+    news: Sequence[RowsReady]
     rounds: Mapping[str, Sequence[Round]]
 
 
@@ -113,7 +113,7 @@ class Share:
     sizes: Array
     rows: Array
     where: dict[str, Array]
-    places: tuple[Place, ...]
+    places: tuple[RowLocation, ...]
     most: int
     round_units: int
     elements: dict[str, int]
@@ -127,11 +127,11 @@ class Batch:
 
     share: Share
     rows: Array
-    columns: dict[str, Column]
+    columns: dict[str, ColumnData]
 
 
 @dataclass(frozen=True)
-class Doing:
+class CurrentActivity:
     """What a process began to do, how many seconds ago, and how far it is with its rows, in words (empty: it does not
     count them)."""
 
@@ -143,7 +143,7 @@ class Doing:
         return f"{self.what}{', ' * bool(self.rows)}{self.rows}"
 
 
-class Said(NamedTuple):
+class ProcessStatus(NamedTuple):
     """What a process says of itself: what it does, since when (time.monotonic), its id on its host (0: not told), and
     how many rows it is done with of nodes that write none, by node, in the task of this key.
 
@@ -183,7 +183,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Seen:
+class DockSnapshot:
     """What the dock of a host tells those who watch a run.
 
     - `rows`: by task and node, of the controllers here, how many rows were handed out and how many there are as far as
@@ -213,7 +213,7 @@ class Status:
     last: str
     moves: int
     waits: tuple[Wait, ...]
-    doing: dict[str, Doing]
-    seen: Seen | None = None  # where somebody watches
+    doing: dict[str, CurrentActivity]
+    seen: DockSnapshot | None = None  # where somebody watches
     ended: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     bytes: int = 0

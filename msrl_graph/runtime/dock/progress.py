@@ -13,9 +13,9 @@ import numpy as np
 
 from ..data.columns import Array
 from ..process.task import Task
-from .messages import News, Place
-from .readers import Reader
-from .row_tables import Table, enumerate_rows, first_prompts
+from .messages import RowLocation, RowsReady
+from .readers import NodeReads
+from .row_tables import RowTable, enumerate_rows, first_prompts
 
 WAITS, READY, DEALT = range(3)  # what becomes of a unit, in this order
 
@@ -30,18 +30,18 @@ class Progress:
     - `ready` are the units that are ready and not dealt, as they became it; `fresh` counts them.
     """
 
-    def __init__(self, reader: Reader, task: Task) -> None:
+    def __init__(self, reader: NodeReads, task: Task) -> None:
         self.reader, self.task, self.numbers = reader, task, reader.numbers(task)
         size, prompts = self.numbers.size, self.numbers.size[0]
-        self.where = {c: Table(size[rows], -1) for c, rows in reader.hears.items()}
-        self.heard = {c: Table(size[rows], -1) for c, rows in reader.hears.items()}
-        self.places: list[Place] = []
+        self.where = {c: RowTable(size[rows], -1) for c, rows in reader.hears.items()}
+        self.heard = {c: RowTable(size[rows], -1) for c, rows in reader.hears.items()}
+        self.places: list[RowLocation] = []
         self.warehouses = np.zeros(16, np.int64)
-        self.at: dict[Place, int] = {}
+        self.at: dict[RowLocation, int] = {}
         self.opened, self.ended = 1, 0
         self.ready: list[Array] = []
         self.fresh = self.dealt = 0
-        self._state = Table(size[reader.unit], WAITS)
+        self._state = RowTable(size[reader.unit], WAITS)
         self._sieves = reader.passed if task.trains else reader.failing
         self._filter = reader.refilling if task.trains else None
         # By prompt: whether something was heard since it was looked at, by `look` and by `surviving`; whether it is
@@ -57,7 +57,7 @@ class Progress:
         self._inside, self._decided = np.zeros(prompts, bool), np.zeros(prompts, bool)
         self._enough = True  # prompts survive, so that no others will come
 
-    def note(self, news: News) -> None:
+    def note(self, news: RowsReady) -> None:
         """Rows have come to lie in a warehouse."""
         self.heard[news.column].set(news.rows, news.lengths)
         if (at := self.at.setdefault(news.place, len(self.places))) == len(self.places):

@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...ir.attributes import SampleEdge, Update
+from ...ir.attributes import SampleEdgeAttributes, UpdateAttributes
 from ...ir.plan import Plan
 from ...ir.rowsets import Numbers, Rowset, Sieve, looping, rowsets, upstream
 from ...ir.sequences import as_drawn, beginnings, heating, latest, weighs
 from ..data.numerics import comparison
 from ..process.task import Task, numbers
-from .messages import Member, Way
+from .messages import DockAddress, Member
 
 
 @dataclass(frozen=True)
-class Read:
+class ColumnRead:
     """A column that a node reads: the set that its rows are of, and the node that writes it."""
 
     column: str
@@ -29,7 +29,7 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Reader:
+class NodeReads:
     """What a controller needs to know of its node.
 
     - `reads`: the columns that it reads; `rows` and `unit`: the sets (ir/rowsets.py) of its rows and of what it is
@@ -47,7 +47,7 @@ class Reader:
     """
 
     node: str
-    reads: tuple[Read, ...]
+    reads: tuple[ColumnRead, ...]
     sets: tuple[Rowset, ...]
     rows: int
     unit: int
@@ -81,25 +81,27 @@ class Reader:
         return numbers(self.sets, self.refilling, task)
 
 
-def readers(plan: Plan) -> list[Reader]:
+def readers(plan: Plan) -> list[NodeReads]:
     """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not;
     who scores conversations, where these begin."""
     graph, found, compared, rows = plan.graph, [], comparison(plan), rowsets(plan.graph)
-    balanced = {e.dst for e in graph.samples() if SampleEdge.of(e).balance}
+    balanced = {e.dst for e in graph.samples() if SampleEdgeAttributes.of(e).balance}
     stores = {host: i for i, host in enumerate(plan.docks.warehouses)}
     refilling, repeated = rows.refilling, looping(graph)[1]
     for controller in plan.docks.controllers:
         node = graph.node(controller.node)
-        reads = [Read(c, rows.columns[c], graph.writer(c).name) for c in node.reads]
+        reads = [ColumnRead(c, rows.columns[c], graph.writer(c).name) for c in node.reads]
         each = {s.name for s in graph.states if s.per}
-        reads += [Read(name, 0, "source") for name in latest(graph, node) if name in each]
-        reads += [Read(as_drawn(name), 0, "source") for name in heating(graph, node) if name in each]
+        reads += [ColumnRead(name, 0, "source") for name in latest(graph, node) if name in each]
+        reads += [ColumnRead(as_drawn(name), 0, "source") for name in heating(graph, node) if name in each]
         if compared and compared.node == node.name and compared.column not in node.reads:
-            reads.append(Read(compared.column, rows.columns[compared.response], graph.writer(compared.response).name))
+            reads.append(
+                ColumnRead(compared.column, rows.columns[compared.response], graph.writer(compared.response).name)
+            )
         for response, column in beginnings(graph, node).items() if node.verb != "generate" else ():
-            reads.append(Read(column, rows.columns[response], graph.writer(response).name))
+            reads.append(ColumnRead(column, rows.columns[response], graph.writer(response).name))
         found.append(
-            Reader(
+            NodeReads(
                 node=node.name,
                 reads=tuple(reads),
                 sets=tuple(rows.sets),
@@ -113,8 +115,8 @@ def readers(plan: Plan) -> list[Reader]:
                 balance=node.name in balanced,
                 imbalance=plan.docks.imbalance,
                 update=node.verb == "update",
-                epochs=Update.of(node).epochs,
-                mini_batch=Update.of(node).mini_batch or 0,
+                epochs=UpdateAttributes.of(node).epochs,
+                mini_batch=UpdateAttributes.of(node).mini_batch or 0,
                 seed=plan.deploy.run.seed,
                 passed=rows.passed[node.name],
                 failing=tuple(
@@ -129,13 +131,13 @@ def readers(plan: Plan) -> list[Reader]:
     return found
 
 
-def members(plan: Plan, found: Sequence[Reader], key: bytes = b"") -> tuple[list[Member], Way]:
+def members(plan: Plan, found: Sequence[NodeReads], key: bytes = b"") -> tuple[list[Member], DockAddress]:
     """The dock's processes, one for each host that has a warehouse or a controller, and the way to them."""
     at = {c.node: c.host for c in plan.docks.controllers}
     stores = {host: i for i, host in enumerate(plan.docks.warehouses)}
     names = {host: f"dock of host {host}" for host in sorted({*at.values(), *stores})}
     hears = {h: frozenset(c for r in found if at[r.node] == h for c in r.hears) for h in names}
-    way = Way(
+    way = DockAddress(
         {node: names[h] for node, h in at.items()},
         [names[h] for h in stores],
         [*stores],

@@ -14,7 +14,7 @@ from ...ir.rowsets import Numbers, Sieve, chain, common
 from ..data.columns import Array
 
 
-class Table:
+class RowTable:
     """A number for each row, by the row's number, `empty` where none was set.
 
     Row numbers of repeats (rowsets.py) are far beyond `size`: row 3 of 8 has repeats 11, 19, … So the table is kept
@@ -53,7 +53,7 @@ class Table:
 
 
 def enumerate_rows(
-    numbers: Numbers, end: int, prompts: Array, sieves: Sequence[Sieve], verdicts: Mapping[str, Table]
+    numbers: Numbers, end: int, prompts: Array, sieves: Sequence[Sieve], verdicts: Mapping[str, RowTable]
 ) -> tuple[Array, Array]:
     """The rows of set `end` that filters have not dropped, under some prompts, and which of them are known to stay.
 

@@ -65,7 +65,7 @@ def greeting(name: str) -> bytes:
     return _NAME.pack(len(data)) + data
 
 
-class Server:
+class RpcServer:
     """Serves some `methods` of an object, which are coroutines, under a name, to the processes that have the run's
     key."""
 
@@ -106,7 +106,7 @@ class Server:
             return False, error
 
 
-class Doubt:
+class UnprovedPeer:
     """What is thought of a process that has not proved to be the one that is meant."""
 
     def __init__(self, name: str) -> None:
@@ -128,14 +128,14 @@ class Doubt:
         self._since = 0.0
 
 
-class Post:
+class AsyncRpcConnection:
     """A coroutine's line from a process of a `host`: what is sent waits in a queue, one call after the other."""
 
     def __init__(self, name: str, find: Callable[[str], Awaitable[Address]], host: int, key: bytes) -> None:
         self.name, self.find, self.host, self.key = name, find, host, key
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._turn = asyncio.Lock()
-        self._doubt = Doubt(name)
+        self._doubt = UnprovedPeer(name)
 
     async def send(self, method: str, *arguments: Any) -> Any:
         """The answer."""
@@ -170,10 +170,10 @@ class Post:
         return reader, writer
 
 
-class Answer:
+class PendingReply:
     """What a call is going to give."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: RpcConnection) -> None:
         self.line, self.done, self.value = line, False, None
         self.error: Exception | None = None
 
@@ -186,20 +186,20 @@ class Answer:
         return self.value
 
 
-class Line:
+class RpcConnection:
     """A thread's line to the process of a name. Answers are read when they are asked for, or while that of another of
     the thread's lines, `every`, is waited for: it might never come where a call on this one was lost."""
 
-    def __init__(self, name: str, find: Find, host: int, key: bytes, every: Mapping[str, Line]) -> None:
+    def __init__(self, name: str, find: Find, host: int, key: bytes, every: Mapping[str, RpcConnection]) -> None:
         self.name, self.find, self.host, self.key, self.every = name, find, host, key, every
-        self._doubt = Doubt(name)
+        self._doubt = UnprovedPeer(name)
         self._socket: socket.socket | None = None
-        self._held: list[tuple[Answer, Call]] = []  # for the next message
-        self._open: deque[list[tuple[Answer, Call]]] = deque()  # messages without an answer
+        self._held: list[tuple[PendingReply, Call]] = []  # for the next message
+        self._open: deque[list[tuple[PendingReply, Call]]] = deque()  # messages without an answer
 
-    def send(self, method: str, *arguments: Any, wait: bool = False) -> Answer:
+    def send(self, method: str, *arguments: Any, wait: bool = False) -> PendingReply:
         """Makes a call; `wait`: it goes with the next one, in one message, or when its answer is asked for."""
-        self._held.append((answer := Answer(self), (method, arguments)))
+        self._held.append((answer := PendingReply(self), (method, arguments)))
         if not wait:
             self.flush()
         return answer
@@ -264,17 +264,17 @@ class Line:
                 time.sleep(_PAUSE)
 
 
-class Lines:
+class RpcConnections:
     """The lines of a process of a `host`: each of its threads has its own."""
 
     def __init__(self, find: Find, host: int, key: bytes) -> None:
         self.find, self.host, self.key = find, host, key
         self._own = threading.local()
 
-    def to(self, name: str) -> Line:
-        known: dict[str, Line] = self._own.__dict__.setdefault("lines", {})
+    def to(self, name: str) -> RpcConnection:
+        known: dict[str, RpcConnection] = self._own.__dict__.setdefault("lines", {})
         if name not in known:
-            known[name] = Line(name, self.find, self.host, self.key, known)
+            known[name] = RpcConnection(name, self.find, self.host, self.key, known)
         return known[name]
 
     def wait(self, asked: futures.Future[T]) -> T:
@@ -287,7 +287,7 @@ class Lines:
         return asked.result()
 
 
-def _readable(lines: Sequence[Line], patience: int | None) -> list[Line]:
+def _readable(lines: Sequence[RpcConnection], patience: int | None) -> list[RpcConnection]:
     """Those with open calls on which something can be read, or which broke; waits for one, as many milliseconds as
     there is patience (None: without end)."""
     of = {line._socket.fileno(): line for line in lines if line._open and line._socket is not None}

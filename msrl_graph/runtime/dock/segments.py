@@ -33,10 +33,10 @@ import numpy as np
 
 from ...files import private
 from ..data import encoding
-from ..data.columns import Array, Column, Piece, Verdicts
+from ..data.columns import Array, ColumnData, ColumnRows, Verdicts
 from ..process.processes import NAME, NEW, ROWS, SHARED, go_with
 from ..process.task_report import RunError
-from .messages import Said
+from .messages import ProcessStatus
 
 T = TypeVar("T")
 _ALIGN = 64
@@ -76,7 +76,7 @@ class Room:
         go_with(room.path / LOCK, room.path)
         return room
 
-    def said(self) -> dict[str, Said]:
+    def said(self) -> dict[str, ProcessStatus]:
         """By process what it says, those that died too."""
         found = {}
         for path in self.path.glob(f"{_SAYS}*"):
@@ -84,7 +84,7 @@ class Room:
                 size, text = (data := path.read_bytes())[0], data[_BEGIN:]
                 if size:
                     process, *told = json.loads(text[: size * _UNIT])
-                    found[process] = Said(*told)
+                    found[process] = ProcessStatus(*told)
         return found
 
     def held(self) -> int:
@@ -234,19 +234,19 @@ class Segment:
         self._fields = head.fields
 
     @cached_property
-    def pieces(self) -> dict[str, Piece]:
+    def pieces(self) -> dict[str, ColumnRows]:
         return {name: self._piece(name, field) for name, field in self._fields.items()}
 
-    def _piece(self, name: str, field: _Field) -> Piece:
+    def _piece(self, name: str, field: _Field) -> ColumnRows:
         try:
             rows = self._array(field.rows)
             values = self._array(field.values)
             offsets = self._array(field.offsets) if field.offsets else None
-        except encoding.Damaged as error:
+        except encoding.DecodeError as error:
             raise _damaged(self.path, error) from None
         if not _fit(rows, values, offsets):
             raise _damaged(self.path, f"its column `{name}` does not fit together")
-        return (Verdicts if field.verdicts else Piece)(rows, Column(values, offsets))
+        return (Verdicts if field.verdicts else ColumnRows)(rows, ColumnData(values, offsets))
 
     def _array(self, place: _Place) -> Array:
         return encoding.view(self._memory, place.dtype, place.shape, self._begin + place.offset)
@@ -281,7 +281,7 @@ class Segments:
         self.room = room
         self._open: dict[str, dict[str, Segment]] = {}
 
-    def write(self, key: str, name: str, node: str, pieces: Mapping[str, Piece]) -> None:
+    def write(self, key: str, name: str, node: str, pieces: Mapping[str, ColumnRows]) -> None:
         """Keeps the rows that `node` wrote, by column, each piece's by ascending number."""
         fields: dict[str, _Field] = {}
         arrays: list[tuple[int, Array]] = []
@@ -345,7 +345,7 @@ class Segments:
         except FileNotFoundError:
             return []
 
-    def read(self, key: str, name: str) -> dict[str, Piece]:
+    def read(self, key: str, name: str) -> dict[str, ColumnRows]:
         known = self._open.setdefault(key, {})
         if name not in known:
             known[name] = Segment(self._folder(key) / name)
@@ -374,7 +374,7 @@ class Segments:
         path = self._folder(key) / f".{name}"
         try:
             return encoding.decode(path.read_bytes(), type)
-        except encoding.Damaged as error:
+        except encoding.DecodeError as error:
             raise _damaged(path, error) from None
 
     def tasks(self) -> Iterator[str]:

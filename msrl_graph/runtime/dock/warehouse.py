@@ -11,9 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from ..data.columns import Array, Column, Piece, Verdicts, joined
+from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, joined
 from ..process.task import Task
-from .messages import Known, News, Place, Round
+from .messages import Round, RowLocation, RowsReady, WarehouseInventory
 from .segments import Segments
 
 _TASK = "task"  # the name of the note that holds a task
@@ -58,14 +58,14 @@ class Warehouse:
         mine[_anyone(name)] = size
         return True
 
-    def put(self, key: str, name: str) -> list[News]:
+    def put(self, key: str, name: str) -> list[RowsReady]:
         """A segment was written; what is new."""
         self._names.setdefault(key, {})[name] = None
         return self._news(key, name)
 
-    def _news(self, key: str, name: str) -> list[News]:
-        place = Place(self.index, name)
-        return [News.of(column, piece, place) for column, piece in self.segments.read(key, name).items()]
+    def _news(self, key: str, name: str) -> list[RowsReady]:
+        place = RowLocation(self.index, name)
+        return [RowsReady.of(column, piece, place) for column, piece in self.segments.read(key, name).items()]
 
     def keep(self, key: str, node: str, rounds: Sequence[Round]) -> None:
         """Keeps what the controller of a node decided."""
@@ -73,12 +73,12 @@ class Warehouse:
         self.segments.note(key, f"{node}.{len(kept):06}", (node, rounds))
         kept.extend(rounds)
 
-    def known(self, task: Task) -> Known:
+    def known(self, task: Task) -> WarehouseInventory:
         """All that a controller which begins anew must hear of a task."""
         news = [n for name in self._names.get(task.key, ()) for n in self._news(task.key, name)]
-        return Known(task, news, self._rounds.get(task.key, {}))
+        return WarehouseInventory(task, news, self._rounds.get(task.key, {}))
 
-    def get(self, key: str, wanted: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, Column]]:
+    def get(self, key: str, wanted: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, ColumnData]]:
         """By segment and column the rows asked for, in the order asked for."""
         return {
             name: {column: taken(pieces[column], rows) for column, rows in columns.items()}
@@ -95,9 +95,9 @@ class Warehouse:
                 by.setdefault(column, []).append(piece.rows)
         return {node: max(len(np.unique(np.concatenate(r))) for r in by.values()) for node, by in rows.items() if by}
 
-    def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, Piece]:
+    def whole(self, key: str, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
         """All rows of a task by column, ascending; only some `columns`, or all."""
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[ColumnRows]] = {}
         for name in self._names.get(key, ()):
             for column, piece in self.segments.read(key, name).items():
                 if columns is None or column in columns:
@@ -120,7 +120,7 @@ class Warehouse:
         self.segments.drop(key)
 
 
-def taken(piece: Piece, rows: Array) -> Column:
+def taken(piece: ColumnRows, rows: Array) -> ColumnData:
     """Of a piece whose rows ascend some by their numbers: a view where they lie in a row, else a copy."""
     at = np.searchsorted(piece.rows, rows)
     if len(at) and at[-1] - at[0] == len(at) - 1 and bool((at[1:] > at[:-1]).all()):
@@ -128,7 +128,7 @@ def taken(piece: Piece, rows: Array) -> Column:
     return piece.column.take(at)
 
 
-def payload(pieces: Mapping[str, Piece]) -> int:
+def payload(pieces: Mapping[str, ColumnRows]) -> int:
     """Bytes of the rows' values, which is what a plan counts. How long each row is and which it is takes some more, and
     filters' verdicts are the dock's own."""
     return sum(p.column.values.nbytes for p in pieces.values() if not isinstance(p, Verdicts))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...hardware.device_kinds import ASCEND
 from ...hardware.version_pairs import numbers
 from . import devices, output_parsers
-from .findings import Finding, Host, Rule, asking, failed
+from .findings import ExaminedHost, Finding, Rule, asking, failed
 from .machine import ABSENT, DEADLINE, HUNG, LONG, PYTHON, Command
 
 HOMES = (
@@ -63,7 +63,7 @@ class Toolkit(NamedTuple):
     version: str
 
 
-def toolkit(host: Host, home: str) -> Toolkit | None:
+def toolkit(host: ExaminedHost, home: str) -> Toolkit | None:
     """The toolkit in a folder."""
     path = home.replace("$HOME", host.variables.get("HOME", "$HOME"))
     names = (f"{path}/{cpu}-linux/ascend_toolkit_install.info" for cpu in ("aarch64", "x86_64"))
@@ -71,22 +71,22 @@ def toolkit(host: Host, home: str) -> Toolkit | None:
     return Toolkit(path, version) if version else None
 
 
-def cann(host: Host) -> Toolkit | None:
+def cann(host: ExaminedHost) -> Toolkit | None:
     """The toolkit of the environment, else one that is installed."""
     homes = [host.variables[HOME]] if host.variables.get(HOME) else []
     return next((found for home in (*homes, *HOMES) if (found := toolkit(host, home))), None)
 
 
-def driver_version(host: Host) -> str:
+def driver_version(host: ExaminedHost) -> str:
     """By its own file, else, where it is installed in another folder, by its command."""
     return output_parsers.fields(host.text(DRIVER)).get("Version") or output_parsers.npu_driver(host.said(INFO)["text"])
 
 
-def dies(host: Host) -> list[output_parsers.Die]:
+def dies(host: ExaminedHost) -> list[output_parsers.DeviceEntry]:
     return output_parsers.npu_dies(host.said(INFO)["text"])
 
 
-def driver(host: Host) -> Iterator[Finding]:
+def driver(host: ExaminedHost) -> Iterator[Finding]:
     there, said = host.devices(ASCEND), host.said(INFO)
     if not there and host.seen["contained"]:
         gives = "--device=/dev/davinci0 --device=/dev/davinci_manager --device=/dev/devmm_svm --device=/dev/hisi_hdc"
@@ -110,7 +110,7 @@ def driver(host: Host) -> Iterator[Finding]:
         yield Finding("driver", f"{driver_version(host) or 'there'}, {there} NPU ({names})")
 
 
-def environment(host: Host) -> Iterator[Finding]:
+def environment(host: ExaminedHost) -> Iterator[Finding]:
     """CANN's toolkit, and whether it is in the environment."""
     home, found = host.variables.get(HOME, ""), cann(host)
     if found is None:
@@ -136,7 +136,7 @@ def environment(host: Host) -> Iterator[Finding]:
     yield Finding("cann", told, "wrong", source)
 
 
-def kernels(host: Host) -> Iterator[Finding]:
+def kernels(host: ExaminedHost) -> Iterator[Finding]:
     """CANN's operators, which are a package of their own."""
     if (found := cann(host)) is None:
         return
@@ -154,7 +154,7 @@ def kernels(host: Host) -> Iterator[Finding]:
         yield Finding("kernels", version or "there")
 
 
-def nnal(host: Host) -> Iterator[Finding]:
+def nnal(host: ExaminedHost) -> Iterator[Finding]:
     """The library that vllm-ascend takes its fused operators from."""
     found, version = cann(host), output_parsers.cann(host.text(f"{NNAL}/latest/version.info"))
     if found is None or not ("vllm-ascend" in host.packages or version):
@@ -171,7 +171,7 @@ def nnal(host: Host) -> Iterator[Finding]:
         yield Finding("nnal", version)
 
 
-def plugins(host: Host) -> Iterator[Finding]:
+def plugins(host: ExaminedHost) -> Iterator[Finding]:
     """What torch, vLLM and Megatron need beside them to know an NPU."""
     packages = host.packages
     if (torch := packages.get("torch")) and PLUGIN not in packages:
@@ -201,7 +201,7 @@ def mindspeed(release: str) -> str:
     return f"in a clone of MindSpeed: git checkout core_r{release}.0; pip install -e ."
 
 
-def health(host: Host) -> Iterator[Finding]:
+def health(host: ExaminedHost) -> Iterator[Finding]:
     found = dies(host)
     for state in dict.fromkeys(die.health for die in found if die.health != "OK"):
         ill = [die for die in found if die.health == state]
@@ -213,7 +213,7 @@ def health(host: Host) -> Iterator[Finding]:
         yield Finding("health", told, "wrong", "see which is lost: npu-smi info -l; dmesg | tail -n 50")
 
 
-def links(host: Host) -> Iterator[Finding]:
+def links(host: ExaminedHost) -> Iterator[Finding]:
     """HCCL's ports, one of each die. Within a host HCCL goes without them, and so it does within an A3's super node."""
     commands = {n: s for n, s in host.seen["said"].items() if n.startswith("hccn_tool")}
     states = {n.split()[2]: output_parsers.npu_link(s["text"]) for n, s in commands.items()}
@@ -237,7 +237,7 @@ def links(host: Host) -> Iterator[Finding]:
         yield Finding("links", f"{len(states)} up")
 
 
-def stray(host: Host) -> Iterator[Finding]:
+def stray(host: ExaminedHost) -> Iterator[Finding]:
     """The plug-in on a machine that is none for it."""
     if PLUGIN in host.packages and ASCEND not in host.kinds and cann(host) is None:
         told = f"{PLUGIN} {host.packages[PLUGIN]} is installed, and there is neither NPU nor CANN: "
@@ -245,15 +245,15 @@ def stray(host: Host) -> Iterator[Finding]:
         yield Finding("plugin", told, "wrong", f"pip uninstall {PLUGIN}")
 
 
-def mask(host: Host) -> Iterator[Finding]:
+def mask(host: ExaminedHost) -> Iterator[Finding]:
     return devices.mask(host, ASCEND)
 
 
-def counted(host: Host) -> Iterator[Finding]:
+def counted(host: ExaminedHost) -> Iterator[Finding]:
     return devices.counted(host, ASCEND)
 
 
-def memory(host: Host) -> Iterator[Finding]:
+def memory(host: ExaminedHost) -> Iterator[Finding]:
     return devices.held(host, dies(host), INFO)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from ...hardware.device_kinds import CUDA
 from . import devices, output_parsers
-from .findings import Finding, Host, Rule, asking, failed
+from .findings import ExaminedHost, Finding, Rule, asking, failed
 from .machine import ABSENT, DEADLINE, HUNG, LONG, PYTHON, Command
 
 DEVICES = f"/dev/{CUDA.files}"
@@ -39,20 +39,20 @@ WANTS = asking(
 )
 
 
-def driver_version(host: Host) -> str:
+def driver_version(host: ExaminedHost) -> str:
     return next((gpu["driver_version"] for gpu in output_parsers.gpu_fields(host.said(QUERY)["text"])), "")
 
 
-def toolkit(host: Host) -> str:
+def toolkit(host: ExaminedHost) -> str:
     """The CUDA that torch is built for."""
     return output_parsers.torch_cuda(host.text(SOURCE))
 
 
-def dies(host: Host) -> list[output_parsers.Die]:
+def dies(host: ExaminedHost) -> list[output_parsers.DeviceEntry]:
     return output_parsers.gpus(host.said(QUERY)["text"], host.said(APPS)["text"])
 
 
-def driver(host: Host) -> Iterator[Finding]:
+def driver(host: ExaminedHost) -> Iterator[Finding]:
     there, said = host.devices(CUDA), host.said(QUERY)
     why = failed(said, SMI, DEADLINE, output_parsers.first_line)
     if not there and host.seen["contained"]:
@@ -78,7 +78,7 @@ def driver(host: Host) -> Iterator[Finding]:
         yield Finding("driver", f"{driver_version(host)}, {there} GPU ({names})")
 
 
-def build(host: Host) -> Iterator[Finding]:
+def build(host: ExaminedHost) -> Iterator[Finding]:
     """Whether torch is built for CUDA."""
     if not (torch := host.packages.get("torch")):
         return
@@ -90,7 +90,7 @@ def build(host: Host) -> Iterator[Finding]:
         yield Finding("plugin", f"torch {torch}, built for CUDA {found}")
 
 
-def persistence(host: Host) -> Iterator[Finding]:
+def persistence(host: ExaminedHost) -> Iterator[Finding]:
     gpus = output_parsers.gpu_fields(host.said(QUERY)["text"])
     off = [f"GPU {gpu['index']}" for gpu in gpus if gpu["persistence_mode"] == "Disabled"]
     if off:
@@ -98,7 +98,7 @@ def persistence(host: Host) -> Iterator[Finding]:
         yield Finding("persistence", told, "warning", "sudo nvidia-smi -pm 1")
 
 
-def faults(host: Host) -> Iterator[Finding]:
+def faults(host: ExaminedHost) -> Iterator[Finding]:
     """Errors of memory, and what the driver told the kernel's log, where that may be read."""
     gpus = output_parsers.gpu_fields(host.said(QUERY)["text"])
     ill = [gpu for gpu in gpus if gpu[output_parsers.GPU[-1]].isdigit() and int(gpu[output_parsers.GPU[-1]])]
@@ -121,7 +121,7 @@ def faults(host: Host) -> Iterator[Finding]:
         yield Finding("health", told, "wrong", "see which is lost: nvidia-smi -L; dmesg | grep -i nvrm | tail")
 
 
-def links(host: Host) -> Iterator[Finding]:
+def links(host: ExaminedHost) -> Iterator[Finding]:
     """How devices of a host meet: over NVLink, all of them, or over PCIe."""
     found = output_parsers.links(host.said(TOPOLOGY)["text"])
     by = [pair for pair, how in found.items() if how.startswith("NV")]
@@ -138,15 +138,15 @@ def _switched(found: dict[tuple[str, str], str]) -> bool:
     return sum(how.startswith("NV") for how in found.values()) * 2 > len(found)
 
 
-def mask(host: Host) -> Iterator[Finding]:
+def mask(host: ExaminedHost) -> Iterator[Finding]:
     return devices.mask(host, CUDA)
 
 
-def counted(host: Host) -> Iterator[Finding]:
+def counted(host: ExaminedHost) -> Iterator[Finding]:
     return devices.counted(host, CUDA)
 
 
-def memory(host: Host) -> Iterator[Finding]:
+def memory(host: ExaminedHost) -> Iterator[Finding]:
     return devices.held(host, dies(host), SMI)
 
 

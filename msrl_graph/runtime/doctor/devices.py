@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from ...emit.humanize import size
 from ...hardware import visibility_masks
 from ...hardware.device_kinds import DeviceKind
-from .findings import Finding, Host
-from .output_parsers import Die
+from .findings import ExaminedHost, Finding
+from .output_parsers import DeviceEntry
 
 NAMED = 3  # things of a list that are named
 IDLE = 0.15  # the share of a die's memory that its own firmware may hold: 2.9 of 32 GB was seen on a 910B4
@@ -21,12 +21,12 @@ def listed(items: Sequence[str]) -> str:
     return ", ".join(items[:NAMED]) + f" and {len(items) - NAMED} more" * (len(items) > NAMED)
 
 
-def seen(host: Host, kind: DeviceKind) -> int:
+def seen(host: ExaminedHost, kind: DeviceKind) -> int:
     """How many devices processes see."""
     return len(visibility_masks.seen(kind, host.variables.get(kind.visible), host.devices(kind)))
 
 
-def mask(host: Host, kind: DeviceKind) -> Iterator[Finding]:
+def mask(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
     """What the environment leaves processes of the devices."""
     there, given = host.devices(kind), host.variables.get(kind.visible)
     if given is None or not there:
@@ -39,7 +39,7 @@ def mask(host: Host, kind: DeviceKind) -> Iterator[Finding]:
         yield Finding("mask", f"{kind.visible} leaves {seen(host, kind)} of {there}")
 
 
-def counted(host: Host, kind: DeviceKind) -> Iterator[Finding]:
+def counted(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
     """What Ray counts on a host of a cluster."""
     if host.resources is None:
         return
@@ -52,7 +52,7 @@ def counted(host: Host, kind: DeviceKind) -> Iterator[Finding]:
     yield Finding("ray", told, "wrong", f"ray stop; ray start ... {number if kind.asked_as else own}")
 
 
-def held(host: Host, dies: Sequence[Die], command: str) -> Iterator[Finding]:
+def held(host: ExaminedHost, dies: Sequence[DeviceEntry], command: str) -> Iterator[Finding]:
     """Who has the memory of dies, as a command lists it."""
     theirs = [die for die in dies if die.holders]
     unseen = [die for die in dies if not die.holders and die.used > IDLE * die.total]

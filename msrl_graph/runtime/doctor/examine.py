@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ...ir.plan import Plan
 from . import ascend, cuda, host, hosts, program, torch_probe
-from .findings import Finding, Host, asking, judged, merged, together
-from .machine import Asked
+from .findings import ExaminedHost, Finding, asking, judged, merged, together
+from .machine import HostQuery
 
 WANTS = (host.WANTS, ascend.WANTS, cuda.WANTS)
 RULES = (*host.FIRST, *torch_probe.BELOW, *torch_probe.RULES, *ascend.ABOVE, *cuda.ABOVE, *host.RULES)
@@ -32,12 +32,12 @@ def examine(address: str, plan: Plan | None) -> tuple[list[Finding], list[str]]:
     return [*absent, *judge(found, plan)], [*(h.title for h in found), *(name for f in absent for name in f.hosts)]
 
 
-def question(plan: Plan | None) -> Asked:
+def question(plan: Plan | None) -> HostQuery:
     """What is read of every host."""
     return together(*WANTS, asking(marks=[str(Path.cwd())]), *([program.wants(plan)] if plan else []))
 
 
-def judge(found: Sequence[Host], plan: Plan | None = None) -> list[Finding]:
+def judge(found: Sequence[ExaminedHost], plan: Plan | None = None) -> list[Finding]:
     return [
         *judged(RULES, found),
         *(f for compare in host.COMPARISONS for f in compare(found)),

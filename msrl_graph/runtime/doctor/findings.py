@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 from ...hardware.device_kinds import DEVICE_KINDS, DeviceKind
 from . import output_parsers
-from .machine import ABSENT, HUNG, Asked, Command, Said, Seen, numbers
+from .machine import ABSENT, HUNG, Command, CommandOutput, HostQuery, MachineReadings, numbers
 
 # What is wrong a run would fail of; a warning is of what slows it, or may be wrong.
 State = Literal["ok", "warning", "wrong"]
@@ -34,11 +34,11 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Host:
+class ExaminedHost:
     """What was read of a machine; of a host of a Ray cluster also its address, what Ray counts there, and the seconds
     by which its clock is ahead."""
 
-    seen: Seen
+    seen: MachineReadings
     address: str = ""
     resources: Mapping[str, float] | None = None
     apart: float = 0.0
@@ -60,9 +60,9 @@ class Host:
         """The text of the first of these files that is there."""
         return next((self.seen["texts"][path] for path in paths if path in self.seen["texts"]), "")
 
-    def said(self, command: str | Sequence[str]) -> Said:
+    def said(self, command: str | Sequence[str]) -> CommandOutput:
         words = command if isinstance(command, str) else " ".join(command)
-        return self.seen["said"].get(words, Said(status=ABSENT, text=""))
+        return self.seen["said"].get(words, CommandOutput(status=ABSENT, text=""))
 
     def paths(self, pattern: str) -> list[str]:
         return fnmatch.filter(self.seen["paths"], pattern)
@@ -82,8 +82,8 @@ class Host:
         return command if self.resources is None else f"{command}; then `ray stop`, and `ray start` again in that shell"
 
 
-Rule = Callable[[Host], Iterable[Finding]]
-Comparison = Callable[[Sequence[Host]], Iterable[Finding]]
+Rule = Callable[[ExaminedHost], Iterable[Finding]]
+Comparison = Callable[[Sequence[ExaminedHost]], Iterable[Finding]]
 
 
 def asking(
@@ -98,9 +98,9 @@ def asking(
     commands: Iterable[Command] = (),
     folders: Iterable[str] = (),
     rooms: Iterable[str] = (),
-) -> Asked:
+) -> HostQuery:
     """A question of these, and of nothing else."""
-    return Asked(
+    return HostQuery(
         texts=[*texts],
         paths=[*paths],
         sizes=[*sizes],
@@ -114,17 +114,19 @@ def asking(
     )
 
 
-def together(*asked: Asked) -> Asked:
+def together(*asked: HostQuery) -> HostQuery:
     """One question of several."""
     found: dict[str, Any] = {}
     for part in asked:
         for name, value in cast(dict[str, Any], part).items():
             before = found.get(name, type(value)())
             found[name] = {**before, **value} if isinstance(value, dict) else [*before, *value]
-    return cast(Asked, found)
+    return cast(HostQuery, found)
 
 
-def failed(said: Said, what: str, seconds: float, line: Callable[[str], str] = output_parsers.last_line) -> str:
+def failed(
+    said: CommandOutput, what: str, seconds: float, line: Callable[[str], str] = output_parsers.last_line
+) -> str:
     """Why a command gave nothing, in words; "" where it did. `line` is the one of what it printed that says so."""
     if said["status"] == HUNG:
         return f"`{what}` does not end within {seconds:.0f} s"
@@ -133,7 +135,7 @@ def failed(said: Said, what: str, seconds: float, line: Callable[[str], str] = o
     return f"`{what}` says: {line(said['text'])}" if said["status"] != 0 else ""
 
 
-def judged(rules: Iterable[Rule], hosts: Sequence[Host]) -> Iterator[Finding]:
+def judged(rules: Iterable[Rule], hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """What rules find on hosts, rule by rule; what is told of several hosts is told once."""
     for rule in rules:
         yield from merged(replace(f, hosts=(host.title,)) for host in hosts for f in rule(host))

@@ -18,7 +18,7 @@ from ...hardware.version_pairs import CANN, CANN_DRIVER, CUDA, CUDA_DRIVER, PYTH
 from ..process.host_facts import APART
 from . import ascend, cuda, output_parsers
 from .devices import listed
-from .findings import CARDS, Comparison, Finding, Host, Rule, State, asking
+from .findings import CARDS, Comparison, ExaminedHost, Finding, Rule, State, asking
 from .machine import OWN
 
 RUN = (
@@ -54,7 +54,7 @@ WANTS = asking(
 )
 
 
-def versions(host: Host) -> dict[str, str]:
+def versions(host: ExaminedHost) -> dict[str, str]:
     """All that versions are known of."""
     kit = ascend.cann(host)
     packages = dict(host.packages)
@@ -70,12 +70,12 @@ def versions(host: Host) -> dict[str, str]:
     }
 
 
-def memory(host: Host) -> tuple[int, int]:
+def memory(host: ExaminedHost) -> tuple[int, int]:
     """Bytes that are free and that there are."""
     return output_parsers.memory(host.text(MEMINFO), host.text(MOST), host.text(USED))
 
 
-def machine(host: Host) -> Iterator[Finding]:
+def machine(host: ExaminedHost) -> Iterator[Finding]:
     free, total = memory(host)
     cores = f"{many(host.seen['cores'], 'core')} ({host.seen['processor']})"
     told = f"{cores}, {size(free)} of {size(total)} free, {host.seen['system']}"
@@ -90,7 +90,7 @@ def machine(host: Host) -> Iterator[Finding]:
         yield Finding("machine", told)
 
 
-def python(host: Host) -> Iterator[Finding]:
+def python(host: ExaminedHost) -> Iterator[Finding]:
     found = host.seen["python"]
     if version_pairs.numbers(found) < version_pairs.numbers(LEAST):
         told = f"Python {found}, and {LEAST} or later is needed"
@@ -99,7 +99,7 @@ def python(host: Host) -> Iterator[Finding]:
         yield Finding("python", found)
 
 
-def packages(host: Host) -> Iterator[Finding]:
+def packages(host: ExaminedHost) -> Iterator[Finding]:
     missing = [name for name in RUN if name not in host.packages]
     extra = next((k.name for k in host.kinds if k.name in EXTRAS), "")
     if missing:
@@ -112,7 +112,7 @@ def packages(host: Host) -> Iterator[Finding]:
         yield Finding("packages", ", ".join(f"{name} {host.packages[name]}" for name in shown))
 
 
-def together(host: Host) -> Iterator[Finding]:
+def together(host: ExaminedHost) -> Iterator[Finding]:
     """Versions that do not go together."""
     known = versions(host)
     for pair in version_pairs.broken(known):
@@ -121,7 +121,7 @@ def together(host: Host) -> Iterator[Finding]:
         yield Finding("pairs", told, "wrong", _change(pair.other, wanted, host))
 
 
-def _change(what: str, wanted: str, host: Host) -> str:
+def _change(what: str, wanted: str, host: ExaminedHost) -> str:
     return {
         CANN_DRIVER: "sudo bash Ascend-hdk-*-npu-driver_*_linux-$(uname -m).run --upgrade; then restart the host",
         "mindspeed": ascend.mindspeed(wanted),
@@ -131,7 +131,7 @@ def _change(what: str, wanted: str, host: Host) -> str:
     }.get(what, f"pip install '{what}=={wanted}.*'")
 
 
-def engines(host: Host) -> Iterator[Finding]:
+def engines(host: ExaminedHost) -> Iterator[Finding]:
     """What of the engines is installed, and runs on the devices that there are."""
     kind = next((k for k in host.kinds if not k.is_host), HOST)
     lacks = {
@@ -147,7 +147,7 @@ def engines(host: Host) -> Iterator[Finding]:
     yield Finding("engines", "; ".join([able, *wanted]))
 
 
-def shared_memory(host: Host) -> Iterator[Finding]:
+def shared_memory(host: ExaminedHost) -> Iterator[Finding]:
     free, total = host.seen["rooms"].get(SHARED, (0, 0))
     accelerated = any(not k.is_host for k in host.kinds)
     mend = "sudo mount -o remount,size=16G /dev/shm"
@@ -164,7 +164,7 @@ def shared_memory(host: Host) -> Iterator[Finding]:
         yield Finding("shm", f"{size(free)} free in /dev/shm")
 
 
-def descriptors(host: Host) -> Iterator[Finding]:
+def descriptors(host: ExaminedHost) -> Iterator[Finding]:
     soft, hard = host.seen["descriptors"]
     if 0 <= soft < DESCRIPTORS:
         raised = f"ulimit -n {USUAL if hard < 0 else min(USUAL, hard)}"
@@ -177,7 +177,7 @@ def descriptors(host: Host) -> Iterator[Finding]:
         yield Finding("descriptors", f"{soft if soft >= 0 else 'any number of'} files may be open")
 
 
-def differing(hosts: Sequence[Host]) -> Iterator[Finding]:
+def differing(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """Versions that are not everywhere what they are on most hosts. What only devices need, hosts without any need
     not have."""
     if len(hosts) == 1:
@@ -203,7 +203,7 @@ def differing(hosts: Sequence[Host]) -> Iterator[Finding]:
         yield Finding("versions", "the same on all hosts", hosts=tuple(h.title for h in hosts))
 
 
-def clocks(hosts: Sequence[Host]) -> Iterator[Finding]:
+def clocks(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     for host in hosts:
         if abs(host.apart) > APART:
             told = f"its clock is {abs(host.apart):.0f} s {'ahead' if host.apart > 0 else 'behind'}"
@@ -214,7 +214,7 @@ def clocks(hosts: Sequence[Host]) -> Iterator[Finding]:
         yield Finding("clock", "the same on all hosts", hosts=tuple(h.title for h in hosts))
 
 
-def cluster(hosts: Sequence[Host]) -> Iterator[Finding]:
+def cluster(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """What Ray has of them, where they are a cluster's."""
     if all(host.resources is None for host in hosts):
         return
@@ -223,7 +223,7 @@ def cluster(hosts: Sequence[Host]) -> Iterator[Finding]:
     yield Finding("ray", f"{many(len(hosts), 'host')}, {counts or 'no devices'}", hosts=tuple(h.title for h in hosts))
 
 
-def folders(hosts: Sequence[Host]) -> Iterator[Finding]:
+def folders(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """Whether hosts see the folder that the question comes from."""
     names = tuple(h.title for h in hosts)
     for path in hosts[0].seen["marks"] if len(hosts) > 1 else ():

@@ -19,20 +19,20 @@ from ...diagnostics import Fault
 from ..process import host_facts
 from ..process.cluster_join import greet, job_config, living
 from . import machine
-from .findings import Finding, Host
-from .machine import Asked, Machine, Prober, look
+from .findings import ExaminedHost, Finding
+from .machine import HostQuery, Machine, MachineProber, look
 
 # Seconds in which Ray has told of all hosts, in which hosts have answered, and that a clock is waited for.
 WITHIN, ANSWER, CLOCK = 55.0, 45.0, 2.0
 STATUS = "see `ray status`, and the logs of its raylet in /tmp/ray/session_latest/logs there"
 
 
-def here(asked: Asked) -> list[Host]:
+def here(asked: HostQuery) -> list[ExaminedHost]:
     """This machine."""
-    return [Host(look(Machine(), asked))]
+    return [ExaminedHost(look(Machine(), asked))]
 
 
-def joined(address: str, asked: Asked) -> tuple[list[Host], list[Finding]]:
+def joined(address: str, asked: HostQuery) -> tuple[list[ExaminedHost], list[Finding]]:
     """The hosts of a cluster, and what is wrong with those that are not among them."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -54,11 +54,13 @@ def joined(address: str, asked: Asked) -> tuple[list[Host], list[Finding]]:
         return [], [Finding("ray", told["refused"], "wrong", told["help"])]
     found, silent = told["hosts"], told["silent"]
     findings = [Finding("ray", "does not answer in time", "wrong", STATUS, (name,)) for name in silent]
-    hosts = [Host(h["seen"], h["address"], h["resources"], h["apart"], len(found) + len(silent) - 1) for h in found]
+    hosts = [
+        ExaminedHost(h["seen"], h["address"], h["resources"], h["apart"], len(found) + len(silent) - 1) for h in found
+    ]
     return hosts, findings
 
 
-def _told(address: str, asked: Asked) -> dict[str, Any]:
+def _told(address: str, asked: HostQuery) -> dict[str, Any]:
     """What this process, which Ray is loaded into, tells of a cluster."""
     until = time.monotonic() + ANSWER
     try:
@@ -76,7 +78,7 @@ def _told(address: str, asked: Asked) -> dict[str, Any]:
     for module in (machine, host_facts):
         ray.cloudpickle.register_pickle_by_value(module)
     nodes = sorted(living(), key=lambda node: str(node["NodeManagerAddress"]))
-    actor = ray.remote(num_cpus=0)(Prober)
+    actor = ray.remote(num_cpus=0)(MachineProber)
     probers = [
         actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)).remote()
         for n in nodes

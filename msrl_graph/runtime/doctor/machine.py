@@ -45,7 +45,7 @@ class Command(TypedDict):
     seconds: float
 
 
-class Asked(TypedDict):
+class HostQuery(TypedDict):
     """`texts` and `paths`: patterns, of files whose text is wanted and of those of which only whether they are there;
     $NAME in them is of the environment. `sizes` and `marks`: paths, of which the size is wanted, or what tells whether
     it is the same folder on two hosts. `variables`: names, `*` at the end for any. `packages`: the
@@ -64,14 +64,14 @@ class Asked(TypedDict):
     rooms: list[str]
 
 
-class Said(TypedDict):
+class CommandOutput(TypedDict):
     """What a command printed, and its exit status; "hung" where it did not end, "absent" where there is none."""
 
     status: int | str
     text: str
 
 
-class Seen(TypedDict):
+class MachineReadings(TypedDict):
     """What was read, by what was asked; `said` by the command's words. `descriptors`: of open files, how many a
     process may have, and may let itself have."""
 
@@ -88,7 +88,7 @@ class Seen(TypedDict):
     sizes: dict[str, int]
     marks: dict[str, str]
     rooms: dict[str, tuple[int, int]]
-    said: dict[str, Said]
+    said: dict[str, CommandOutput]
     descriptors: tuple[int, int]
     cores: int
 
@@ -162,13 +162,13 @@ class Machine:
         except PackageNotFoundError:
             return ""
 
-    def run(self, words: list[str], folders: list[str], seconds: float) -> Said:
+    def run(self, words: list[str], folders: list[str], seconds: float) -> CommandOutput:
         """What a command says. One that does not end is killed with its children, and where that does not help, as of a
         process that a driver holds, left."""
         environment = {**self.variables, "LC_ALL": "C"}
         program = shutil.which(words[0], path=os.pathsep.join([environment.get("PATH", ""), *folders]))
         if program is None:
-            return Said(status=ABSENT, text="")
+            return CommandOutput(status=ABSENT, text="")
         try:
             process = subprocess.Popen(
                 [program, *words[1:]],
@@ -176,7 +176,7 @@ class Machine:
                 env=environment, start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            return Said(status=126, text=str(error))
+            return CommandOutput(status=126, text=str(error))
         try:
             said, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -184,21 +184,21 @@ class Machine:
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=1)
-            return Said(status=HUNG, text="")
-        return Said(status=process.returncode, text=said[:SMALL].decode(errors="replace"))
+            return CommandOutput(status=HUNG, text="")
+        return CommandOutput(status=process.returncode, text=said[:SMALL].decode(errors="replace"))
 
 
-class Prober:
+class MachineProber:
     """A process on a host that answers; on Ray an actor."""
 
-    def look(self, asked: Asked) -> Seen:
+    def look(self, asked: HostQuery) -> MachineReadings:
         return look(Machine(), asked)
 
     def clock(self) -> float:
         return time.time()
 
 
-def look(machine: Machine, asked: Asked) -> Seen:
+def look(machine: Machine, asked: HostQuery) -> MachineReadings:
     """Everything that is asked of a machine."""
     variables = machine.variables
 
@@ -226,7 +226,7 @@ def look(machine: Machine, asked: Asked) -> Seen:
         "rooms": {folder: machine.room(folder) for folder in asked["rooms"]},
         "said": said,
     }
-    return cast(Seen, facts | seen)
+    return cast(MachineReadings, facts | seen)
 
 
 def numbers(paths: list[str]) -> list[int]:

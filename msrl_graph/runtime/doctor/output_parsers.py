@@ -31,7 +31,7 @@ class Holder:
 
 
 @dataclass(frozen=True)
-class Die:
+class DeviceEntry:
     """A device as processes count them. `label` is what its own command calls it, `card` the number that it takes."""
 
     label: str
@@ -62,7 +62,7 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "nothing")
 
 
-def npu_dies(text: str) -> list[Die]:
+def npu_dies(text: str) -> list[DeviceEntry]:
     """The dies that `npu-smi info` lists."""
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.splitlines() if "|" in line]
     held: dict[tuple[str, str], list[Holder]] = {}
@@ -70,7 +70,7 @@ def npu_dies(text: str) -> list[Die]:
         where = row[0].split()
         if len(row) in (4, 5) and len(where) == 2 and where[0].isdigit() and row[1].isdigit() and row[3].isdigit():
             held.setdefault((where[0], where[1]), []).append(Holder(row[1], row[2], int(row[3]) * MIB))
-    dies: list[Die] = []
+    dies: list[DeviceEntry] = []
     for first, second in pairwise(rows):
         # The second line of a die has its place on the bus, and at its end what of its memory is used.
         named, memory = first[0].split(), re.findall(r"(\d+)\s*/\s*(\d+)", second[-1])
@@ -81,7 +81,7 @@ def npu_dies(text: str) -> list[Die]:
         chip = f" chip {numbers[0]}" if len(numbers) > 1 else ""
         holders = tuple(held.get((named[0], numbers[0]), ()))
         size = int(used) * MIB, int(total) * MIB
-        dies.append(Die(f"NPU {named[0]}{chip}", named[0], named[1], *size, first[1], holders))
+        dies.append(DeviceEntry(f"NPU {named[0]}{chip}", named[0], named[1], *size, first[1], holders))
     return dies
 
 
@@ -106,14 +106,16 @@ def cann(text: str) -> str:
     return found.get("version") or found.get("Version") or found.get("Ascend-cann-atb") or ""
 
 
-def gpus(text: str, apps: str) -> list[Die]:
+def gpus(text: str, apps: str) -> list[DeviceEntry]:
     """The devices that `nvidia-smi` lists by QUERY, with who holds their memory."""
     held: dict[str, list[Holder]] = {}
     for row in _table(apps, 4):
         used = int(row[-1]) * MIB if row[-1].isdigit() else 0  # a container is not told
         held.setdefault(row[0], []).append(Holder(row[1], row[2].rpartition("/")[2], used))
     return [
-        Die(f"GPU {row[0]}", row[0], row[2], int(row[5]) * MIB, int(row[4]) * MIB, holders=tuple(held.get(row[1], ())))
+        DeviceEntry(
+            f"GPU {row[0]}", row[0], row[2], int(row[5]) * MIB, int(row[4]) * MIB, holders=tuple(held.get(row[1], ()))
+        )
         for row in _table(text, len(GPU))
         if row[4].isdigit() and row[5].isdigit()
     ]

@@ -23,16 +23,16 @@ from ..process.host_facts import Versions
 from ..process.host_requirements import RANKS_A_CORE, reads, room
 from . import ascend, cuda
 from .devices import listed, seen
-from .findings import Finding, Host, asking, failed
+from .findings import ExaminedHost, Finding, asking, failed
 from .host import SHARED, memory
-from .machine import LONG, Asked, Command
-from .output_parsers import Die
+from .machine import LONG, Command, HostQuery
+from .output_parsers import DeviceEntry
 
 SAME = "the same files belong at the same path on every host: in a folder that they share, or a copy on each"
 DIES = {ASCEND.name: ascend.dies, CUDA.name: cuda.dies}
 
 
-def wants(plan: Plan) -> Asked:
+def wants(plan: Plan) -> HostQuery:
     """What has to be read of hosts for a plan."""
     tell = [Command(words=c, each="", where="", seconds=LONG) for c in interpreters.commands(plan).values()]
     return asking(sizes=sorted({path for paths in _read(plan).values() for path in paths}), commands=tell)
@@ -44,7 +44,7 @@ def _read(plan: Plan) -> dict[str, list[str]]:
     return {title: [os.path.abspath(path) for path in paths] for title, paths in found.items()}  # noqa: PTH100 (keeps links)
 
 
-def findings(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
+def findings(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """What lacks of a plan on these hosts."""
     before = [*_runs(plan)]
     rules = (_packages, _interpreters, _devices, _memory, _files)
@@ -62,7 +62,7 @@ def _runs(plan: Plan) -> Iterator[Finding]:
         yield Finding("program", told.message, "warning", told.help)
 
 
-def _packages(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
+def _packages(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """Engines that are not installed on every host."""
     for name in dict.fromkeys(p.engine.name for p in interpreters.placed(plan) if p.engine.name in ENGINES):
         needs = plan.cluster.device.kind.packages(ENGINES[name].needs)
@@ -73,7 +73,7 @@ def _packages(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
             yield Finding("plan-engines", told, "wrong", install, tuple(t for t, packages in lacks.items() if packages))
 
 
-def _interpreters(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
+def _interpreters(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """Those of pools that have their own."""
     for python, command in interpreters.commands(plan).items():
         for host in hosts:
@@ -86,7 +86,7 @@ def _interpreters(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
                 yield Finding("plan-engines", told, "wrong", interpreters.MEND, (host.title,))
 
 
-def _devices(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
+def _devices(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     cluster = plan.cluster
     kind, each = cluster.device.kind, cluster.devices_per_node
     having = [_having(host, kind) for host in hosts]
@@ -103,7 +103,7 @@ def _devices(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
     yield Finding("plan-devices", told, "wrong", mend)
 
 
-def _having(host: Host, kind: DeviceKind) -> float:
+def _having(host: ExaminedHost, kind: DeviceKind) -> float:
     """How many devices a run may have of a host."""
     if host.resources is not None:
         return host.resources.get(kind.resource, 0)
@@ -112,7 +112,7 @@ def _having(host: Host, kind: DeviceKind) -> float:
     return seen(host, kind)
 
 
-def _memory(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
+def _memory(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """Memory of hosts and devices against what phases of the plan hold at once."""
     of_device = max((m.total for m in plan.memory if m.place == "device"), default=0)
     of_host = max((m.total for m in plan.memory if m.place == "host"), default=0)
@@ -125,7 +125,7 @@ def _memory(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
         elif total and free < of_host:
             told = f"the plan needs up to {size(of_host)} of a host's memory, of which {size(free)} are free"
             yield Finding("plan-memory", told, "warning", "see who has it: ps aux --sort=-rss | head", (host.title,))
-        dies: list[Die] = DIES[kind.name](host) if kind.name in DIES else []
+        dies: list[DeviceEntry] = DIES[kind.name](host) if kind.name in DIES else []
         small = [die for die in dies if die.total < of_device]
         full = [die for die in dies if die.free < of_device <= die.total]
         anew = "name the device that is here in the program's cluster, and let it be planned anew"
@@ -143,7 +143,7 @@ def _memory(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
             yield Finding("plan-memory", told, "warning", "sudo mount -o remount,size=16G /dev/shm", (host.title,))
 
 
-def _files(plan: Plan, hosts: Sequence[Host]) -> Iterator[Finding]:
+def _files(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """Models and data. Which host is the plan's first is known once it runs: each is asked for all."""
     models = plan.deploy.models
     for model in models.values():

@@ -11,7 +11,7 @@ from functools import partial
 from ...hardware.device_kinds import ASCEND, CUDA, DeviceKind
 from . import ascend, cuda, host, output_parsers
 from .devices import seen
-from .findings import Finding, Host, Rule
+from .findings import ExaminedHost, Finding, Rule
 from .machine import ABSENT, HUNG, LONG, PYTHON
 
 BELOW = (*ascend.BELOW, *cuda.BELOW, *host.BELOW)
@@ -24,7 +24,7 @@ KNOWN = {
 }
 
 
-def tried(kind: DeviceKind, code: str, found: Host) -> Iterator[Finding]:
+def tried(kind: DeviceKind, code: str, found: ExaminedHost) -> Iterator[Finding]:
     said = found.said([PYTHON, "-c", code])
     if said["status"] == ABSENT or any(f.state == "wrong" for rule in (*BELOW, *MASKS) for f in rule(found)):
         return

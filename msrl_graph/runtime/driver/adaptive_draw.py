@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...ir.attributes import Call
+from ...ir.attributes import CallAttributes
 from ...ir.graph import Graph
 from ..data.columns import Array
 from ..process.task_report import Report
@@ -25,7 +25,7 @@ class RefillSize:
     """The share of prompts that pass, and what follows from it; `adapts` where the program asks for that."""
 
     def __init__(self, graph: Graph) -> None:
-        filter = next((Call.of(n) for n in graph.nodes if Call.of(n).refill), None)
+        filter = next((CallAttributes.of(n) for n in graph.nodes if CallAttributes.of(n).refill), None)
         self.adapts = filter is not None and filter.adaptive
         self.target = graph.rows[0]
         self.most = self.target * (1 + filter.refill) if filter else self.target

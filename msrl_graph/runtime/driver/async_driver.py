@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...ir.async_schedule import Leading, pipelined
+from ...ir.async_schedule import PoolProgress, pipelined
 from ...ir.plan import Plan
-from ..process.task import Fetch, Part, Task
+from ..process.task import Part, Task, WeightFetch
 from ..process.task_report import Report
 
 
-class Ahead(Leading):
+class AsyncPools(PoolProgress):
     """`ranks` are the actors of all ranks, by number; `first` the iteration that the run begins with."""
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], first: int) -> None:
@@ -40,7 +40,7 @@ class Ahead(Leading):
         }
         self.at_work: dict[str, dict[Any, Task]] = {pool: {} for pool in self.leads}  # by reference to a report
         self.reports: dict[str, list[Any]] = {}  # by key of the task
-        self.fetches: dict[str, Fetch] = {}  # by edge, what was to be fetched last
+        self.fetches: dict[str, WeightFetch] = {}  # by edge, what was to be fetched last
         self.drawn: dict[tuple[str, int], int] = {}  # by edge and iteration, the version that its rows are drawn with
 
     def busy(self, pool: str) -> bool:
@@ -52,7 +52,7 @@ class Ahead(Leading):
         for edge in self.edges[pool, task.name]:
             name, version = self.names[edge], self.newest(edge, now) if task.trains else now
             before = self.fetches[name].told if name in self.fetches else 0
-            self.fetches[name] = Fetch(version, before + self.takes(edge, version))
+            self.fetches[name] = WeightFetch(version, before + self.takes(edge, version))
             if task.trains:
                 self.drawn[name, task.number] = version
         told = replace(task, fetches=dict(self.fetches), part="opening" if pool in self.pipelined else "whole")
@@ -69,7 +69,7 @@ class Ahead(Leading):
         self.drawn = {key: version for key, version in self.drawn.items() if key[1] >= number}
         sent = [edge for edge in self.names if not task.trains or self.sends(edge, number)]
         fetches = {
-            name: Fetch(
+            name: WeightFetch(
                 self.drawn.get((name, number if task.trains else -1), self.newest(edge, number)),
                 self.fetches[name].told,
             )

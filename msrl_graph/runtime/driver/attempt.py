@@ -25,11 +25,11 @@ from . import environment_check, remote_folder, run_inputs
 from .preflight import check
 from .resume import resumed
 from .run_folder import choose
-from .run_inputs import NO_INPUTS, Inputs
+from .run_inputs import NO_INPUTS, RunInputs
 
 
 @dataclass(frozen=True)
-class Options:
+class WatchOptions:
     """How a run is watched, apart from what it computes."""
 
     measure: bool = False  # memory, at each instruction of an iteration
@@ -43,16 +43,16 @@ class Options:
     evaluate: bool = False  # its evaluations alone, once: nothing is trained, no weights are written
 
 
-PLAIN = Options()
+PLAIN = WatchOptions()
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run that could start: its folder (`stated`: by the user), where it begins, and what is to be told about it.
     Where the folder is a working copy, `url` is whose; `copies` are all that were made."""
 
     plan: Plan
-    rows: dict[str, data.Looked]
+    rows: dict[str, data.DatasetPreview]
     folder: Path
     stated: bool
     begin: Path | None
@@ -61,7 +61,7 @@ class Prepared:
     url: str = ""
     copies: tuple[Path, ...] = ()
     origin: str = ""  # the URL that `begin` is from
-    inputs: Inputs = NO_INPUTS
+    inputs: RunInputs = NO_INPUTS
     changed: tuple[str, ...] = ()  # what has changed since `begin` was written, and decides the result
     evaluates: bool = False  # and nothing else
 
@@ -106,7 +106,7 @@ class Prepared:
         ]
 
 
-def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: Options = PLAIN) -> Prepared:
+def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: WatchOptions = PLAIN) -> PreparedRun:
     """Everything that can be checked without starting a process; `Fault` for what is wrong."""
     copies: list[Path] = []
     try:
@@ -117,7 +117,9 @@ def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options
         raise
 
 
-def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options, copies: list[Path]) -> Prepared:
+def _prepared(
+    plan: Plan, out: Path | str | None, resume: str, options: WatchOptions, copies: list[Path]
+) -> PreparedRun:
     if options.evaluate and not plan.deploy.evaluations:
         what = f"`{plan.deploy.name}` has no `evaluate`, so there is nothing to do without training"
         help = "name data and the columns to report, in the deploy: evaluate DATA { report = COLUMN }"
@@ -136,7 +138,9 @@ def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options,
         rows.check(plan, options.record, options.replay, 0)
         folder, url = _chosen(plan, out, options, copies)
         stated = out is not None
-        return Prepared(plan, sizes, folder, stated, None, None, warnings, url, inputs=read, evaluates=options.evaluate)
+        return PreparedRun(
+            plan, sizes, folder, stated, None, None, warnings, url, inputs=read, evaluates=options.evaluate
+        )
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
     brought = remote_folder.bring(target, span, copies) if is_url(target) else None
     whose = resumed(copied, str(brought.folder) if brought else target, span, read, trains=not options.evaluate)
@@ -166,7 +170,7 @@ def _prepared(plan: Plan, out: Path | str | None, resume: str, options: Options,
     warnings += whose.warnings
     stated = stays or out is not None
     known = (plan, sizes, folder, stated, begin, manifest, warnings, url)
-    return Prepared(*known, origin=origin, inputs=read, changed=whose.changed, evaluates=options.evaluate)
+    return PreparedRun(*known, origin=origin, inputs=read, changed=whose.changed, evaluates=options.evaluate)
 
 
 def _lost_lines(run: Path, begin: Path, manifest: checkpoint.Manifest, stays: bool, span: Span) -> list[Diagnostic]:
@@ -188,7 +192,7 @@ def _lost_lines(run: Path, begin: Path, manifest: checkpoint.Manifest, stays: bo
     return [Diagnostic("bad-checkpoint", what, span, "the run goes on with these", "warning")]
 
 
-def _chosen(plan: Plan, out: Path | str | None, options: Options, copies: list[Path]) -> tuple[Path, str]:
+def _chosen(plan: Plan, out: Path | str | None, options: WatchOptions, copies: list[Path]) -> tuple[Path, str]:
     """The folder of a run that begins, and the URL whose working copy it is."""
     if not is_url(str(out)):
         return choose(plan, out, options.overwrite, options.replay), ""
@@ -198,4 +202,4 @@ def _chosen(plan: Plan, out: Path | str | None, options: Options, copies: list[P
     return copies[-1], url
 
 
-__all__ = ["PLAIN", "Options", "Prepared", "prepare"]
+__all__ = ["PLAIN", "PreparedRun", "WatchOptions", "prepare"]

@@ -23,7 +23,7 @@ class CallbackFailed(Exception):
         self.error = error
 
 
-class Follower:
+class MetricsFollower:
     """Reads the metrics of a run as they are written."""
 
     def __init__(self, metrics: Path, call: OnIteration, begin: int) -> None:
@@ -85,4 +85,4 @@ class Follower:
         return self.metrics.stat().st_size if self.metrics.is_file() else 0
 
 
-__all__ = ["CallbackFailed", "Follower", "OnIteration"]
+__all__ = ["CallbackFailed", "MetricsFollower", "OnIteration"]

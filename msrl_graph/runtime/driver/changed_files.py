@@ -14,7 +14,7 @@ from ..process import shipped_files
 _TOLD = "edited"  # within an attempt's folder: a path a line
 
 
-class Edited:
+class ChangedFiles:
     """What a driver knows of the files that its run took; `told` are those that need no other word."""
 
     def __init__(self, folder: Path, told: Sequence[str]) -> None:
@@ -39,4 +39,4 @@ class Edited:
         return (*before, *new)
 
 
-__all__ = ["Edited"]
+__all__ = ["ChangedFiles"]

@@ -26,10 +26,10 @@ from ...hardware import visibility_masks
 from ...ir.plan import Plan
 from ..process import host_facts, interpreters
 from ..process.cluster_join import NoResources
-from ..process.host_facts import APART, Asked, Facts, Host
+from ..process.host_facts import APART, HostActor, HostFacts, PackageQuery
 from ..process.host_requirements import reads, room
 from . import environment_check, wait_report
-from .device_reservation import Reserved
+from .device_reservation import DeviceReservation
 from .dock_monitor import HostLost, missing
 
 PROBE = 30.0  # seconds in which all hosts answer
@@ -40,7 +40,7 @@ INSTALL = "install the same versions on every host, from the same constraints"
 
 
 @dataclass(frozen=True)
-class Column:
+class HostColumn:
     """What is told of all hosts, in their order. `wrong` are the places of those that are, `told` what it means in the
     words of a message, and where the program says so."""
 
@@ -63,17 +63,17 @@ class Hosts:
     actors: Sequence[Any]
     addresses: Sequence[str]
     asked: Sequence[Mapping[str, Sequence[str]]]  # by title the files that each must have
-    seen: Sequence[Facts]
-    here: Facts
+    seen: Sequence[HostFacts]
+    here: HostFacts
     clocks: Sequence[float]
     blind: Sequence[list[int]]
     reads: Mapping[str, Span] = field(default_factory=dict)
 
-    def columns(self) -> list[Column]:
+    def columns(self) -> list[HostColumn]:
         """All that is told of them."""
         return [*self._versions(), *self._interpreters(), *self._files(), *self._machines(), *self._variables()]
 
-    def _versions(self) -> Iterator[Column]:
+    def _versions(self) -> Iterator[HostColumn]:
         for package, ours in self.here["versions"].items():
             found = [f["versions"][package] for f in self.seen]
             meant = ours or Counter(filter(None, found)).most_common(1)[0][0] if ours or any(found) else ""
@@ -81,7 +81,7 @@ class Hosts:
             unlike = {i for i, version in enumerate(found) if version != meant or not version}
             grave = {i for i in unlike if whole or _release(found[i]) != _release(meant)}
             told = f"{package} is not everywhere {meant}, as where the run is driven" if ours else f"{package} differs"
-            yield Column(
+            yield HostColumn(
                 package,
                 [version or "-" for version in found],
                 frozenset(grave or unlike),
@@ -90,7 +90,7 @@ class Hosts:
                 help=INSTALL,
             )
 
-    def _interpreters(self) -> Iterator[Column]:
+    def _interpreters(self) -> Iterator[HostColumn]:
         """Those that are not the run's own, on the hosts that have processes of theirs."""
         plan = self.plan
         for python in self.seen[0]["others"]:
@@ -103,9 +103,9 @@ class Hosts:
             cells = [lack or ("there" if at else "not used there") for at, lack in zip(needed, lacks, strict=True)]
             wrong = frozenset(i for i, lack in enumerate(lacks) if lack)
             told = f"the interpreter {python} is not what the run needs everywhere"
-            yield Column(python, cells, wrong, told=told, help=interpreters.MEND)
+            yield HostColumn(python, cells, wrong, told=told, help=interpreters.MEND)
 
-    def _files(self) -> Iterator[Column]:
+    def _files(self) -> Iterator[HostColumn]:
         own = self.here["digests"]
         for title in dict.fromkeys(title for asked in self.asked for title in asked):
             cells, wrong = [], set()
@@ -128,20 +128,20 @@ class Hosts:
                 )
                 wrong |= {i} if len(same) < len(paths) else set()
             told = f"{title} is not on every host that reads it, as it is here"
-            yield Column(title, cells, frozenset(wrong), told=told, help=SAME, span=self.reads.get(title, NOWHERE))
+            yield HostColumn(title, cells, frozenset(wrong), told=told, help=SAME, span=self.reads.get(title, NOWHERE))
         # Nothing is wrong with one of its own: distributed_checkpoint.py has each host keep its part there.
-        yield Column("out folder", ["its own" if i in self.blind[0] else "shared" for i in range(len(self.seen))])
+        yield HostColumn("out folder", ["its own" if i in self.blind[0] else "shared" for i in range(len(self.seen))])
 
-    def _machines(self) -> Iterator[Column]:
+    def _machines(self) -> Iterator[HostColumn]:
         cluster, kind = self.plan.cluster, self.plan.cluster.device.kind
         if not kind.is_host:
             few = frozenset(i for i, f in enumerate(self.seen) if f["devices"] < cluster.devices_per_node)
             cells = [str(f["devices"]) for f in self.seen]
             told = f"{many(cluster.devices_per_node, 'device')} a host are planned, and not every host has them"
-            yield Column(kind.resource, cells, few, "no-resources", told=told, span=cluster.span)
+            yield HostColumn(kind.resource, cells, few, "no-resources", told=told, span=cluster.span)
             seen = [f["variables"].get(kind.visible) for f in self.seen]
             hidden = [visibility_masks.wrong(kind, mask, f["devices"]) for mask, f in zip(seen, self.seen, strict=True)]
-            yield Column(
+            yield HostColumn(
                 kind.visible,
                 ["-" if mask is None else mask for mask in seen],
                 frozenset(i for i, told in enumerate(hidden) if told),
@@ -153,7 +153,7 @@ class Hosts:
         needs = max((m.total for m in self.plan.memory if m.place == "host"), default=0)
         short = frozenset(i for i, f in enumerate(self.seen) if f["memory"] < needs)
         never = frozenset(i for i, f in enumerate(self.seen) if f["total"] < needs)
-        yield Column(
+        yield HostColumn(
             "memory free",
             [f"{size(f['memory'])} of {size(f['total'])}" for f in self.seen],
             never or short,
@@ -164,7 +164,7 @@ class Hosts:
             cluster.span,
         )
         rows = room(self.plan)
-        yield Column(
+        yield HostColumn(
             "/dev/shm free",
             [size(f["shared"]) for f in self.seen],
             frozenset(i for i, f in enumerate(self.seen) if f["shared"] < rows),
@@ -173,7 +173,7 @@ class Hosts:
             f"a host's rows have {size(rows)}, among its temporary files where /dev/shm has less",
             "of a container say --shm-size, or mount a larger /dev/shm",
         )
-        yield Column(
+        yield HostColumn(
             "clock",
             [f"{apart:+.1f} s" if abs(apart) >= 0.05 else "the same" for apart in self.clocks],
             frozenset(i for i, apart in enumerate(self.clocks) if abs(apart) > APART),
@@ -183,7 +183,7 @@ class Hosts:
         )
         without = frozenset(i for i, f in enumerate(self.seen) if not f["interface"])
         stated = cluster.interface
-        yield Column(
+        yield HostColumn(
             "interface",
             [
                 f"{f['interface']} {f['speaks']}" if f["interface"] else f"only {', '.join(f['interfaces'])}"
@@ -198,7 +198,7 @@ class Hosts:
             span=cluster.span,
         )
 
-    def _variables(self) -> Iterator[Column]:
+    def _variables(self) -> Iterator[HostColumn]:
         """Those that a host has set otherwise than its ranks want."""
         for setting in environment_check.wanted(self.plan):
             cells = [found["variables"].get(setting.name, "-") for found in self.seen]
@@ -209,7 +209,7 @@ class Hosts:
             if wrong:
                 severity, code, help = environment_check.judged(setting, cells[min(wrong)])
                 told = f"the plan wants {setting.name}={setting.value}: {setting.why}"
-                yield Column(setting.name, cells, wrong, code, severity, told, help)
+                yield HostColumn(setting.name, cells, wrong, code, severity, told, help)
 
     def judge(self, verbose: bool) -> list[str]:
         """What to tell of hosts that a run may start on; NoResources with all that is wrong."""
@@ -223,7 +223,7 @@ class Hosts:
             told.append(f"warning[{d.code}]: {d.message}\n  {d.help}".rstrip())
         return [*told, "the hosts of the run\n" + self.table(columns)] if verbose else told
 
-    def _told(self, columns: Sequence[Column], severity: Severity) -> Diagnostic:
+    def _told(self, columns: Sequence[HostColumn], severity: Severity) -> Diagnostic:
         """One diagnostic of all of these, with their table."""
         first, *others = sorted(columns, key=lambda c: not c.span.line)
         code = first.code if all(c.code == first.code for c in others) else "host-differs"
@@ -232,7 +232,7 @@ class Hosts:
         related = tuple((c.span, c.told) for c in others if c.span.line and c.span != first.span)
         return Diagnostic(code, message, first.span, help, severity, related)
 
-    def table(self, columns: Sequence[Column]) -> str:
+    def table(self, columns: Sequence[HostColumn]) -> str:
         """A line for each host; those of which the same is told are one. What is wrong bears a mark."""
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
         for title in ("host", *(c.title for c in columns)):
@@ -253,28 +253,30 @@ class Hosts:
         return "\n".join(f"  {line.rstrip()}" for line in text.get().splitlines())
 
 
-class Silent(NoResources):
+class HostsSilent(NoResources):
     """Hosts that are there, as Ray says, do not answer: as a run begins, somebody has to look after them; where it
     begins anew, they may have been lost, or be on their way back."""
 
 
-def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[str, str], actors: list[Any]) -> Hosts:
+def probe(
+    plan: Plan, reserved: DeviceReservation, marks: Sequence[Path], also: Mapping[str, str], actors: list[Any]
+) -> Hosts:
     """Asks the hosts of a plan, by `actors` that it starts: what is there, and whether they see the folders `marks`, of
     which the first is the run's. `also` are files that every host reads, by what they are of."""
     import ray
 
     addresses = reserved.addresses
     ray.cloudpickle.register_pickle_by_value(host_facts)
-    actor = ray.remote(num_cpus=0)(Host)
+    actor = ray.remote(num_cpus=0)(HostActor)
     with ExitStack() as stack:
         markers = [stack.enter_context(_marked(folder)) for folder in marks]
         files = [{**reads(plan, i), **{t: [p] for t, p in also.items()}} for i in range(plan.cluster.nodes)]
 
         others = interpreters.commands(plan)
 
-        def asked(address: str, read: Mapping[str, Sequence[str]]) -> Asked:
+        def asked(address: str, read: Mapping[str, Sequence[str]]) -> PackageQuery:
             paths = [*markers, *(p for paths in read.values() for p in paths)]
-            return Asked(
+            return PackageQuery(
                 packages=interpreters.packages(plan),
                 others=others if address else {},  # who drives may have none of them
                 files=paths,
@@ -291,7 +293,7 @@ def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[s
         here = host_facts.look(asked("", everything))
         ready, _ = ray.wait(answers, num_returns=len(answers), timeout=until - time.monotonic())
         if silent := [address for address, a in zip(addresses, answers, strict=True) if a not in ready]:
-            raise Silent(_silent(plan, silent))
+            raise HostsSilent(_silent(plan, silent))
         seen = _answers(plan, reserved, answers)
         clocks = [_apart(a, until) for a in actors]
     spans = {**{f"model {n}": m.span for n, m in plan.deploy.models.items()}}
@@ -300,10 +302,10 @@ def probe(plan: Plan, reserved: Reserved, marks: Sequence[Path], also: Mapping[s
     return Hosts(plan, actors, addresses, files, seen, here, clocks, blind, spans)
 
 
-def _answers(plan: Plan, reserved: Reserved, answers: Sequence[Any]) -> list[Facts]:
+def _answers(plan: Plan, reserved: DeviceReservation, answers: Sequence[Any]) -> list[HostFacts]:
     import ray
 
-    found: list[Facts] = []
+    found: list[HostFacts] = []
     for address, node, answer in zip(reserved.addresses, reserved.nodes, answers, strict=True):
         try:
             found.append(ray.get(answer))

@@ -21,7 +21,7 @@ HELD = 10.0  # the same, of devices that other runs have: one that has just ende
 NAMED = "msrl-run"  # how the names of what runs reserve begin
 
 
-class Reserved(NamedTuple):
+class DeviceReservation(NamedTuple):
     """A placement group with a bundle of devices on each host, and of each of the plan's hosts the bundle, its node's
     id in Ray, and its address there. The first is the machine that the run is driven from, where that is one: it reads
     the data and writes the weights."""
@@ -38,7 +38,7 @@ class Reserved(NamedTuple):
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[host])
 
 
-class TooFew(NoResources):
+class NotEnoughHosts(NoResources):
     """`hosts` have the devices that are asked of each, fewer than are asked for."""
 
     def __init__(self, diagnostic: Diagnostic, hosts: int) -> None:
@@ -46,7 +46,7 @@ class TooFew(NoResources):
         self.hosts = hosts
 
 
-def reserved(plan: Plan, name: str, patience: float = 0.0) -> Reserved:
+def reserved(plan: Plan, name: str, patience: float = 0.0) -> DeviceReservation:
     """Reserves a plan's devices, and waits for so many seconds for hosts that are not there. Raises NoResources with
     what was asked, what there is, and which runs have it."""
     import ray
@@ -86,7 +86,7 @@ def reserved(plan: Plan, name: str, patience: float = 0.0) -> Reserved:
                 if others and not short
                 else "lower `nodes` or `devices_per_node`, or free the devices",
             )
-            raise TooFew(diagnostic, len(hosts)) if short else NoResources(diagnostic)
+            raise NotEnoughHosts(diagnostic, len(hosts)) if short else NoResources(diagnostic)
         if group is None:
             time.sleep(1)
     here = ray.get_runtime_context().get_node_id()
@@ -94,7 +94,7 @@ def reserved(plan: Plan, name: str, patience: float = 0.0) -> Reserved:
     where = placement_group_table(group)["bundles_to_node_id"]
     bundles = sorted(range(nodes), key=lambda i: (where[i] != here, at[where[i]]))
     found = [where[i] for i in bundles]
-    return Reserved(group, bundles, found, [at[node] for node in found])
+    return DeviceReservation(group, bundles, found, [at[node] for node in found])
 
 
 def _others(name: str) -> dict[str, float]:
@@ -123,4 +123,4 @@ def _free(kind: str, lost: Collection[str]) -> list[str]:
     ]
 
 
-__all__ = ["NAMED", "Reserved", "TooFew", "reserved"]
+__all__ = ["NAMED", "DeviceReservation", "NotEnoughHosts", "reserved"]

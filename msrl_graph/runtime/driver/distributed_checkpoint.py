@@ -24,10 +24,10 @@ from ..data import row_files as rows
 from ..metrics.recorder import Recorder
 from ..process import fault_points
 from ..weights import checkpoint, checkpoint_parts
-from ..weights.checkpoint import File, Host, Manifest
+from ..weights.checkpoint import CheckpointFile, CheckpointHost, Manifest
 from . import run_inputs
 from .run_state import FILE as STATES
-from .run_state import Carried
+from .run_state import RunState
 
 Wait = Callable[[Sequence[Any]], list[Any]]  # the results of what Ray was asked for
 
@@ -35,7 +35,7 @@ HERE = -1  # the driver, by its own disk; hosts are called by their numbers
 AHEAD = 4  # pieces of a file that are under way at once
 
 
-class Parted:
+class DistributedCheckpoint:
     """The first rank of each host in `apart` keeps its part of what is saved; those of hosts in `unseen` have parts,
     perhaps, of what the run goes on from."""
 
@@ -49,7 +49,7 @@ class Parted:
     # Saving
 
     def save(
-        self, out: Path, iteration: int, recorder: Recorder, program: Mapping[str, Any], carried: Carried, wait: Wait
+        self, out: Path, iteration: int, recorder: Recorder, program: Mapping[str, Any], carried: RunState, wait: Wait
     ) -> Path:
         """Writes a checkpoint. OSError where a disk does not take it: nothing of it is left then."""
         written = None
@@ -88,7 +88,7 @@ class Parted:
             self._got(answer)
         return target
 
-    def _signed(self, manifest: Manifest, files: Sequence[Sequence[File]]) -> Manifest:
+    def _signed(self, manifest: Manifest, files: Sequence[Sequence[CheckpointFile]]) -> Manifest:
         """The manifest with who has what; `files` are those of each rank."""
         wrote = {f.name: self.plan.cluster.host(rank) for rank, some in enumerate(files) for f in some}
         names: dict[int, list[str]] = {}
@@ -99,7 +99,7 @@ class Parted:
         if not self.apart:
             return manifest
         where = {host: self._got(self._where(host)) for host in sorted(names)}
-        hosts = tuple(Host(address, node, tuple(names[host])) for host, (address, node) in where.items())
+        hosts = tuple(CheckpointHost(address, node, tuple(names[host])) for host, (address, node) in where.items())
         return replace(manifest, format_version=checkpoint.PARTED, hosts=hosts)
 
     def send(self, folder: Path, url: str) -> None:
@@ -168,7 +168,7 @@ class Parted:
         with ThreadPoolExecutor(len(lacking)) as pool:
             list(pool.map(partial(self._copies, folder), lacking, lacking.values()))
 
-    def _copies(self, folder: Path, target: int, files: Sequence[File]) -> None:
+    def _copies(self, folder: Path, target: int, files: Sequence[CheckpointFile]) -> None:
         for file in files:
             self._copy(folder, file, self.held[file.name][0], target)
 
@@ -180,7 +180,7 @@ class Parted:
         for file in self._got(self._ask(source, "listed", str(folder))):
             self._copy(folder, file, source, HERE)
 
-    def _copy(self, folder: Path, file: File, source: int, target: int) -> None:
+    def _copy(self, folder: Path, file: CheckpointFile, source: int, target: int) -> None:
         under_way = deque[Any]()
         for offset in range(0, file.bytes, checkpoint_parts.PIECE):
             content = self._ask(source, "piece", str(folder), file.name, offset)
@@ -200,7 +200,7 @@ class Parted:
     def _is_whole(self, folder: Path) -> bool:
         try:
             return all(self._looked(folder, checkpoint.manifest_of(folder))[0].values())
-        except checkpoint.Unsound:
+        except checkpoint.CorruptCheckpoint:
             return False
 
     # Asking

@@ -26,7 +26,7 @@ class HostLost(RunError):
     """A host cannot be reached any more."""
 
 
-class Docks:
+class DockMonitor:
     """`statuses` are the last that were heard, in the order of the hosts."""
 
     def __init__(self) -> None:

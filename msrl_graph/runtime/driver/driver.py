@@ -21,19 +21,19 @@ from ...diagnostics import Fault
 from ...emit.text_page import WIDTH
 from ..dock.host import DockTimeout
 from ..metrics.display import Display, Screen, Tail
-from ..metrics.http_server import Watching
+from ..metrics.http_server import StatusServer
 from ..process.heartbeat import DRIVER, Heart, Limits
-from ..process.task_report import Lost, RankFailed, RunError, Unjoined
+from ..process.task_report import ProcessLost, RankFailed, RanksNotJoined, RunError
 from ..weights import checkpoint
 from . import wait_report
-from .cluster_probe import Silent
-from .device_reservation import TooFew
+from .cluster_probe import HostsSilent
+from .device_reservation import NotEnoughHosts
 from .dock_monitor import HostLost
 from .driver_exit import leave, watch, with_parent
 from .iterations import Driver
-from .process_pool import Pool
+from .process_pool import ProcessPool
 from .signals import HEEDED, Signals
-from .stalls import Stuck
+from .stalls import ProcessStuck
 from .supervisor import Attempt, Result
 
 
@@ -48,9 +48,9 @@ def main(folder: str) -> int:
     console = console if console.is_terminal else Screen(file=screen, width=WIDTH)
     display = Display(attempt.plan, console, attempt.options.watch)
     display.facts.restarts["run"] = attempt.restarts
-    watching = Watching(attempt.plan, display.facts, attempt.ports)
+    watching = StatusServer(attempt.plan, display.facts, attempt.ports)
     signals = Signals(display.say)
-    pool = Pool(attempt, display.say)
+    pool = ProcessPool(attempt, display.say)
     if attempt.parent >= 0:
         os.set_inheritable(attempt.lock, False)
         threading.Thread(target=with_parent, args=(attempt,), daemon=True).start()
@@ -81,7 +81,7 @@ def main(folder: str) -> int:
     leave(attempt, result)
 
 
-def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) -> Result:
+def _result(attempt: Attempt, pool: ProcessPool, display: Display, signals: Signals) -> Result:
     import ray
 
     driver = Driver(attempt, pool, display, signals)
@@ -94,36 +94,40 @@ def _result(attempt: Attempt, pool: Pool, display: Display, signals: Signals) ->
             return Result("fault", diagnostics=list(cause.diagnostics))
         # An engine that raised in a collective may have lost its partner; whatever else raised is the reason itself.
         joint = isinstance(cause, RankFailed) and cause.joint
-        if isinstance(cause, RunError) and not isinstance(cause, DockTimeout | Lost | Unjoined) and not joint:
+        if (
+            isinstance(cause, RunError)
+            and not isinstance(cause, DockTimeout | ProcessLost | RanksNotJoined)
+            and not joint
+        ):
             return Result("failed", str(cause))
         waits = driver.words(str(cause))
         if isinstance(cause, DockTimeout):
             return Result("failed" if driver.at_fault() else "died", f"{cause}{waits}")
-        if isinstance(cause, Lost):
+        if isinstance(cause, ProcessLost):
             return Result("died", f"{cause}{waits}")
         # A rank whose partner is gone learns of it before Ray does, if a whole host is gone: long before.
-        dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError | Unjoined) else 2.0)
+        dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError | RanksNotJoined) else 2.0)
         if dead or isinstance(error, ray.exceptions.RayActorError):
             gone = pool.gone()
             lost = f"; {wait_report.silent(gone)}" if gone else ""
             return Result("died", f"{driver.fate(dead) if dead else 'a process of Ray died'}{lost}{waits}")
-        if isinstance(cause, Unjoined):
+        if isinstance(cause, RanksNotJoined):
             return Result("died", str(cause))
         if joint:
             return Result("failed", str(cause))
         told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
         return Result("failed", f"{told}{waits}")
-    except Silent as fault:
+    except HostsSilent as fault:
         told = fault.diagnostics[0].message
         return Result("died", told) if attempt.restarts else Result("fault", diagnostics=list(fault.diagnostics))
     except Fault as fault:
-        hosts = fault.hosts if isinstance(fault, TooFew) else 0
+        hosts = fault.hosts if isinstance(fault, NotEnoughHosts) else 0
         return Result("fault", diagnostics=list(fault.diagnostics), hosts=hosts)
-    except Stuck as error:
+    except ProcessStuck as error:
         return Result("died", str(error))
     except HostLost as error:
         return Result("died", f"{error}{driver.words()}")
-    except (RunError, OSError, checkpoint.Unsound) as error:
+    except (RunError, OSError, checkpoint.CorruptCheckpoint) as error:
         # Descriptors are limited, and anybody on the machine who connects to Ray's ports takes some.
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
             return Result("died", f"the driver can open no more files: {error}")

@@ -11,8 +11,8 @@ from typing import NoReturn
 import msgspec
 
 from ..process.processes import MOST, hand_over
-from .process_pool import Pool
-from .stalls import Fates
+from .process_pool import ProcessPool
+from .stalls import DeathReports
 from .supervisor import Attempt, Result
 
 LOOK = 0.5  # seconds between two looks at the processes
@@ -41,11 +41,11 @@ def with_parent(attempt: Attempt) -> None:
     os._exit(1)
 
 
-def watch(attempt: Attempt, pool: Pool, over: threading.Event) -> None:
+def watch(attempt: Attempt, pool: ProcessPool, over: threading.Event) -> None:
     """Ends this process when a server of Ray's is gone: Ray itself would take up to a minute, or hang."""
     while not over.wait(LOOK):
         if (gone := pool.look()) and not over.is_set():
-            fates = Fates(attempt.folder)
+            fates = DeathReports(attempt.folder)
             fates.hear(())
             why = fates.of(gone)
             leave(attempt, Result("died", "; ".join(why.values()) or f"{' and '.join(gone)} died"))

@@ -18,7 +18,7 @@ from ...ir.plan import Plan
 from ...ir.plan_paths import absolute, here
 from ...model.architecture import Model
 from ..weights import checkpoint, hf_export
-from ..weights.checkpoint import Manifest, Source, Unsound
+from ..weights.checkpoint import CheckpointSource, CorruptCheckpoint, Manifest
 from . import remote_folder, run_inputs
 from .resume import differences, find_checkpoint, model_shapes
 
@@ -26,14 +26,14 @@ FOLDER = "exported"  # within a run's folder
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedWeights:
     """What was written: a folder for each worker, and what a person should know about it."""
 
     folders: dict[str, Path]
     warnings: tuple[Diagnostic, ...] = ()
 
 
-def export(target: str, program: Plan | None = None, worker: str = "", to: str = "") -> Exported:
+def export(target: str, program: Plan | None = None, worker: str = "", to: str = "") -> ExportedWeights:
     """Write the weights of the checkpoint that `target` names: of all trained workers into folders below `to`, or of
     one `worker` into `to`.
 
@@ -49,10 +49,10 @@ def export(target: str, program: Plan | None = None, worker: str = "", to: str =
         plan = here(absolute(plan), data=False)
         models = {name: _model(plan, name, path, manifest) for name in workers}
         warnings = [w for name in workers for w in _compared(models[name], plan, name, path, manifest)]
-        source = Source(path, manifest)
+        source = CheckpointSource(path, manifest)
         for name in workers:
             _write(source, name, models[name], folders[name])
-        return Exported(folders, tuple(warnings))
+        return ExportedWeights(folders, tuple(warnings))
     finally:
         for copy in copies:
             shutil.rmtree(copy, ignore_errors=True)
@@ -138,7 +138,7 @@ def _compared(model: Model, plan: Plan, worker: str, path: Path, manifest: Manif
     now = run_inputs.companions(Path(model.path), name)
     of_model = {key: e for key, e in before.files.items() if key.startswith(f"model {name}: ")}
     was = {key: e for key, e in of_model.items() if ".safetensors" not in key}
-    found = run_inputs.differences(run_inputs.Inputs(was, {}), run_inputs.Inputs(now, {}))
+    found = run_inputs.differences(run_inputs.RunInputs(was, {}), run_inputs.RunInputs(now, {}))
     if found.model:
         what = f"the checkpoint {path} is of another model: {'; '.join(found.model)}"
         raise _refuse(what, "bring back what the run began with, or name the program that says where it is")
@@ -149,7 +149,7 @@ def _compared(model: Model, plan: Plan, worker: str, path: Path, manifest: Manif
     return [Diagnostic("changed-program", what, help=help, severity="warning")]
 
 
-def _write(source: Source, worker: str, model: Model, folder: Path) -> None:
+def _write(source: CheckpointSource, worker: str, model: Model, folder: Path) -> None:
     path = source.path
     names = {f"{worker}/weights/{tensor.name}" for tensor in model.tensors}
     files = {file for name in names for file, _ in source.pieces.get(name, ())}
@@ -163,11 +163,11 @@ def _write(source: Source, worker: str, model: Model, folder: Path) -> None:
         weights = hf_export.read_weights(source, worker, model)
         folder.parent.mkdir(parents=True, exist_ok=True)
         hf_export.write_folder(model, weights, folder)
-    except Unsound as error:
+    except CorruptCheckpoint as error:
         raise _refuse(f"the checkpoint {path} cannot be used: {error}") from None
     except OSError as error:
         what = f"the folder {folder} cannot be written: {error.strerror or error}"
         raise _refuse(what, "name another one: --to", "bad-value") from None
 
 
-__all__ = ["FOLDER", "Exported", "export"]
+__all__ = ["FOLDER", "ExportedWeights", "export"]

@@ -17,7 +17,7 @@ from typing import Any
 
 
 @dataclass(eq=False)
-class Call:
+class ActorCall:
     """A call of a process; `reference` is to its result, another one after each time that it was made again."""
 
     process: int
@@ -45,17 +45,17 @@ class FunctionHosts:
         self.start, self.ended, self.lanes = start, ended or _ended, lanes
         self.places = [(host, lane) for lane in range(lanes) for host in range(hosts)]
         self.left = [restarts for _ in self.places]
-        self.open: list[list[Call]] = [[] for _ in self.places]
+        self.open: list[list[ActorCall]] = [[] for _ in self.places]
         self.actors = [start(host, lane, False) for host, lane in self.places]
 
-    def ask(self, host: int, method: str, *arguments: Any, lane: int = 0) -> Call:
+    def ask(self, host: int, method: str, *arguments: Any, lane: int = 0) -> ActorCall:
         """Asks for a call after all that its lane was asked for before."""
-        call = Call(self.places.index((host, lane % self.lanes)), method, arguments)
+        call = ActorCall(self.places.index((host, lane % self.lanes)), method, arguments)
         self.open[call.process].append(call)
         self._send(call)
         return call
 
-    def every(self, method: str) -> list[Call]:
+    def every(self, method: str) -> list[ActorCall]:
         """Asks all processes for a call, the first lane's first."""
         return [self.ask(host, method, lane=lane) for host, lane in self.places]
 
@@ -77,7 +77,7 @@ class FunctionHosts:
             mended.append(name(*self.places[process]))
         return mended
 
-    def _send(self, call: Call) -> None:
+    def _send(self, call: ActorCall) -> None:
         call.reference = getattr(self.actors[call.process], call.method).remote(*call.arguments)
 
 
@@ -88,7 +88,7 @@ def name(host: int, lane: int = 0) -> str:
 
 def reference(item: Any) -> Any:
     """Of a call its reference, as it is now; of a reference itself."""
-    return item.reference if isinstance(item, Call) else item
+    return item.reference if isinstance(item, ActorCall) else item
 
 
 def _ended(references: Sequence[Any]) -> dict[Any, Exception | None]:

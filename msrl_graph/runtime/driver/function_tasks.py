@@ -14,16 +14,16 @@ from typing import Any
 from ...ir.async_schedule import waiting
 from ...ir.plan import Plan
 from ..process.task import Part, Tables, Task
-from .function_hosts import Call, FunctionHosts, reference
-from .run_state import Carried
+from .function_hosts import ActorCall, FunctionHosts, reference
+from .run_state import RunState
 
 
 class FunctionTasks:
-    def __init__(self, ray: Any, plan: Plan, hosts: FunctionHosts, carried: Carried) -> None:
+    def __init__(self, ray: Any, plan: Plan, hosts: FunctionHosts, carried: RunState) -> None:
         self.ray, self.hosts, self.carried = ray, hosts, carried
         self.numbers = range(plan.cluster.nodes)  # of the hosts
         self.reads_states = bool(waiting(plan))
-        self.calls: dict[str, list[Call]] = {}  # by key of a task
+        self.calls: dict[str, list[ActorCall]] = {}  # by key of a task
         self.openings: dict[int, Task] = {}  # by iteration, those of which the rest is to be asked for
         self.ended = set[Any]()  # references to calls that have, of iterations of training
 
@@ -35,7 +35,7 @@ class FunctionTasks:
         if part == "opening":
             self.openings[task.number] = task
 
-    def take(self, task: Task) -> list[Call]:
+    def take(self, task: Task) -> list[ActorCall]:
         """The calls of a task whose turn has come: all of it has been asked for."""
         self.go_on()
         if task.number in self.openings and task.trains:

@@ -20,7 +20,7 @@ from ...ir.plan_paths import here
 from ..dock.messages import Status
 from ..metrics.best import ending
 from ..metrics.display import Display, comparison, evaluated
-from ..metrics.health_checks import Symptoms
+from ..metrics.health_checks import HealthChecks
 from ..metrics.recorder import METRICS, Recorder, restore
 from ..metrics.row_failures import failures
 from ..process import fault_points
@@ -29,17 +29,17 @@ from ..process.task import Task
 from ..process.task_report import Loaded, Report, RunError
 from ..weights import checkpoint
 from . import function_hosts, wait_report
-from .async_driver import Ahead
-from .changed_files import Edited
-from .dock_monitor import Docks, HostLost
+from .async_driver import AsyncPools
+from .changed_files import ChangedFiles
+from .dock_monitor import DockMonitor, HostLost
 from .driver_exit import LOOK
 from .function_hosts import FunctionHosts, reference
 from .function_tasks import FunctionTasks, lane
-from .process_pool import Pool
+from .process_pool import ProcessPool
 from .resume import program
-from .run_state import Carried
+from .run_state import RunState
 from .signals import Signals
-from .stalls import LOADING, Fates, Standstill, Stuck, of_the_user
+from .stalls import LOADING, DeathReports, ProcessStuck, StallClock, of_the_user
 from .supervisor import Attempt, Result
 
 # Seconds that a driver leaves the docks to tell of a wait before it does.
@@ -60,21 +60,21 @@ class _Running(NamedTuple):
 class Driver:
     """One attempt."""
 
-    ahead: Ahead  # as soon as there are ranks
+    ahead: AsyncPools  # as soon as there are ranks
 
-    def __init__(self, attempt: Attempt, pool: Pool, display: Display, signals: Signals) -> None:
+    def __init__(self, attempt: Attempt, pool: ProcessPool, display: Display, signals: Signals) -> None:
         import ray
 
         self.ray = ray
         self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
         self.plan: Plan = here(attempt.plan)
-        self.docks = Docks()
-        self.fates = Fates(attempt.folder)
+        self.docks = DockMonitor()
+        self.fates = DeathReports(attempt.folder)
         self.limits = Limits.of(self.plan.docks.deadline)
         self.looked = 0.0  # when the docks were asked (time.monotonic)
         self.longest = 0.0  # seconds of an iteration
         self.unsaved = ""  # why the last checkpoint that was asked for is not there
-        self.edited = Edited(Path(attempt.folder), attempt.edited)
+        self.edited = ChangedFiles(Path(attempt.folder), attempt.edited)
 
     @property
     def functions(self) -> FunctionHosts:
@@ -122,7 +122,7 @@ class Driver:
 
     def _train(self, sizes: dict[str, int], out: Path, resumed: checkpoint.Manifest | None) -> Result:
         plan, run, begin = self.plan, self.plan.deploy.run, 0
-        self.carried = Carried(plan, sizes["source"])
+        self.carried = RunState(plan, sizes["source"])
         self.tasks = FunctionTasks(self.ray, plan, self.functions, self.carried)
         if resumed is not None:
             saved = self.attempt.resume
@@ -132,14 +132,14 @@ class Driver:
             self.display.resume(begin)
         if self.attempt.options.replay:
             self._wait([r.replay.remote(str(Path(self.attempt.options.replay).absolute())) for r in self.pool.ranks])
-        self.ahead = Ahead(plan, self.pool.ranks, begin)
+        self.ahead = AsyncPools(plan, self.pool.ranks, begin)
         if not self.attempt.lines:
             for evaluation in plan.deploy.evaluations:
                 self._evaluate(evaluation, begin, sizes)
         if self.attempt.options.evaluate:
             return self._done()
         scalars = [c.name for c in plan.graph.columns if c.element == "f32" and not c.dims]
-        symptoms = Symptoms(plan)
+        symptoms = HealthChecks(plan)
         for line in self.recorder.lines:  # of what was told already
             symptoms.look(line)
         self.signals.training = True
@@ -306,7 +306,7 @@ class Driver:
         a process dies that is not replaced; and when for `deadline` seconds (0: the dock's) nothing has ended and no
         row has moved, nor, of what reads or writes a `disk`, a byte. Meanwhile it keeps the display alive, and pools
         that may be ahead of the iteration `training` at work."""
-        left, still, counted = list(asked), Standstill(disk), not deadline
+        left, still, counted = list(asked), StallClock(disk), not deadline
         deadline = deadline or self.plan.docks.deadline
         often = min(LOOK / 5 if self.attempt.ports.open else LOOK, deadline)
         while left:
@@ -344,7 +344,7 @@ class Driver:
         if self.at_fault():
             return RunError(f"{what}; {last or 'a function'} took rows last and has not come back{self.words()}")
         busy = self.pool.asked([reference(x) for x in left])
-        return Stuck(f"{what}; {' and '.join(busy) or 'a process'} has not come back{self.words()}")
+        return ProcessStuck(f"{what}; {' and '.join(busy) or 'a process'} has not come back{self.words()}")
 
     def at_fault(self) -> list[str]:
         """The processes that are in the user's code, and which others wait for."""

@@ -17,7 +17,7 @@ from ...diagnostics import Diagnostic, Fault, kind_of, public, render
 from ...files import urls
 from ...ir.plan import Plan
 from ..data.row_files import FOLDER as ROWS
-from ..metrics.best import Best, best_figures
+from ..metrics.best import BestFigure, best_figures
 from ..metrics.recorder import METRICS, read, whole_lines
 from ..weights import checkpoint
 
@@ -44,7 +44,7 @@ class Outcome:
     folder: Path | str
     reported: dict[str, tuple[float, float]]
     evaluated: bool = False  # once, and nothing was trained
-    bests: tuple[Best, ...] = ()
+    bests: tuple[BestFigure, ...] = ()
 
     def lines(self) -> list[str]:
         """Each evaluation before and after, in a line, and where the best checkpoint is."""

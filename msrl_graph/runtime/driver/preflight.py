@@ -30,7 +30,7 @@ from ..weights import tensor_files
 from .process_pool import check_machine
 
 
-def check(plan: Plan) -> dict[str, data.Looked]:
+def check(plan: Plan) -> dict[str, data.DatasetPreview]:
     """What must be there to run: weights, tokenizer, data. What there is in each data file; `Fault` with all that is
     missing."""
     found = unready(plan) or [*_packages(plan), *_interpreters(plan)]
@@ -63,7 +63,7 @@ def check(plan: Plan) -> dict[str, data.Looked]:
     sizes, able = {}, not found  # data needs the models' tokenizers
     for name, item in plan.deploy.data.items():
         try:
-            sizes[name] = data.check(item, plan) if able else data.Looked(len(data.read(item, plan.graph)))
+            sizes[name] = data.check(item, plan) if able else data.DatasetPreview(len(data.read(item, plan.graph)))
         except Fault as fault:
             found += fault.diagnostics
     if found:

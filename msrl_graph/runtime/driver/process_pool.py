@@ -34,9 +34,9 @@ from ..process.processes import RAY, alive
 from ..process.task_report import RunError
 from . import device_reservation, function_hosts
 from .cluster_probe import probe
-from .distributed_checkpoint import Parted
+from .distributed_checkpoint import DistributedCheckpoint
 from .dock_monitor import begun, missing, results
-from .function_hosts import Call, FunctionHosts
+from .function_hosts import ActorCall, FunctionHosts
 
 if TYPE_CHECKING:
     from .supervisor import Attempt
@@ -45,30 +45,30 @@ SERVERS = ("raylet", "gcs_server")
 SOON = 5.0  # seconds after which a process is killed that is stopped on a host which was silent for long
 
 
-class Settled(NamedTuple):
+class HostFolder(NamedTuple):
     """A host's temporary folder of the run, and its cores."""
 
     folder: str
     cores: int
 
 
-class Pool:
+class ProcessPool:
     """Ranks, function hosts and docks of one plan."""
 
     def __init__(self, attempt: Attempt, say: Callable[[str], None]) -> None:
         self.attempt, self.say = attempt, say
         self.plan, self.folder, self.out = attempt.plan, attempt.folder, Path(attempt.out).absolute()
         self.ranks: list[Any] = []
-        self.parted = Parted(self.plan, self.ranks, self.results)
+        self.parted = DistributedCheckpoint(self.plan, self.ranks, self.results)
         self.functions: FunctionHosts | None = None
         self.docks: list[Any] = []
         self.of_docks: list[int] = []  # their hosts
         self.names: dict[str, str] = {}  # an actor's id -> what a person calls it
-        self.started: list[Call] = []  # the function hosts' answers to `start`
-        self.reserved: device_reservation.Reserved | None = None
+        self.started: list[ActorCall] = []  # the function hosts' answers to `start`
+        self.reserved: device_reservation.DeviceReservation | None = None
         self.probes: list[Any] = []  # a process on each host of a cluster, until the others have begun
         self.attached = bool(os.environ.get("RAY_ADDRESS"))
-        self.hosts: list[Settled] = []
+        self.hosts: list[HostFolder] = []
         self.examined: dict[int, tuple[Any, float]] = {}  # by dock what looks at its host, and until when
         self.servers: dict[int, str] = {}  # Ray's own processes on this machine, by id
 
@@ -110,7 +110,7 @@ class Pool:
         self.reserved = place = device_reservation.reserved(
             plan, f"{device_reservation.NAMED} {plan.deploy.name}, into {self.out}", self.attempt.patience
         )
-        hosts = self._settled(place) if self.attached else [Settled(self.folder, HOST.here())] * cluster.nodes
+        hosts = self._settled(place) if self.attached else [HostFolder(self.folder, HOST.here())] * cluster.nodes
         self.hosts = hosts
         from ..dock import host as dock
         from ..dock.segments import room_name
@@ -189,7 +189,7 @@ class Pool:
         self.results([r.start.remote(address, way) for r in self.ranks])
         self._release()  # who uses the folders that the probes made holds them
 
-    def _settled(self, place: device_reservation.Reserved) -> list[Settled]:
+    def _settled(self, place: device_reservation.DeviceReservation) -> list[HostFolder]:
         """Looks at the hosts of a cluster, and lays down there what is shipped to them."""
         import ray
 
@@ -202,7 +202,7 @@ class Pool:
         for words in found.judge(self.attempt.options.verbose):
             self.say(words)
         folders = self.results([actor.keep.remote(files) for actor in found.actors])
-        return [Settled(folder, f["cores"]) for folder, f in zip(folders, found.seen, strict=True)]
+        return [HostFolder(folder, f["cores"]) for folder, f in zip(folders, found.seen, strict=True)]
 
     def _fetch(self, functions: list[Any]) -> None:
         """Has each host fetch its own copies of what lies at URLs, before a rank builds anything."""
@@ -332,4 +332,4 @@ def check_machine(plan: Plan) -> None:
         raise NoResources(Diagnostic("no-resources", f"{asked}; {there}", cluster.span, help))
 
 
-__all__ = ["NoResources", "Pool", "check_machine"]
+__all__ = ["NoResources", "ProcessPool", "check_machine"]

@@ -22,7 +22,7 @@ PLAN = "plan.json"
 
 
 @dataclass(frozen=True)
-class Brought:
+class FetchedCheckpoint:
     """A checkpoint from a URL: the URL of its run, its folder in a working copy of that, and whether it is the
     newest."""
 
@@ -60,7 +60,7 @@ def clear(url: str) -> None:
         raise Fault(Diagnostic("bad-value", f"the results at {url} cannot be replaced: {error}")) from None
 
 
-def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> Brought:
+def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> FetchedCheckpoint:
     """The checkpoint that a URL names, a checkpoint's or a run's, with the metrics and the plan of its run, in a
     working copy, which `copies` hears of. `use` is the flag that names it. Raises Fault."""
     above, _, last = target.rstrip("/").rpartition("/")
@@ -91,15 +91,15 @@ def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> B
         manifest = checkpoint.sound(folder)
         lost = next((f.name for f in manifest.files if f.name not in found.files), "")
         if lost:
-            raise checkpoint.Unsound(f"its file {lost} is missing")
-    except checkpoint.Unsound as error:
+            raise checkpoint.CorruptCheckpoint(f"its file {lost} is missing")
+    except checkpoint.CorruptCheckpoint as error:
         older = [n for n in there if int(n) < int(chosen)]
         go = urls.under(run, checkpoint.FOLDER, older[-1]) if older else ""
         help = f"try the one before: --{use} {go}" if go else ""
         if use == "resume":
             help = f"{help}, with --out another folder, or --overwrite for what is newer" if go else "begin anew"
         raise refuse(f"the checkpoint {url} cannot be used: {error}", help) from None
-    return Brought(run, folder, chosen == there[-1])
+    return FetchedCheckpoint(run, folder, chosen == there[-1])
 
 
 def finish(copy: Path, url: str) -> None:

@@ -17,12 +17,12 @@ from ... import noise
 from ...algorithms import library
 from ...diagnostics import Diagnostic, Fault, Span
 from ...files.paths import is_folder
-from ...ir.attributes import Update
+from ...ir.attributes import UpdateAttributes
 from ...ir.plan import Plan
 from ..weights import checkpoint
 from ..weights.checkpoint import Manifest
 from . import run_inputs
-from .run_inputs import Inputs
+from .run_inputs import RunInputs
 
 MODEL = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "tied", "dtype")
 SHOWN = 20  # differences that the warning lists
@@ -31,7 +31,7 @@ _CALL = re.compile(r"(?:.*/)?([^/]+\.py:\w+)")
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumePoint:
     """What a run is resumed from, and in words what has `changed` since that decides the result."""
 
     path: Path
@@ -40,7 +40,7 @@ class Resumed:
     warnings: tuple[Diagnostic, ...]
 
 
-def resumed(plan: Plan, target: str, span: Span, now: Inputs | None = None, trains: bool = True) -> Resumed:
+def resumed(plan: Plan, target: str, span: Span, now: RunInputs | None = None, trains: bool = True) -> ResumePoint:
     """The checkpoint that `target` names, a checkpoint's folder or a run's; Fault where it is unsound or another's.
     `now`: the inputs of the plan; `trains`: the run goes on from it."""
     path, manifest = find_checkpoint(target, span)
@@ -65,11 +65,13 @@ def resumed(plan: Plan, target: str, span: Span, now: Inputs | None = None, trai
         # The data are compared by what they hold.
         other = [*(d for d in other if not _SIZE.match(d)), *found.changed]
     if not other:
-        return Resumed(path, manifest, (), ())
+        return ResumePoint(path, manifest, (), ())
     shown = "; ".join(other[:SHOWN]) + (f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else "")
     what = f"what decides the result has changed since the checkpoint {path} was written: {shown}"
     help = "the run goes on with everything as it is now" if trains else "it is evaluated with everything as it is now"
-    return Resumed(path, manifest, tuple(other), (Diagnostic("changed-program", what, span, help, severity="warning"),))
+    return ResumePoint(
+        path, manifest, tuple(other), (Diagnostic("changed-program", what, span, help, severity="warning"),)
+    )
 
 
 def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path, Manifest]:
@@ -92,7 +94,7 @@ def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path,
         path = checkpoint.found(run)[-1]
     try:
         return path, checkpoint.sound(path)
-    except checkpoint.Unsound as error:
+    except checkpoint.CorruptCheckpoint as error:
         older = checkpoint.newest(run)
         if older is None:
             help = "no other of this run is sound"
@@ -112,7 +114,7 @@ def program(plan: Plan) -> dict[str, Any]:
     found: dict[str, Any] = _bare(msgspec.to_builtins({"algorithm": plan.graph, "models": models, "data": data}))
     run = plan.deploy.run
     decides: dict[str, Any] = {"seed": run.seed, "random_streams": noise.VERSION, "on_nan": run.on_nan}
-    if scheduled := [n.name for n in plan.graph.verb("update") if _is_scheduled(Update.of(n))]:
+    if scheduled := [n.name for n in plan.graph.verb("update") if _is_scheduled(UpdateAttributes.of(n))]:
         decides[f"iterations, which the learning rate of {' and '.join(scheduled)} is scheduled over,"] = run.iterations
     return found | decides
 
@@ -124,7 +126,7 @@ def model_shapes(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _is_scheduled(update: Update) -> bool:
+def _is_scheduled(update: UpdateAttributes) -> bool:
     """Whether the learning rate depends on the last step of the run."""
     if update.rate.kind != "call":
         return False
@@ -169,4 +171,4 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-__all__ = ["Resumed", "differences", "find_checkpoint", "model_shapes", "program", "resumed"]
+__all__ = ["ResumePoint", "differences", "find_checkpoint", "model_shapes", "program", "resumed"]

@@ -40,7 +40,7 @@ _TEMPLATE = "chat_template"  # whose change makes other prompts, and not another
 
 
 @dataclass(frozen=True)
-class Entry:
+class InputFile:
     """A file: its path here, its size, when it was last changed (nanoseconds), a digest of sampled blocks, the SHA-256
     of all of it ("": not known yet), and the values of a small JSON file's keys, or their digests."""
 
@@ -53,14 +53,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RunInputs:
     """`files` are called by what they are of, and their names below that: `model policy: config.json`."""
 
-    files: dict[str, Entry]
+    files: dict[str, InputFile]
     versions: dict[str, str]
 
 
-NO_INPUTS = Inputs({}, {})
+NO_INPUTS = RunInputs({}, {})
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Differences:
 # Taking
 
 
-def take(plan: Plan, replay: str = "") -> Inputs:
+def take(plan: Plan, replay: str = "") -> RunInputs:
     """The inputs of a plan whose files lie on this host (located.here)."""
     paths = dict(_paths(plan, replay))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -82,10 +82,10 @@ def take(plan: Plan, replay: str = "") -> Inputs:
     versions = dict(host_facts.versions(interpreters.packages(plan)))
     for python, command in interpreters.commands(plan).items():
         versions |= {f"{package} of {python}": has for package, has in host_facts.told(command)["found"].items()}
-    return Inputs(entries, versions)
+    return RunInputs(entries, versions)
 
 
-def companions(folder: Path, name: str) -> dict[str, Entry]:
+def companions(folder: Path, name: str) -> dict[str, InputFile]:
     """Take the files of a model's folder other than its weights; `name` is the model's in the program."""
     return {f"model {name}: {file.relative_to(folder)}": _entry(file) for file in sorted(beside(folder))}
 
@@ -106,17 +106,17 @@ def _paths(plan: Plan, replay: str) -> Iterator[tuple[str, Path]]:
         yield f"replay {file.relative_to(Path(replay).absolute())}", file
 
 
-def _entry(path: Path) -> Entry:
+def _entry(path: Path) -> InputFile:
     try:
         status = path.stat()
         sampled = host_facts.sampled(str(path))
-        entry = Entry(str(path), status.st_size, status.st_mtime_ns, sampled)
+        entry = InputFile(str(path), status.st_size, status.st_mtime_ns, sampled)
         if status.st_size <= SMALL:
             content = path.read_bytes()
             keys = _entries(content) if path.suffix == ".json" and status.st_size <= _KEYS else {}
             entry = replace(entry, sha256=hashlib.sha256(content).hexdigest(), keys=keys)
     except OSError:
-        return Entry(str(path), -1, 0, "")
+        return InputFile(str(path), -1, 0, "")
     return entry
 
 
@@ -136,7 +136,7 @@ def _brief(value: Any) -> str:
 # Keeping
 
 
-def write(run: Path, inputs: Inputs) -> None:
+def write(run: Path, inputs: RunInputs) -> None:
     """Writes the inputs into a run's folder. OSError where that fails."""
     partial = run / f".{FILE}.partial"
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(inputs)))
@@ -152,10 +152,10 @@ def read(run: Path) -> dict[str, Any]:
     return found
 
 
-def recorded(content: Mapping[str, Any]) -> Inputs | None:
+def recorded(content: Mapping[str, Any]) -> RunInputs | None:
     """The inputs that a manifest has; None where it is of a version that kept none."""
     try:
-        return msgspec.convert(content, Inputs) if content else None
+        return msgspec.convert(content, RunInputs) if content else None
     except msgspec.ValidationError:
         return None
 
@@ -163,7 +163,7 @@ def recorded(content: Mapping[str, Any]) -> Inputs | None:
 # Comparing
 
 
-def differences(before: Inputs, now: Inputs) -> Differences:
+def differences(before: RunInputs, now: RunInputs) -> Differences:
     """What has changed."""
     model: list[str] = []
     changed: list[str] = []
@@ -178,12 +178,12 @@ def differences(before: Inputs, now: Inputs) -> Differences:
     return Differences(tuple(model), tuple(changed))
 
 
-def data(taken: Inputs) -> dict[str, str]:
+def data(taken: RunInputs) -> dict[str, str]:
     """The digests of sampled blocks of data files, by their names in the program."""
     return {n.removeprefix("data "): entry.sampled for n, entry in taken.files.items() if n.startswith("data ")}
 
 
-def edited(taken: Inputs) -> str:
+def edited(taken: RunInputs) -> str:
     """What is no longer what it was when the run began, of the weights and data that each start reads anew, in words.
     Other files every start has as they were (shipping.py)."""
     for name, entry in taken.files.items():
@@ -196,7 +196,7 @@ def edited(taken: Inputs) -> str:
     return ""
 
 
-def _file(name: str, before: Entry | None, now: Entry | None) -> Iterator[tuple[bool, str]]:
+def _file(name: str, before: InputFile | None, now: InputFile | None) -> Iterator[tuple[bool, str]]:
     """Whether a difference of a file makes another model, and the difference in words."""
     decides = _is_model(name)
     if before is None or now is None:
@@ -216,14 +216,14 @@ def _file(name: str, before: Entry | None, now: Entry | None) -> Iterator[tuple[
             yield decides and key != _TEMPLATE, words
 
 
-def same(before: Entry, now: Entry) -> bool:
+def same(before: InputFile, now: InputFile) -> bool:
     """Whether a file holds the same, as far as both digests tell."""
     if before.sha256 and now.sha256:
         return before.sha256 == now.sha256
     return (before.bytes, before.sampled) == (now.bytes, now.sampled)
 
 
-def _how(before: Entry, now: Entry) -> str:
+def _how(before: InputFile, now: InputFile) -> str:
     one, two = before.bytes, now.bytes
     return f"{one:,} bytes, now {two:,}" if one != two else f"{one:,} bytes as before"
 
@@ -240,11 +240,11 @@ def _is_model(name: str) -> bool:
 # All of large files
 
 
-class Digesting:
+class DigestThread:
     """A thread that digests large files whole, one after the other, after all that computes. `before` is what a resumed
     run has been told of them, `say` tells a person."""
 
-    def __init__(self, run: Path, inputs: Inputs, before: Inputs | None, say: Callable[[str], None]) -> None:
+    def __init__(self, run: Path, inputs: RunInputs, before: RunInputs | None, say: Callable[[str], None]) -> None:
         self.run, self.inputs, self.before, self.say = run, inputs, before, say
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._work, daemon=True)
@@ -295,8 +295,8 @@ class Digesting:
 __all__ = [
     "NO_INPUTS",
     "Differences",
-    "Digesting",
-    "Inputs",
+    "DigestThread",
+    "RunInputs",
     "companions",
     "data",
     "differences",

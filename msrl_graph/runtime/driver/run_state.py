@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from ...ir.async_schedule import late_states
-from ...ir.attributes import Call, Generate
+from ...ir.attributes import CallAttributes, GenerateAttributes
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ..data.columns import Array
-from ..process.task import Cut, Tables, Task
+from ..process.task import CutPrompt, Tables, Task
 from ..process.task_report import Report, RunError
 from ..weights import checkpoint
 from .adaptive_draw import RefillSize
@@ -29,20 +29,20 @@ FILE = "states.safetensors"
 CUT = "cut/"
 
 
-class Carried:
+class RunState:
     """`rows` are those of the source's data: a state of each prompt has a value for every one."""
 
     def __init__(self, plan: Plan, rows: int) -> None:
         self.graph, self.rows = plan.graph, rows
-        self.refills = any(Call.of(n).refill for n in plan.graph.nodes)
+        self.refills = any(CallAttributes.of(n).refill for n in plan.graph.nodes)
         self.refill = RefillSize(self.graph)
         self.positions = {0: 0}  # in the data, by iteration, of those where it is known
         growing = next((n for n in plan.graph.verb("generate") if n.cuts), None)
         # How many data-parallel groups tell what they have cut; 0: nothing goes on in another iteration.
         self.groups = plan.placement(growing.name).layout.dp if growing else 0
-        self.prompts = Generate.of(growing).under_way(plan.graph.rows[0]) if growing else plan.graph.rows[0]
-        self.told: dict[int, list[list[Cut]]] = {}  # by iteration, what its groups have cut
-        self.cut: dict[int, tuple[Cut, ...]] = {0: ()}  # by iteration that goes on with them, where all is known
+        self.prompts = GenerateAttributes.of(growing).under_way(plan.graph.rows[0]) if growing else plan.graph.rows[0]
+        self.told: dict[int, list[list[CutPrompt]]] = {}  # by iteration, what its groups have cut
+        self.cut: dict[int, tuple[CutPrompt, ...]] = {0: ()}  # by iteration that goes on with them, where all is known
         firsts = {s.name: (s, float(s.initial.literal())) for s in plan.graph.states}
         # By iteration, of those where they are known; the first is the one that the updates are in.
         self.states: dict[int, dict[str, Array]] = {
@@ -149,7 +149,7 @@ class Carried:
         for name in self.drawing:
             report.count(f"{name}/age", number - self.draws[number][0], 1)
 
-    def save(self, folder: Path, says: Mapping[str, str]) -> list[checkpoint.File]:
+    def save(self, folder: Path, says: Mapping[str, str]) -> list[checkpoint.CheckpointFile]:
         """The states as a file of a checkpoint, if there are any."""
         held = {**self.states[min(self.states)], **(_arrays(self.cut[min(self.cut)]) if self.groups else {})}
         held |= self.refill.saved()
@@ -187,7 +187,7 @@ def _of_rows(states: Mapping[str, Array]) -> dict[str, Array]:
     return {name: value for name, value in states.items() if value.ndim}
 
 
-def _arrays(cut: tuple[Cut, ...]) -> dict[str, Array]:
+def _arrays(cut: tuple[CutPrompt, ...]) -> dict[str, Array]:
     """Responses that go on, as arrays for a file."""
     responses = [r for c in cut for r in c.responses]
     whole = {
@@ -204,7 +204,7 @@ def _arrays(cut: tuple[Cut, ...]) -> dict[str, Array]:
     return {CUT + name: values for name, values in whole.items()}
 
 
-def _cut(found: Mapping[str, Array], iteration: int) -> tuple[Cut, ...]:
+def _cut(found: Mapping[str, Array], iteration: int) -> tuple[CutPrompt, ...]:
     """What `_arrays` made arrays of; nothing where a file has none. One of an older version does not say which rows
     they began as: they go on as those of `iteration`, the next one."""
     held = {name[len(CUT) :]: values for name, values in found.items() if name.startswith(CUT)}
@@ -216,6 +216,6 @@ def _cut(found: Mapping[str, Array], iteration: int) -> tuple[Cut, ...]:
     made, first, many = [], 0, len(held["positions"])
     began = held.get("iterations", np.full(many, iteration)), held.get("rows", np.arange(many))
     for position, cuts, count, *row in zip(held["positions"], held["cuts"], held["responses"], *began, strict=True):
-        made.append(Cut(int(position), tuple(responses[first : first + int(count)]), int(cuts), *map(int, row)))
+        made.append(CutPrompt(int(position), tuple(responses[first : first + int(count)]), int(cuts), *map(int, row)))
         first += int(count)
     return tuple(made)

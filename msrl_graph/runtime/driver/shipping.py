@@ -17,14 +17,14 @@ from ...files.untrusted_folder import open_inside
 from ...files.urls import is_url
 from ...ir.plan import Plan
 from ..process.cluster_join import called
-from ..process.shipped_files import File
+from ..process.shipped_files import ShippedFile
 from ..weights.tensor_files import beside
 from . import user_modules
 
 MOST = 256 << 20  # bytes: some tens are usual, and each host keeps them for as long as the run takes
 
 
-def files(plan: Plan, shipped: bool = True) -> dict[str, File]:
+def files(plan: Plan, shipped: bool = True) -> dict[str, ShippedFile]:
     """The files by absolute path. `shipped`: to other hosts too. Raises Fault where they are too large for that."""
     named = {path: node.span for path, _, node in called(plan)}
     code = user_modules.of_plan(plan)
@@ -51,10 +51,10 @@ def files(plan: Plan, shipped: bool = True) -> dict[str, File]:
     return {str(file): _taken(file, of if (of := found[file]) in folders else None) for file in found}
 
 
-def _taken(file: Path, folder: Path | None) -> File:
+def _taken(file: Path, folder: Path | None) -> ShippedFile:
     """Read a user's file, or a file of a model's `folder`."""
     with file.open("rb") if folder is None else open_inside(file, folder) as given:
-        return File(given.read(), os.fstat(given.fileno()).st_mtime_ns)
+        return ShippedFile(given.read(), os.fstat(given.fileno()).st_mtime_ns)
 
 
 __all__ = ["files"]

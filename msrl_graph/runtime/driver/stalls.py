@@ -18,11 +18,11 @@ from ..process.task_report import RunError
 LOADING = 3600.0  # seconds that functions and data may take to be loaded, which nobody can count
 
 
-class Stuck(RunError):
+class ProcessStuck(RunError):
     """Work that does not end, in a process that is not the user's function: it may be tried again."""
 
 
-class Standstill:
+class StallClock:
     """For how long nothing has moved; `disk`: where bytes count, too."""
 
     def __init__(self, disk: bool) -> None:
@@ -49,7 +49,7 @@ class Standstill:
         return time.monotonic() - max(self.since, since)
 
 
-class Fates:
+class DeathReports:
     """Why processes of a run were killed, each told once; `folder` is the run's on the driver's host."""
 
     def __init__(self, folder: str) -> None:
@@ -100,6 +100,6 @@ def of_the_user(plan: Plan, statuses: Sequence[Status], busy: Collection[str]) -
 
 def _partner(node: Node) -> bool:
     """Whether a rank that computes a node waits for the user's code."""
-    from ...ir.attributes import Generate
+    from ...ir.attributes import GenerateAttributes
 
-    return node.verb == "generate" and Generate.of(node).partner is not None
+    return node.verb == "generate" and GenerateAttributes.of(node).partner is not None

@@ -30,7 +30,7 @@ from ...emit.humanize import many
 from ...files import private
 from ...ir.plan import Plan
 from ..metrics.display import Screen
-from ..metrics.ports import Doors, Ports
+from ..metrics.ports import ListeningSockets, Ports
 from ..metrics.recorder import METRICS, read, whole_lines
 from ..process import shipped_files
 from ..process.cluster_join import NoResources, own_ray
@@ -38,12 +38,12 @@ from ..process.heartbeat import Limits
 from ..process.processes import MARK, Temporary, nicer, stopped, sweep
 from ..weights import checkpoint
 from . import remote_folder, run_inputs, shipping, watchdog
-from .attempt import PLAIN, Options, Prepared, prepare
-from .callbacks import CallbackFailed, Follower, OnIteration
-from .changed_files import Edited
+from .attempt import PLAIN, PreparedRun, WatchOptions, prepare
+from .callbacks import CallbackFailed, MetricsFollower, OnIteration
+from .changed_files import ChangedFiles
 from .outcome import Interrupted, Outcome, RunFailed, outcome_of
 from .run_folder import DRIVER_MODULE, check_free, check_links, check_own, clear, lock, make
-from .run_inputs import Digesting
+from .run_inputs import DigestThread
 
 # -P: the folder in which a run is started may be anybody's, and no module is to come from it.
 PROGRAM = ("-P", "-m", DRIVER_MODULE)
@@ -63,7 +63,7 @@ class Attempt:
     answer: int
     resume: str
     lines: int
-    options: Options
+    options: WatchOptions
     ports: Ports
     restarts: int
     url: str = ""
@@ -90,7 +90,7 @@ def run(
     plan: Plan,
     out: Path | str | None = None,
     resume: str = "",
-    options: Options = PLAIN,
+    options: WatchOptions = PLAIN,
     stderr: IO[str] | None = None,
     on_iteration: OnIteration | None = None,
 ) -> Outcome:
@@ -111,8 +111,8 @@ class Supervisor:
 
     def __init__(
         self,
-        made: Prepared,
-        options: Options,
+        made: PreparedRun,
+        options: WatchOptions,
         stderr: IO[str] | None,
         driver: Sequence[str] = PROGRAM,
         on_iteration: OnIteration | None = None,
@@ -125,13 +125,15 @@ class Supervisor:
         self.ready = Path()  # is there once the driver heeds signals
         self.asked: list[int] = []  # signals so far
         self.killer: threading.Timer | None = None
-        self.files: dict[str, shipped_files.File] = {}  # those that every process takes as they are now
+        self.files: dict[str, shipped_files.ShippedFile] = {}  # those that every process takes as they are now
         self.edited: tuple[str, ...] = ()  # those of them that were changed since, and told of
         self.first = made.manifest.iteration if made.manifest else 0  # iteration that the run begins with
-        self.follower = Follower(made.folder.absolute() / METRICS, on_iteration, self.first) if on_iteration else None
+        self.follower = (
+            MetricsFollower(made.folder.absolute() / METRICS, on_iteration, self.first) if on_iteration else None
+        )
 
     def whole(self) -> Outcome:
-        with closing(Doors(self.options.watch, self.options.metrics)) as self.doors:
+        with closing(ListeningSockets(self.options.watch, self.options.metrics)) as self.doors:
             return self._whole()
 
     def _whole(self) -> Outcome:
@@ -156,7 +158,7 @@ class Supervisor:
                 with suppress(OSError):  # a full disk: checkpoints have no room either
                     run_inputs.write(out, self.made.inputs)
                 before = run_inputs.recorded(self.made.manifest.inputs) if self.made.manifest else None
-                with closing(Digesting(out, self.made.inputs, before, self.console.print)):
+                with closing(DigestThread(out, self.made.inputs, before, self.console.print)):
                     return self._finished(out)
             except Fault:
                 if fresh or self.made.url:
@@ -306,7 +308,7 @@ class Supervisor:
                 why = self._drive(attempt, out / "logs", kept)
             finally:
                 self.child = None
-                self.edited = Edited.told(folder, self.edited)
+                self.edited = ChangedFiles.told(folder, self.edited)
                 if self.killer is not None:
                     self.killer.cancel()
                 if self.console.is_terminal:
@@ -415,4 +417,14 @@ def _first(message: str, more: str) -> str:
     return head + more + newline + rest
 
 
-__all__ = ["Attempt", "CallbackFailed", "Interrupted", "Options", "Outcome", "Result", "RunFailed", "prepare", "run"]
+__all__ = [
+    "Attempt",
+    "CallbackFailed",
+    "Interrupted",
+    "Outcome",
+    "Result",
+    "RunFailed",
+    "WatchOptions",
+    "prepare",
+    "run",
+]

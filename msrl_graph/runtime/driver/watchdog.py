@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from ..process.heartbeat import DRIVER, Limits, Watch, ended
+from ..process.heartbeat import DRIVER, HeartbeatWatch, Limits, ended
 from ..process.processes import Temporary
 
 LOOK = 0.2  # seconds between two reads of the lines that a run has written
@@ -24,7 +24,7 @@ def watched(driver: int, kept: Temporary, limits: Limits, say: Callable[[str], N
     """Meanwhile a driver that does not move is killed, and a keeper that does not move or died is replaced."""
     over = threading.Event()
     # By its heart, and before it has one by its id.
-    watch = Watch(kept.folder, limits, lambda: {DRIVER: driver})
+    watch = HeartbeatWatch(kept.folder, limits, lambda: {DRIVER: driver})
 
     def look() -> None:
         while not over.wait(watch.often):

@@ -47,7 +47,7 @@ class _Death:
     trace: str
 
 
-class Note:
+class CrashJournal:
     """The note of this process, in a file (none: of no use to others); `again`: it takes the place of one that died."""
 
     def __init__(self, path: Path | None = None, again: bool = False) -> None:

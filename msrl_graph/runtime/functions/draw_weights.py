@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ir.attributes import Source
+from ...ir.attributes import SourceAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import is_tokens
@@ -19,19 +19,19 @@ from ..process.task import Task
 from ..process.task_report import RunError
 from .units import options_of
 from .user_traceback import blame
-from .values import Filled, NotNumbers, brief, called, pure_numbers, seen
+from .values import InjectedArguments, NotNumbers, brief, called, pure_numbers, seen
 
 
-class Weigher:
+class DrawWeights:
     """What draws prompts: from the states and the columns of all rows of the data to a weight for each."""
 
     def __init__(self, plan: Plan, data: Dataset) -> None:
         self.source = source = plan.graph.node("source")
-        expr = Source.of(source).weights
+        expr = SourceAttributes.of(source).weights
         assert expr is not None
         self.call, signature = called(expr, "function")
         self.options, renamed = options_of(expr), expr.columns()
-        self.filled, self.data, self.rows = Filled(signature, source, plan), data, len(data)
+        self.filled, self.data, self.rows = InjectedArguments(signature, source, plan), data, len(data)
         self.bound = [(p, renamed.get(p, p)) for p in signature.columns]
         self.columns: dict[str, Callable[[], Any]] = {}  # of the data, by parameter: each call gets values of its own
         for parameter, name in self.bound:
@@ -93,4 +93,4 @@ def scarce(source: Node, task: Task, weights: Array, first: int) -> list[str]:
     ]
 
 
-__all__ = ["Weigher", "scarce"]
+__all__ = ["DrawWeights", "scarce"]

@@ -12,37 +12,37 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...ir.attributes import Generate
+from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ...ir.sequences import is_tokens, of_response
 from ...ir.signatures import classes
 from ..data import numerics
-from ..data.columns import Array, Column, Verdicts
+from ..data.columns import Array, ColumnData, Verdicts
 from ..data.tokens import of_column
 from ..dock.messages import Batch
 from ..process import shipped_files
 from ..process.task import Task
 from ..process.task_report import Report
 from .fork_client import Nest
-from .instances import Answer, Ask, Called, Failure, Instances, Reset, Utterance
-from .isolation import Apart, EnvironmentSpec, parts
+from .instances import Ask, ClassSignature, EnvironmentReply, EpisodeStart, Failure, Instances, Utterance
+from .isolation import EnvironmentSpec, IsolatedInstances, parts
 from .own_process import guard_exit
-from .surviving_rows import Standing
+from .surviving_rows import SurvivingRows
 from .user_traceback import BadResult
-from .values import Filled, Returned, imported, seen
+from .values import InjectedArguments, ReturnChecker, imported, seen
 
 AT_ONCE = 64  # instances that are asked side by side: they wait for networks and processes more than they compute
 
 
-class Environment:
+class EnvironmentClass:
     """The class that a generation names. `columns` are those that it writes beside the response, its log-probabilities
     and its mask; `verdicts` the dock's name for which rows failed, "" where they end the run."""
 
     def __init__(self, node: Node, plan: Plan) -> None:
         self.node, self.plan, self.graph = node, plan, plan.graph
-        said = Generate.of(node)
+        said = GenerateAttributes.of(node)
         call = said.environment
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
@@ -53,10 +53,10 @@ class Environment:
         self.reads = [c for c in (node.reads if seeded else signature.columns) if c in node.reads]
         self.text = frozenset(c for c in self.reads if is_tokens(plan.graph, c)) if seeded else signature.text
         self.tokens = {c: of_column(plan, c) for c in self.reads if c in self.text and is_tokens(plan.graph, c)}
-        self.filled = Filled(self.signature, node, plan)
+        self.filled = InjectedArguments(self.signature, node, plan)
         own = {*numerics.drawn(plan.graph, node), *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
         self.columns = tuple(c for c in node.writes if c not in own)
-        self.returned = Returned(plan, self.columns)
+        self.returned = ReturnChecker(plan, self.columns)
         self.timeout, self.on_failure, self.memory = said.timeout, said.on_failure, said.memory
         reward = next((c for c in plan.graph.columns if c.name == "reward"), None)
         self.gym: Literal["", "sum", "each"] = "" if not seeded else "each" if reward and reward.dims else "sum"
@@ -72,13 +72,13 @@ class Environment:
         else:
             guard_exit()  # first: the file may have a name of its own for what it takes from `os`
             make = getattr(imported(self.path, self.call), self.name)
-            self.called = Called(make, self.filled, self.columns, self.timeout, self.gym)
+            self.called = ClassSignature(make, self.filled, self.columns, self.timeout, self.gym)
 
-    def instances(self, rows: int, fan: int) -> Instances | Apart:
+    def instances(self, rows: int, fan: int) -> Instances | IsolatedInstances:
         """Of so many rows, `fan` of which belong together."""
         if not self.verdicts:
             return Instances(self.called, AT_ONCE)
-        return Apart(self.nest, parts(rows, fan if self.on_failure == "drop_group" else 1), self.memory)
+        return IsolatedInstances(self.nest, parts(rows, fan if self.on_failure == "drop_group" else 1), self.memory)
 
     def begin(self, batch: Batch, rows: Array, task: Task) -> Episodes:
         """An instance for each of the rows, of which equally many belong to each row of the batch."""
@@ -104,13 +104,13 @@ class Episodes:
 
     `standing` says which are lost: these are over."""
 
-    def __init__(self, environment: Environment, batch: Batch, rows: Array, task: Task) -> None:
+    def __init__(self, environment: EnvironmentClass, batch: Batch, rows: Array, task: Task) -> None:
         self.environment, self.rows, self.task = environment, rows, task
         self.batch, self.fan = batch, len(rows) // len(batch.rows)
         self.values: list[tuple[Any, ...]] = [()] * len(rows)  # of the other columns, as the last step returned them
         self.checked: dict[str, list[Any]] = {}
-        self.standing = Standing(environment.node, environment.plan, rows, self.fan, task.number)
-        self.instances: Instances | Apart | None = None  # until the first rank of its group begins
+        self.standing = SurvivingRows(environment.node, environment.plan, rows, self.fan, task.number)
+        self.instances: Instances | IsolatedInstances | None = None  # until the first rank of its group begins
 
     def reset(self) -> list[tuple[Utterance, bool]]:
         """What the environment says first in each row, and whether the episode is over already."""
@@ -118,7 +118,7 @@ class Episodes:
         given = self.environment.given(self.batch, self.fan)
         task = self.task
         asked: dict[int, Ask] = {
-            i: Reset(task.name, task.number, int(row), given[i]) for i, row in enumerate(self.rows)
+            i: EpisodeStart(task.name, task.number, int(row), given[i]) for i, row in enumerate(self.rows)
         }
         return self._asked(asked, "the beginning")
 
@@ -152,7 +152,7 @@ class Episodes:
                     self._fail(i, Failure("rubbish", Failure.of(error).told), "the last turn")
         return ~self.standing.lost
 
-    def columns(self) -> dict[str, Column]:
+    def columns(self) -> dict[str, ColumnData]:
         """The other columns that the node writes, of the rows that stay."""
         stay = np.flatnonzero(~self.standing.lost)
         return {name: self.environment.returned.column(name, [v[i] for i in stay]) for name, v in self.checked.items()}
@@ -169,14 +169,14 @@ class Episodes:
         assert self.instances is not None
         where = f"`{self.environment.name}` in {when} of {numerics.listed(self.rows[[*alive]])}"
         for position, answer in self.instances.answers(alive, stops, where).items():
-            if isinstance(answer, Answer):
+            if isinstance(answer, EnvironmentReply):
                 said[position], self.values[position] = (answer.said, answer.over), answer.values
             else:
                 ask = asked[position]
-                self._fail(position, answer, when, ask.given if isinstance(ask, Reset) else {"text": ask})
+                self._fail(position, answer, when, ask.given if isinstance(ask, EpisodeStart) else {"text": ask})
         return [("", True) if self.standing.lost[i] else said[i] for i in asked]
 
     def _fail(self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None) -> None:
         gone = self.standing.fail(position, failure, when, given)
-        if isinstance(self.instances, Apart):
+        if isinstance(self.instances, IsolatedInstances):
             self.instances.lose(gone)

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from ..process.task_report import RunError
 from .fork_server import FORK, ORDER, PID, WAIT, Spec, exactly, receive, send
 from .instances import Failure
-from .user_traceback import Told
+from .user_traceback import ErrorSummary
 
 PROGRAM = "msrl_graph.runtime.functions.fork_server"
 S = TypeVar("S", bound=Spec)
@@ -77,7 +77,7 @@ def _over(orders: socket.socket, process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-PROCESS_GONE = Failure("exited", Told("its process is gone"))
+PROCESS_GONE = Failure("exited", ErrorSummary("its process is gone"))
 
 
 def exits_within(pid: int, seconds: float) -> bool:
@@ -97,12 +97,12 @@ def death_reason(status: int | None) -> Failure:
     if status is None:
         return PROCESS_GONE
     if not os.WIFSIGNALED(status):
-        return Failure("exited", Told(f"it ended its process with status {os.WEXITSTATUS(status)}"))
+        return Failure("exited", ErrorSummary(f"it ended its process with status {os.WEXITSTATUS(status)}"))
     number = os.WTERMSIG(status)
     words = f"its process was ended by {signal.Signals(number).name}"
     if number == signal.SIGKILL:
-        return Failure("memory", Told(f"{words}, as the system does where memory runs out"))
-    return Failure("exited", Told(words))
+        return Failure("memory", ErrorSummary(f"{words}, as the system does where memory runs out"))
+    return Failure("exited", ErrorSummary(words))
 
 
 __all__ = ["PROCESS_GONE", "Nest", "death_reason", "exits_within"]

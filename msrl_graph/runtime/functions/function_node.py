@@ -17,24 +17,24 @@ from typing import Any
 
 import numpy as np
 
-from ...ir.attributes import Call
+from ...ir.attributes import CallAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
-from ..data.columns import Array, Column, Piece, Verdicts, joined
+from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, joined
 from ..data.numerics import not_finite
 from ..data.tokens import of_column
 from ..dock.messages import Batch
-from ..dock.readers import Reader
+from ..dock.readers import NodeReads
 from ..process import row_progress
 from ..process.task import Task
 from ..process.task_report import NextValues, RunError
 from .async_caller import AsyncCaller
-from .crash_journal import Note
+from .crash_journal import CrashJournal
 from .instances import Failure
 from .units import Unit, UnitFailure, UnitFunction, UnitOutcome, UnitResult, row_filter
 from .user_traceback import blame
-from .values import Returned, seen
+from .values import ReturnChecker, seen
 from .workers import Workers, uses_workers
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -52,7 +52,7 @@ class Results:
     """What a node made of a batch, or of a part of its `rows`: rows by column (of a filter its verdicts), and next
     values by state; by the unit what failed and left, and its rows. `last`: nothing comes after it."""
 
-    columns: dict[str, Piece] = field(default_factory=dict)
+    columns: dict[str, ColumnRows] = field(default_factory=dict)
     states: dict[str, NextValues] = field(default_factory=dict)
     failed: dict[str, tuple[Failure, int]] = field(default_factory=dict)
     rows: int = 0
@@ -77,20 +77,25 @@ class _OfUnit(list[Any]):
     """Values of which all rows of a unit have the same."""
 
 
-class Function:
+class FunctionNode:
     """A function node of a plan. `reader` is what the dock knows of it, `note` where it tells which call it is in;
     `workers` call it for single rows or groups side by side, unless it wants to be called here."""
 
     def __init__(
-        self, node: Node, plan: Plan, reader: Reader, note: Note | None = None, workers: Workers | None = None
+        self,
+        node: Node,
+        plan: Plan,
+        reader: NodeReads,
+        note: CrashJournal | None = None,
+        workers: Workers | None = None,
     ) -> None:
-        self.node, self.graph, self.reader, self.note = node, plan.graph, reader, note or Note()
-        self.returned = Returned(plan, node.writes)
+        self.node, self.graph, self.reader, self.note = node, plan.graph, reader, note or CrashJournal()
+        self.returned = ReturnChecker(plan, node.writes)
         sieve = rowsets(plan.graph).sieves.get(node.name)
         self.drops = sieve.column if sieve is not None and sieve.failures else ""  # the dock's name for which rows stay
         self.sieve = row_filter(sieve)
         self.per_row = {s.name for s in plan.graph.states if s.per}  # states that come with the rows, as columns do
-        call = Call.of(node).functions[0]
+        call = CallAttributes.of(node).functions[0]
         self.comparison = call if call.kind != "call" else None
         if self.comparison is None:
             self.of_unit = of_unit = UnitFunction(node, plan, reader, self.note)
@@ -233,7 +238,7 @@ class Function:
 
     def _verdicts(self, rows: Array, times: Array) -> Results:
         assert self.sieve is not None
-        return Results({self.sieve.column: Verdicts(rows, Column(times))}, rows=len(rows))
+        return Results({self.sieve.column: Verdicts(rows, ColumnData(times))}, rows=len(rows))
 
     def _lengths(self, columns: Sequence[str], batch: Batch, position: int) -> dict[str, int]:
         """How long some columns of a row are, where the batch has them."""
@@ -248,7 +253,7 @@ class _Part:
     - `failed`: the failures, by where they occurred; `dropped`: their rows.
     """
 
-    def __init__(self, function: Function, begin: int = 0) -> None:
+    def __init__(self, function: FunctionNode, begin: int = 0) -> None:
         self.function = function
         self.begin = begin
         self.since = time.monotonic()
@@ -277,13 +282,13 @@ class _Part:
             found = function._verdicts(rows, np.concatenate([*self.times, np.zeros(0, np.int32)]))
             return replace(found, last=last)
         columns = {
-            c: Piece(np.asarray(self.values[c][0], np.int64), function.returned.column(c, self.values[c][1]))
+            c: ColumnRows(np.asarray(self.values[c][0], np.int64), function.returned.column(c, self.values[c][1]))
             for c in function.node.writes
         }
         if function.drops:
             stay = np.ones(len(batch.rows), np.int32)
             for some in self.dropped:
                 stay[some] = 0
-            columns[function.drops] = Verdicts(rows, Column(stay[self.begin : end]))
+            columns[function.drops] = Verdicts(rows, ColumnData(stay[self.begin : end]))
         states = {name: NextValues(*self.values[name]) for name in function.node.sets}
         return Results(columns, states, self.failed, len(rows), last)

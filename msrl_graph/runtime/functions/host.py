@@ -22,29 +22,29 @@ import ray
 from ...algorithms.registry import told
 from ...diagnostics import Diagnostic, Fault
 from ...ir.async_schedule import opening
-from ...ir.attributes import Call, Source
+from ...ir.attributes import CallAttributes, SourceAttributes
 from ...ir.graph import Node, State
 from ...ir.instruction import Instruction, Walker
 from ...ir.plan import FUNCTIONS, from_json
 from ...ir.plan_paths import here
 from ...ir.sequences import as_drawn, heating, latest
 from ..data import row_files as rows
-from ..data.columns import Array, Column, Piece, Verdicts
+from ..data.columns import Array, ColumnData, ColumnRows, Verdicts
 from ..data.dataset import Dataset
-from ..data.numerics import Watch
+from ..data.numerics import NumericsWatch
 from ..dock.client import Client
-from ..dock.messages import Way
+from ..dock.messages import DockAddress
 from ..dock.readers import readers
 from ..metrics.evaluation_figures import evaluation_figures
-from ..metrics.reward_variance import Means
+from ..metrics.reward_variance import ColumnMeans
 from ..process import log, shipped_files
 from ..process.environment import settle
 from ..process.host_facts import sampled
 from ..process.task import Tables, Task
 from ..process.task_report import Loaded, NextValues, Report, RunError
-from .crash_journal import Note, ProcessDied
-from .draw_weights import Weigher, scarce
-from .function_node import Function, Results
+from .crash_journal import CrashJournal, ProcessDied
+from .draw_weights import DrawWeights, scarce
+from .function_node import FunctionNode, Results
 from .user_traceback import blame
 from .workers import Workers, WorkerSpec, uses_workers
 
@@ -57,7 +57,7 @@ class _Calls(Walker):
     so far."""
 
     host: FunctionHost
-    functions: Mapping[str, Function]
+    functions: Mapping[str, FunctionNode]
     task: Task
     tables: Tables
     report: Report
@@ -93,19 +93,19 @@ class FunctionHost:
         called: str,
         folder: str,
         logs: str,
-        way: Way,
+        way: DockAddress,
         again: bool,
         digests: Mapping[str, str],
         deadline: float = 0.0,
     ) -> None:
         settle(folder, logs, called, deadline)
-        self.note = Note(Path(folder) / f"{called.replace(' ', '-')}.note", again)
+        self.note = CrashJournal(Path(folder) / f"{called.replace(' ', '-')}.note", again)
         self.plan = from_json(zlib.decompress(plan))
         self.host, self.called, self.digests = host, called, digests
         self.readers = {r.node: r for r in readers(self.plan)}
         found = list(self.readers.values())
         self.client = Client(called, found, way, host)
-        self.functions: dict[str, Function] | None = None
+        self.functions: dict[str, FunctionNode] | None = None
         graph, nodes = self.plan.graph, [n for n in self.plan.graph.nodes if n.verb != "source"]
         # The states of each prompt that some node reads, by their names in the dock.
         each = {s.name: s for s in graph.states if s.per}
@@ -130,13 +130,13 @@ class FunctionHost:
             if digest and digest != sampled(file.path):
                 raise RunError(f"the data {file.path} ({file.span.place}) were changed after the run began")
         self.data = {n: Dataset(d, plan) for n, d in files.items()}
-        self.watch, self.means = Watch(plan), Means(plan)
+        self.watch, self.means = NumericsWatch(plan), ColumnMeans(plan)
         source = plan.graph.node("source")
         self.refilling = next((r.refilling for r in self.readers.values()), None)
         with self._noted(source, "its import"):
             self.weigh = (
-                Weigher(plan, self.data["source"])
-                if Source.of(source).weights is not None and "source" in self.data
+                DrawWeights(plan, self.data["source"])
+                if SourceAttributes.of(source).weights is not None and "source" in self.data
                 else None
             )
         functions = {}
@@ -144,7 +144,7 @@ class FunctionHost:
         workers = self._workers([n for n in called if uses_workers(n)])
         for node in called:
             with self._noted(node, "its import"):
-                functions[node.name] = Function(node, plan, self.readers[node.name], self.note, workers)
+                functions[node.name] = FunctionNode(node, plan, self.readers[node.name], self.note, workers)
         self.functions = functions
         left_out = {
             name: f"{d.too_long} of {d.too_long + len(d)} rows are left out: {d.why}"
@@ -231,16 +231,18 @@ class FunctionHost:
             chosen = self._chosen(task, round, tables.draws)
             self._put(task, round, self._values(task, chosen, tables.states, self.read))
 
-    def _put(self, task: Task, round: int, columns: Mapping[str, Column]) -> None:
+    def _put(self, task: Task, round: int, columns: Mapping[str, ColumnData]) -> None:
         numbers = np.arange(round * task.prompts, (round + 1) * task.prompts)
-        self.client.put("source", task, {name: Piece(numbers, column) for name, column in columns.items()}, asks=True)
+        self.client.put(
+            "source", task, {name: ColumnRows(numbers, column) for name, column in columns.items()}, asks=True
+        )
 
     def _values(
         self, task: Task, chosen: Array, tables: Mapping[str, Array], named: Mapping[str, State]
-    ) -> dict[str, Column]:
+    ) -> dict[str, ColumnData]:
         """The states of some rows of the data, by the names that they have in the dock."""
         return {
-            name: Column(
+            name: ColumnData(
                 tables[state.name][chosen].astype(np.float64)
                 if task.trains
                 else np.full(len(chosen), float(state.initial.literal()))
@@ -283,7 +285,7 @@ class FunctionHost:
         except ProcessDied as died:
             raise RunError(blame(node, died, where)) from died
 
-    def _function(self, function: Function, task: Task, report: Report) -> None:
+    def _function(self, function: FunctionNode, task: Task, report: Report) -> None:
         node, last = function.node, False
         while not last:
             waiting = time.perf_counter()
@@ -330,11 +332,11 @@ class FunctionHost:
             if not made.columns:
                 self.client.did(node.name, task, parts[-1].rows)
 
-    def _kept(self, function: Function, task: Task, verdicts: Verdicts, report: Report) -> None:
+    def _kept(self, function: FunctionNode, task: Task, verdicts: Verdicts, report: Report) -> None:
         """Counts what a filter lets pass."""
         times = verdicts.column.values
         report.count(f"kept/{function.node.name}", float(times.sum()), len(times))
-        if Call.of(function.node).select is not None:
+        if CallAttributes.of(function.node).select is not None:
             report.count(f"distinct/{function.node.name}", float((times > 0).sum()), len(times))
         if self.refilling is not None and function.sieve == self.refilling:
             reader = self.readers[function.node.name]

@@ -25,8 +25,8 @@ from ...data.characters import half_character, half_character_within
 from ...data.chat import Messages, are_messages
 from ..process import row_progress
 from .own_process import ProcessExit, call_of
-from .user_traceback import BadResult, Told
-from .values import Filled, brief, pure_numbers
+from .user_traceback import BadResult, ErrorSummary
+from .values import InjectedArguments, brief, pure_numbers
 
 Reason = Literal["raised", "timeout", "rubbish", "exited", "memory"]
 
@@ -36,7 +36,7 @@ class Failure:
     """Why a row has no answer."""
 
     reason: Reason
-    told: Told
+    told: ErrorSummary
 
     @classmethod
     def of(cls, error: BaseException, reason: Reason | None = None) -> Failure:
@@ -45,14 +45,14 @@ class Failure:
         if isinstance(error, BadResult | MemoryError | ProcessExit):
             kinds: dict[type, Reason] = {BadResult: "rubbish", MemoryError: "memory", ProcessExit: "exited"}
             seen = next(kind for of, kind in kinds.items() if isinstance(error, of))
-        return cls(reason or seen, Told.of(error))
+        return cls(reason or seen, ErrorSummary.of(error))
 
 
 Utterance = str | Messages  # what an environment says: text as it is, or messages
 
 
 @dataclass(frozen=True)
-class Answer:
+class EnvironmentReply:
     """What an environment says, the values of its columns as of now, and whether the episode is over."""
 
     said: Utterance
@@ -61,7 +61,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Reset:
+class EpisodeStart:
     """The beginning of a row's episode, and the columns that it is given."""
 
     task: str  # its name
@@ -70,16 +70,16 @@ class Reset:
     given: Mapping[str, Any]
 
 
-Ask = Reset | str  # a beginning, or the text that the policy wrote
+Ask = EpisodeStart | str  # a beginning, or the text that the policy wrote
 
 
 @dataclass(frozen=True)
-class Called:
+class ClassSignature:
     """How a class is called. `columns` are those whose values a step gives; `gym`: as gymnasium has it, and whether
     `reward` is the `sum` of the steps' rewards or a list of `each`; "" where it is called as ours are."""
 
     make: Callable[[], Any]
-    filled: Filled
+    filled: InjectedArguments
     columns: tuple[str, ...]
     timeout: float
     gym: Literal["", "sum", "each"] = ""
@@ -89,19 +89,19 @@ class Instances:
     """Of some rows, which are called by their positions. Plain methods have a thread each, `at_once` so many side by
     side; those that are `async` share a loop, all at once."""
 
-    def __init__(self, called: Called, at_once: int) -> None:
+    def __init__(self, called: ClassSignature, at_once: int) -> None:
         self.called, self.made, self.process = called, dict[int, Any](), os.getpid()
         self.rewards: dict[int, list[float]] = {}  # of each step so far, as gymnasium has them
         self.threads = ThreadPoolExecutor(at_once, "environment")
         methods = (getattr(called.make, name, None) for name in ("reset", "step"))
         self.waits = any(map(inspect.iscoroutinefunction, methods))
 
-    def answers(self, asked: Mapping[int, Ask], stops: bool, where: str = "") -> dict[int, Answer | Failure]:
+    def answers(self, asked: Mapping[int, Ask], stops: bool, where: str = "") -> dict[int, EnvironmentReply | Failure]:
         """What each says; where a failure `stops` the others, only those up to the first of them. `where` is for
         reports of progress."""
         row_progress.report(0, len(asked), where)
         calls = {position: _Call(self, position, ask) for position, ask in asked.items()}
-        found: dict[int, Answer | Failure] = {}
+        found: dict[int, EnvironmentReply | Failure] = {}
         for position, call in calls.items():
             row_progress.report(len(found), len(calls), where)
             found[position] = call.answer()
@@ -126,7 +126,7 @@ class Instances:
 
     def begun(self, position: int, ask: Ask) -> Any:
         """What the user's method gives, which may be to be waited for."""
-        if not isinstance(ask, Reset):
+        if not isinstance(ask, EpisodeStart):
             return self.made[position].step(ask)
         called, made = self.called, self.called.make()
         self.made[position] = made
@@ -134,21 +134,23 @@ class Instances:
             return made.reset(seed=called.filled.seed_of(ask.task, ask.iteration, ask.row), options=dict(ask.given))
         return made.reset(**ask.given, **called.filled(ask.task, ask.iteration, ask.row))
 
-    def read(self, position: int, ask: Ask, found: Any) -> Answer:
+    def read(self, position: int, ask: Ask, found: Any) -> EnvironmentReply:
         """What was given, as an answer; BadResult where it is none."""
         if self.called.gym:
             return self._of_gym(position, ask, found)
-        if isinstance(ask, Reset):
-            return Answer(_said(found, "reset"))
+        if isinstance(ask, EpisodeStart):
+            return EnvironmentReply(_said(found, "reset"))
         columns = self.called.columns
         said, *values, over = _parts("step", found, ("what it says", *columns, "whether the episode is over"))
-        return Answer(_said(said, "step"), tuple(values), _truth(over, "at the end", "whether the episode is over"))
+        return EnvironmentReply(
+            _said(said, "step"), tuple(values), _truth(over, "at the end", "whether the episode is over")
+        )
 
-    def _of_gym(self, position: int, ask: Ask, found: Any) -> Answer:
-        if isinstance(ask, Reset):
+    def _of_gym(self, position: int, ask: Ask, found: Any) -> EnvironmentReply:
+        if isinstance(ask, EpisodeStart):
             said, _ = _parts("reset", found, ("the observation", "info"))
             self.rewards[position] = []
-            return Answer(_observed(said, "reset"))
+            return EnvironmentReply(_observed(said, "reset"))
         said, reward, *ends, info = _parts(
             "step", found, ("the observation", "reward", "terminated", "truncated", "info")
         )
@@ -164,7 +166,7 @@ class Instances:
         known = {**info, "reward": sum(rewards) if self.called.gym == "sum" else [*rewards]}
         if missing := [name for name in self.called.columns if name not in known]:
             raise BadResult(f"`step` returned an info without `{missing[0]}`, which the generation writes")
-        return Answer(observed, tuple(known[name] for name in self.called.columns), any(over))
+        return EnvironmentReply(observed, tuple(known[name] for name in self.called.columns), any(over))
 
 
 class _Call:
@@ -173,13 +175,13 @@ class _Call:
     def __init__(self, instances: Instances, position: int, ask: Ask) -> None:
         self.instances, self.position, self.ask = instances, position, ask
         self.began = self.ended = math.inf  # time.monotonic
-        self.future: Future[Answer | Failure] = (
+        self.future: Future[EnvironmentReply | Failure] = (
             asyncio.run_coroutine_threadsafe(self._waiting(), _loop())
             if instances.waits
             else instances.threads.submit(self._done)
         )
 
-    def answer(self) -> Answer | Failure:
+    def answer(self) -> EnvironmentReply | Failure:
         """As soon as there is one."""
         limit, future = self.instances.called.timeout, self.future
         while not future.done() and (left := min(self.began, time.monotonic()) + limit - time.monotonic()) > 0:
@@ -189,7 +191,7 @@ class _Call:
             return Failure.of(TimeoutError(f"it takes longer than {limit:g} s, its `timeout`"), "timeout")
         return future.result()
 
-    def _done(self) -> Answer | Failure:
+    def _done(self) -> EnvironmentReply | Failure:
         self.began = time.monotonic()
         try:
             with call_of(self.instances.process):
@@ -200,7 +202,7 @@ class _Call:
         finally:
             self.ended = time.monotonic()
 
-    async def _waiting(self) -> Answer | Failure:
+    async def _waiting(self) -> EnvironmentReply | Failure:
         self.began = time.monotonic()
         try:
             with call_of(self.instances.process):
@@ -275,4 +277,4 @@ def _messages(value: Any, method: str) -> Messages | None:
     return found
 
 
-__all__ = ["Answer", "Ask", "Called", "Failure", "Instances", "Reset", "Utterance"]
+__all__ = ["Ask", "ClassSignature", "EnvironmentReply", "EpisodeStart", "Failure", "Instances", "Utterance"]

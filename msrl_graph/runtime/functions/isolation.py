@@ -24,9 +24,9 @@ from ...ir.graph import Expr
 from ..process import row_progress
 from .fork_client import PROCESS_GONE, Nest, death_reason, exits_within
 from .fork_server import Serve, receive, send
-from .instances import Answer, Ask, Called, Failure, Instances
-from .user_traceback import BadResult, Told
-from .values import Filled, imported
+from .instances import Ask, ClassSignature, EnvironmentReply, Failure, Instances
+from .user_traceback import BadResult, ErrorSummary
+from .values import InjectedArguments, imported
 
 MOST = 64  # processes of a rank at once
 PATIENCE = 5.0  # seconds that a process is left to say that its instances have had their time
@@ -40,17 +40,17 @@ class EnvironmentSpec:
     path: str
     name: str
     call: Expr
-    filled: Filled
+    filled: InjectedArguments
     columns: tuple[str, ...]
     timeout: float
     gym: Literal["", "sum", "each"]
 
     def load(self) -> Serve:
         make = getattr(imported(self.path, self.call), self.name)
-        return partial(_serve, Called(make, self.filled, self.columns, self.timeout, self.gym))
+        return partial(_serve, ClassSignature(make, self.filled, self.columns, self.timeout, self.gym))
 
 
-def _serve(called: Called, asking: socket.socket) -> None:
+def _serve(called: ClassSignature, asking: socket.socket) -> None:
     instances = Instances(called, receive(asking))
     while asked := receive(asking):
         answers = instances.answers(asked, stops=False)
@@ -63,7 +63,7 @@ def _serve(called: Called, asking: socket.socket) -> None:
     instances.end()
 
 
-def _sendable(answer: Answer | Failure) -> Answer | Failure:
+def _sendable(answer: EnvironmentReply | Failure) -> EnvironmentReply | Failure:
     """An answer, if it can leave the process."""
     try:
         pickle.dumps(answer)
@@ -93,7 +93,7 @@ class _Process:
         self.why = why or (death_reason(status) if alone else PROCESS_GONE)
 
 
-class Apart:
+class IsolatedInstances:
     """As Instances, of rows of which each `part` has a process."""
 
     def __init__(self, nest: Nest[EnvironmentSpec], parts: Sequence[Iterable[int]], memory: int) -> None:
@@ -101,12 +101,14 @@ class Apart:
         self.processes = [_Process(nest, memory, part) for part in parts]
         self.of = {position: process for process in self.processes for position in process.rows}
 
-    def answers(self, asked: Mapping[int, Ask], stops: bool = False, where: str = "") -> dict[int, Answer | Failure]:
+    def answers(
+        self, asked: Mapping[int, Ask], stops: bool = False, where: str = ""
+    ) -> dict[int, EnvironmentReply | Failure]:
         """What each says; of one whose process is no more, why. `where` is for reports of progress."""
         parts: dict[_Process, dict[int, Ask]] = {}
         for position, ask in asked.items():
             parts.setdefault(self.of[position], {})[position] = ask
-        found: dict[int, Answer | Failure] = {}
+        found: dict[int, EnvironmentReply | Failure] = {}
         waiting: dict[socket.socket, _Process] = {}
         for process, part in parts.items():
             if process.why is None:
@@ -123,7 +125,7 @@ class Apart:
             if not ready and left <= 0:
                 for process in waiting.values():
                     words = f"it takes longer than {self.timeout:g} s, its `timeout`, and its process does not answer"
-                    process.kill(Failure("timeout", Told(f"TimeoutError: {words}")))
+                    process.kill(Failure("timeout", ErrorSummary(f"TimeoutError: {words}")))
                 break
             for process in [waiting.pop(line) for line in ready if isinstance(line, socket.socket)]:
                 found |= self._heard(process)
@@ -132,16 +134,16 @@ class Apart:
                 found |= {position: process.why for position in part if position not in found}
         return {position: found[position] for position in asked}
 
-    def _heard(self, process: _Process) -> dict[int, Answer | Failure]:
+    def _heard(self, process: _Process) -> dict[int, EnvironmentReply | Failure]:
         """What a process says that has something to say, if only by its end."""
         try:
-            answers: dict[int, Answer | Failure] = receive(process.line)
+            answers: dict[int, EnvironmentReply | Failure] = receive(process.line)
             return answers
         except (OSError, EOFError):
             process.kill()
         except Exception as error:  # what is of a class that only the user's file knows
             words = f"what `step` returned cannot leave its process: {type(error).__name__}: {error}"
-            process.kill(Failure("rubbish", Told(f"BadResult: {words}")))
+            process.kill(Failure("rubbish", ErrorSummary(f"BadResult: {words}")))
         return {}
 
     def lose(self, positions: Iterable[int]) -> None:
@@ -171,4 +173,4 @@ def parts(rows: int, unit: int) -> list[range]:
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
-__all__ = ["Apart", "EnvironmentSpec", "parts"]
+__all__ = ["EnvironmentSpec", "IsolatedInstances", "parts"]

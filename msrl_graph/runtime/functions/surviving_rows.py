@@ -12,23 +12,23 @@ from typing import Any
 
 import numpy as np
 
-from ...ir.attributes import Generate
+from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
-from ..data.columns import Array, Column, Verdicts
+from ..data.columns import Array, ColumnData, Verdicts
 from ..process.task_report import Report, RunError
 from .instances import Failure
 from .user_traceback import blame
 
 
-class Standing:
+class SurvivingRows:
     """Of the `rows` of a node in an iteration, called by their positions, `fan` of which belong together. `failed` are
     those that failed, with when it was; `lost` those that leave, for their own failure or their group's."""
 
     def __init__(self, node: Node, plan: Plan, rows: Array, fan: int, iteration: int) -> None:
         self.node, self.rows, self.fan, self.iteration = node, rows, fan, iteration
-        self.on_failure = Generate.of(node).on_failure
+        self.on_failure = GenerateAttributes.of(node).on_failure
         sieve = rowsets(plan.graph).sieves.get(node.name)
         self.column = sieve.column if sieve else ""
         self.failed: dict[int, tuple[Failure, str]] = {}
@@ -58,7 +58,7 @@ class Standing:
             if failure.reason not in told:
                 self._blamed(position, failure, when)  # all of it into the log
                 told[failure.reason] = f"{self._where(position, when)}: {failure.told.reason}"
-        return {self.column: Verdicts(self.rows, Column((~self.lost).astype(np.int32)))}
+        return {self.column: Verdicts(self.rows, ColumnData((~self.lost).astype(np.int32)))}
 
     def _where(self, position: int, when: str) -> str:
         return f"row {self.rows[position]}{', ' if when else ''}{when}"

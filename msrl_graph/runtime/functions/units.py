@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ... import algorithms
-from ...ir.attributes import Call
+from ...ir.attributes import CallAttributes
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 from ...ir.rowsets import Sieve, rowsets
 from ..data.columns import Array
-from ..dock.readers import Reader
+from ..dock.readers import NodeReads
 from ..process.task import Task
-from .crash_journal import Note, ProcessDied
+from .crash_journal import CrashJournal, ProcessDied
 from .instances import Failure
 from .own_process import call_of
 from .user_traceback import BadResult
-from .values import Filled, NotNumbers, Returned, brief, by_row, loaded, pure_numbers, signature_of
+from .values import InjectedArguments, NotNumbers, ReturnChecker, brief, by_row, loaded, pure_numbers, signature_of
 
 
 class Unit(NamedTuple):
@@ -84,15 +84,15 @@ class UnitFunction:
     `reader` is the dock's description of the node. `note` records the call that is in progress.
     """
 
-    def __init__(self, node: Node, plan: Plan, reader: Reader, note: Note | None = None) -> None:
-        self.node, self.note = node, note or Note()
-        self.expr = Call.of(node).functions[0]
+    def __init__(self, node: Node, plan: Plan, reader: NodeReads, note: CrashJournal | None = None) -> None:
+        self.node, self.note = node, note or CrashJournal()
+        self.expr = CallAttributes.of(node).functions[0]
         self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
         self.signature = signature_of(self.expr, "function")
         # A function of one row can be called for a group of one row: its value belongs to the row above.
         self.alone = node.per != "row" and self.signature.scope == "row" and ":" not in str(self.expr.value)
         self.single = node.per == "row" or self.alone
-        self.returned, self.filled = Returned(plan, node.writes), Filled(self.signature, node, plan)
+        self.returned, self.filled = ReturnChecker(plan, node.writes), InjectedArguments(self.signature, node, plan)
         self.options = options_of(self.expr)
         found = rowsets(plan.graph)
         self.sieve = row_filter(found.sieves.get(node.name))
@@ -180,7 +180,7 @@ class UnitFunction:
 
     def _times(self, result: Any, size: int, most: int) -> Array:
         """Return how many times each row of a unit passes, at most `most` times."""
-        if Call.of(self.node).keep is not None:
+        if CallAttributes.of(self.node).keep is not None:
             truths = _array(result)
             if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
                 belongs = "one truth value belongs" if self.node.per == "row" else f"{size} truth values belong"

@@ -38,7 +38,7 @@ class BadResult(ValueError):
 
 
 @dataclass(frozen=True)
-class Told:
+class ErrorSummary:
     """What there is to tell of an error, for processes that do not have it: the `reason` in a line, the `steps` that
     led there, and Python's `whole` traceback."""
 
@@ -47,14 +47,14 @@ class Told:
     whole: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> Told:
+    def of(cls, error: BaseException) -> ErrorSummary:
         return cls(reason(error), tuple(steps(error)), escaped("".join(traceback.format_exception(error))))
 
 
-def blame(node: Node, error: BaseException | Told, where: str, given: Iterable[tuple[str, Any]] = ()) -> str:
+def blame(node: Node, error: BaseException | ErrorSummary, where: str, given: Iterable[tuple[str, Any]] = ()) -> str:
     """What is told where a node's Python fails on what it was `given`, each with its parameter; the log of this process
     gets it in full."""
-    told = error if isinstance(error, Told) else Told.of(error)
+    told = error if isinstance(error, ErrorSummary) else ErrorSummary.of(error)
     head = f"`{node.name}` ({place_of_call(node)}) failed on {where}: {told.reason}"
     values = list(given)
     log.whole(head, told.whole, *(f"{name}: {cut(repr(v), LOGGED)}\n" for name, v in values))
@@ -114,4 +114,4 @@ def _own(error: BaseException) -> list[traceback.FrameSummary]:
     return [f for f in theirs if not f.filename.startswith(_LIBRARIES)] or theirs[-1:] or frames[-1:]
 
 
-__all__ = ["BadResult", "Told", "blame", "reason", "shown", "steps"]
+__all__ = ["BadResult", "ErrorSummary", "blame", "reason", "shown", "steps"]

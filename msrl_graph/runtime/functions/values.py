@@ -21,7 +21,7 @@ from ...data.fields import Misfit, as_json
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 from ...ir.signatures import GIVEN, CallKind, Signature, called_as
-from ..data.columns import DTYPES, Array, Column, ragged, texts
+from ..data.columns import DTYPES, Array, ColumnData, ragged, texts
 from ..data.numerics import vocabulary
 from ..data.tokens import Tokens, of_node
 from ..process import shipped_files
@@ -40,7 +40,7 @@ class NotNumbers(TypeError):
         self.item = item
 
 
-class Returned:
+class ReturnChecker:
     """What is returned for the columns `names` of a plan."""
 
     def __init__(self, plan: Plan, names: tuple[str, ...]) -> None:
@@ -93,15 +93,15 @@ class Returned:
             raise BadResult(f"it returned {value} for `{name}`, where tokens from 0 to {size - 1} belong")
         return array
 
-    def column(self, name: str, values: list[Any]) -> Column:
+    def column(self, name: str, values: list[Any]) -> ColumnData:
         column = self.graph.column(name)
         if column.element in ("text", "json"):
             return texts(values)
         dtype = DTYPES[column.element]
-        return ragged(values, dtype) if column.dims else Column(np.asarray(values, dtype))
+        return ragged(values, dtype) if column.dims else ColumnData(np.asarray(values, dtype))
 
 
-class Filled:
+class InjectedArguments:
     """What a function of a node gets by the names of its parameters, beside columns and options (functions.GIVEN)."""
 
     def __init__(self, signature: Signature, node: Node, plan: Plan) -> None:
@@ -114,15 +114,15 @@ class Filled:
         """For a unit of an iteration of a task, by its name."""
         found: dict[str, Any] = {"iteration": iteration, "tokenizer": self.tokenizer}
         if "rng" in self.names:
-            found["rng"] = noise.Stream(self.seed, "function", self.node, task).generator(iteration, unit)
+            found["rng"] = noise.RandomStream(self.seed, "function", self.node, task).generator(iteration, unit)
         return {name: found[name] for name in self.names}
 
     def seed_of(self, task: str, iteration: int, unit: int) -> int:
         """A seed for a unit of an iteration of a task, for an environment that makes its own generator of it."""
-        return int(noise.Stream(self.seed, "episode", self.node, task).keys(iteration, unit)) >> 33
+        return int(noise.RandomStream(self.seed, "episode", self.node, task).keys(iteration, unit)) >> 33
 
 
-def seen(column: Column, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
+def seen(column: ColumnData, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
     """What a function sees of rows of a column: text, or what JSON stands for, unless it wants `text` of that too;
     tokens as arrays, or decoded where a tokenizer is given. Each value is the caller's own, to be changed as it
     pleases."""

@@ -21,14 +21,14 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from ...algorithms.registry import tell, told
-from ...ir.attributes import Call
+from ...ir.attributes import CallAttributes
 from ...ir.concurrency import concurrent_calls
 from ...ir.graph import Node
 from ...ir.plan import from_json
-from ..dock.readers import Reader
+from ..dock.readers import NodeReads
 from ..process.task import Task
 from ..process.task_report import RunError
-from .crash_journal import Note
+from .crash_journal import CrashJournal
 from .fork_client import Nest
 from .fork_server import Serve, receive, send
 from .units import Unit, UnitFunction, UnitOutcome
@@ -44,7 +44,7 @@ Reply = tuple[list[UnitOutcome], dict[str, float], float]
 
 def uses_workers(node: Node) -> bool:
     """Return whether worker processes, if there are any, call this node's function."""
-    call = Call.of(node).functions[0]
+    call = CallAttributes.of(node).functions[0]
     signature = signature_of(call, "function") if call.kind == "call" else None
     return concurrent_calls(node, 2, signature) == 2
 
@@ -56,7 +56,7 @@ class WorkerSpec:
 
     folder: str
     plan: str  # as JSON
-    readers: Mapping[str, Reader]  # by node
+    readers: Mapping[str, NodeReads]  # by node
     note: str
 
     def load(self) -> Serve:
@@ -69,7 +69,7 @@ class WorkerSpec:
 
 def _serve(functions: Mapping[str, UnitFunction], note_path: str, line: socket.socket) -> None:
     number, again = receive(line)
-    note = Note(Path(f"{note_path}{number}"), again)
+    note = CrashJournal(Path(f"{note_path}{number}"), again)
     for function in functions.values():
         function.note = note
     while (request := receive(line)) is not None:

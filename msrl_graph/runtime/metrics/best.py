@@ -16,7 +16,7 @@ from ...ir.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
-class Best:
+class BestFigure:
     """The best figure `best` of an evaluation, and the `iteration` that it came after; `since` counts the evaluations
     after it."""
 
@@ -37,7 +37,7 @@ class Best:
         return f"{self.name} {self.value:.3f} {when}"
 
 
-def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str, Any]]) -> list[Best]:
+def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str, Any]]) -> list[BestFigure]:
     """Of each evaluation that states `best` its best figure in some lines of the metrics; the first of equal ones.
 
     A figure that is missing or not finite is never the best. An evaluation that gave no finite one has none.
@@ -49,11 +49,11 @@ def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str,
         if values:
             better = min if evaluation.goal == "minimize" else max
             place, value = better(values, key=lambda item: item[1])
-            found.append(Best(evaluation, own[place]["after_iterations"], value, len(own) - 1 - place))
+            found.append(BestFigure(evaluation, own[place]["after_iterations"], value, len(own) - 1 - place))
     return found
 
 
-def ending(bests: Iterable[Best]) -> str:
+def ending(bests: Iterable[BestFigure]) -> str:
     """Why the training is to end before its last iteration, in words; "" where it is to go on."""
     spent = next((best for best in bests if 0 < best.evaluation.patience <= best.since), None)
     return f"{many(spent.since, 'evaluation')} gave nothing better than {spent.words}" if spent else ""

@@ -29,7 +29,7 @@ from ..dock.messages import Status
 from ..process.task import Task
 from ..process.task_report import Report
 from .recorder import METRICS
-from .run_status import Facts
+from .run_status import RunFacts
 from .terminal_panel import panel
 
 
@@ -76,7 +76,7 @@ class Display:
 
     def __init__(self, plan: Plan, console: Console, watched: bool = False) -> None:
         self.console = console
-        self.facts = Facts(plan)
+        self.facts = RunFacts(plan)
         self.total = self.facts.total
         self.live = console.is_terminal
         self.progress = Progress(

@@ -13,7 +13,7 @@ import numpy as np
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
-from ..data.columns import Array, Column, Piece
+from ..data.columns import Array, ColumnData, ColumnRows
 from ..process.task import Task, numbers
 from ..process.task_report import RunError
 from .pass_at_k import best_at, majority_at, pass_at
@@ -21,7 +21,9 @@ from .pass_at_k import best_at, majority_at, pass_at
 MOST_VALUES = 100  # of the column that an evaluation is parted by
 
 
-def evaluation_figures(plan: Plan, evaluation: Evaluation, task: Task, pieces: Mapping[str, Piece]) -> dict[str, float]:
+def evaluation_figures(
+    plan: Plan, evaluation: Evaluation, task: Task, pieces: Mapping[str, ColumnRows]
+) -> dict[str, float]:
     """The figures by their keys in the metrics; `pieces` are the rows of the evaluation's columns.
 
     Raises RunError where the column that it is parted by has too many values.
@@ -49,7 +51,7 @@ def evaluation_figures(plan: Plan, evaluation: Evaluation, task: Task, pieces: M
     return figures
 
 
-def _parts(evaluation: Evaluation, pieces: Mapping[str, Piece]) -> dict[str, list[int]]:
+def _parts(evaluation: Evaluation, pieces: Mapping[str, ColumnRows]) -> dict[str, list[int]]:
     """Group the prompts by the value of the column; the keys end metric names, as `data_source=gsm8k`."""
     parts: dict[str, list[int]] = {}
     if evaluation.by in pieces:
@@ -100,14 +102,14 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def _answers(piece: Piece | None) -> dict[int, bytes]:
+def _answers(piece: ColumnRows | None) -> dict[int, bytes]:
     """By row the answer as bytes; none where it is empty or not a number."""
     if piece is None:
         return {}
     return {int(row): _answer(piece.column, place) for place, row in enumerate(piece.rows)}
 
 
-def _answer(column: Column, place: int) -> bytes:
+def _answer(column: ColumnData, place: int) -> bytes:
     if column.offsets is not None:
         return bytes(column[place])
     return b"" if column[place] != column[place] else (column[place] + 0).tobytes()

@@ -18,7 +18,7 @@ PAGE = "docs/metrics.md#when-a-run-goes-wrong"
 CALM = 10
 
 
-class Symptoms:
+class HealthChecks:
     """Of a plan's runs. `look` is handed each iteration's line."""
 
     def __init__(self, plan: Plan) -> None:

@@ -22,16 +22,16 @@ from ...emit.run_page import watch_html
 from ...ir.plan import Plan
 from ..process.connection_gate import PAUSE, Gate
 from .ports import Ports
-from .run_status import EVERY, Facts
+from .run_status import EVERY, RunFacts
 
 PATIENCE = 1.0  # seconds that who watches waits for a look at the docks
 FAREWELL = 1.0  # seconds that an open page has to hear how the run ended
 
 
-class Watching:
+class StatusServer:
     """Serves what is asked at the ports of a run, in threads that nobody waits for."""
 
-    def __init__(self, plan: Plan, facts: Facts, ports: Ports) -> None:
+    def __init__(self, plan: Plan, facts: RunFacts, ports: Ports) -> None:
         self.facts, self.token = facts, ports.token
         self.streams = 0  # pages that are open
         self.gates: list[Gate] = []  # of the page, and of the metrics
@@ -108,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
 class _Page(_Handler):
     """`/` is the page, `/facts` a stream of events of what is known, `/curve?key=K` a metric so far."""
 
-    watching: Watching
+    watching: StatusServer
 
     def do_GET(self) -> None:
         where = urlsplit(self.path)

@@ -30,7 +30,7 @@ class Ports:
         return tuple(fd for fd in (self.page, self.metrics) if fd >= 0)
 
 
-class Doors:
+class ListeningSockets:
     """The sockets of a run, which its supervisor holds: `lines` say where they are. Fault where a port is taken."""
 
     def __init__(self, page: bool, metrics: int | None) -> None:

@@ -15,7 +15,7 @@ from ...cost.lengths import Rows
 from ...hardware import calibration
 from ...ir.plan import Estimate, Plan
 from ...passes.estimate import EstimateTime
-from ...passes.reshard import Resharding
+from ...passes.reshard import InsertResharding
 
 
 def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
@@ -42,4 +42,4 @@ def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
 def estimate(plan: Plan, lines: Sequence[dict[str, Any]]) -> Estimate | None:
     """What an iteration of a run takes, whose lines these are, where it ran on this machine."""
     plan = replace(plan, cluster=calibration.applied(plan.cluster)[0])
-    return EstimateTime(ENGINES, rows(plan, lines)).apply(Resharding(ENGINES).apply(plan)).estimate
+    return EstimateTime(ENGINES, rows(plan, lines)).apply(InsertResharding(ENGINES).apply(plan)).estimate

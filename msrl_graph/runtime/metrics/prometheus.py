@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from prometheus_client import CollectorRegistry, MetricsHandler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from .run_status import Facts
+from .run_status import RunFacts
 
 PATIENCE = 2.0  # seconds that a scrape waits for a look at the docks
 # Of what is counted: how it is called, what it is, and the labels that its parts are told apart by.
@@ -27,7 +27,7 @@ COUNTED = {
 
 
 class Collector:
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: RunFacts) -> None:
         self.facts = facts
 
     def describe(self) -> list[Metric]:
@@ -109,7 +109,7 @@ def _gauge(name: str, help: str, labels: tuple[str, ...], values: dict[tuple[str
     return gauge
 
 
-def handler(facts: Facts) -> type[BaseHTTPRequestHandler]:
+def handler(facts: RunFacts) -> type[BaseHTTPRequestHandler]:
     """Serves them."""
     registry = CollectorRegistry()
     registry.register(Collector(facts))

@@ -20,7 +20,7 @@ from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ..data import row_files
 from ..process.task_report import Report
-from .best import Best, best_figures
+from .best import BestFigure, best_figures
 from .derived import means
 from .predicted import estimate
 from .reward_variance import spreads
@@ -149,7 +149,7 @@ class Recorder:
         self._tensorboard.add(line)
 
     @property
-    def bests(self) -> list[Best]:
+    def bests(self) -> list[BestFigure]:
         """The best figures so far, of evaluations that state `best`."""
         return best_figures(self.plan.deploy.evaluations, self.evaluations)
 

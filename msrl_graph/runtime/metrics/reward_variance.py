@@ -19,7 +19,7 @@ from ..process.task import Task
 from ..process.task_report import Report
 
 
-class Means:
+class ColumnMeans:
     """Counts the numbers that a plan's nodes write, one a row."""
 
     def __init__(self, plan: Plan) -> None:

@@ -27,7 +27,7 @@ WAYS = (" get away", " get here", " get", " put")  # what is done with rows, as 
 
 
 @dataclass(frozen=True)
-class State:
+class NodeStatus:
     """A worker state in the task under way, in rows that it makes (of one that makes none, that it reads): those that
     it was handed what they are made of, those that there are as far as is known (each once an epoch), and those that it
     is done with. `colour`: of its pool in the picture, None: of none."""
@@ -49,7 +49,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostStatus:
     """`held`: bytes of rows in its warehouse, None where it has none; `used` and `total`: its memory."""
 
     number: int
@@ -70,7 +70,7 @@ class Waiting:
 
 
 @dataclass(frozen=True)
-class Now:
+class RunSnapshot:
     """All of it at one moment. `task` is under way for `seconds`; `phase` says what is done of it, `figures` what the
     last iteration came to, `curves` of what there are curves. `ended` is how an attempt ended, "" while it runs."""
 
@@ -83,8 +83,8 @@ class Now:
     seconds: float
     phase: str
     figures: tuple[tuple[str, str], ...]
-    states: tuple[State, ...]
-    hosts: tuple[Host, ...]
+    states: tuple[NodeStatus, ...]
+    hosts: tuple[HostStatus, ...]
     waits: tuple[Waiting, ...]
     said: tuple[tuple[float, str], ...]  # since the epoch, and text
     curves: tuple[str, ...]
@@ -106,7 +106,7 @@ def figures(line: Mapping[str, Any], scalars: Sequence[str]) -> list[tuple[str, 
     return [*shown, ("tokens/s", f"{line['tokens_per_second']:,.0f}"), ("s", f"{line['seconds']:.2f}")]
 
 
-class Facts:
+class RunFacts:
     """`restarts`: how often the run was started anew; it has gone on for a while before this attempt (`elapsed`)."""
 
     def __init__(self, plan: Plan) -> None:
@@ -126,8 +126,8 @@ class Facts:
         self.totals: Counter[tuple[str, ...]] = Counter()  # since this attempt began, by what and of what
         self._rows = rowsets(plan.graph)
         self._fans: dict[str, float] = {}  # by node, rows that it makes of one that it is handed
-        self._states: tuple[State, ...] = ()
-        self._hosts: tuple[Host, ...] = ()
+        self._states: tuple[NodeStatus, ...] = ()
+        self._hosts: tuple[HostStatus, ...] = ()
         self._waits: tuple[Waiting, ...] = ()
         self._docks: dict[int, int] = {}  # by host the id of its dock's process
         self._asked, self._looked, self._looks = False, 0.0, 0
@@ -147,7 +147,7 @@ class Facts:
         self._fans = {
             node: size[max(sets, key=lambda s: size[s])] / size[rows.nodes[node]] for node, sets in made.items() if sets
         }
-        self._states = tuple(State(n, c, 0, 0, 0, False) for n, c in self._colours.items())
+        self._states = tuple(NodeStatus(n, c, 0, 0, 0, False) for n, c in self._colours.items())
 
     def iteration(self, line: dict[str, Any], scalars: Sequence[str], reports: Sequence[Report]) -> None:
         self.done, self.figures = line["iteration"] + 1, figures(line, scalars)
@@ -186,7 +186,7 @@ class Facts:
             if node not in rows:  # the source is handed nothing
                 handed = of = done[node]
             runs = (node in ours or f"RUN {node}" in ours) and not done[node] >= of > 0
-            states.append(State(node, colour, handed, of, done[node], runs))
+            states.append(NodeStatus(node, colour, handed, of, done[node], runs))
         hosts = []
         for s in seen:
             names = dict.fromkeys([*s.memory, *(n for st in statuses if st.seen is s for n in st.doing)])
@@ -196,7 +196,7 @@ class Facts:
                 else Process(n, s.memory.get(n, 0), "", 0.0)
                 for n in sorted(names, key=_order)
             )
-            hosts.append(Host(s.host, s.held, s.used, s.total, processes))
+            hosts.append(HostStatus(s.host, s.held, s.used, s.total, processes))
             if self._docks.setdefault(s.host, s.pid) != s.pid:
                 self._docks[s.host] = s.pid
                 self.restarts[f"dock of host {s.host}"] += 1
@@ -217,10 +217,10 @@ class Facts:
 
     # What those ask who watch.
 
-    def now(self) -> Now:
+    def now(self) -> RunSnapshot:
         """What is known, and asks for a look."""
         self._asked = True
-        return Now(
+        return RunSnapshot(
             name=self.plan.deploy.name,
             total=self.total,
             done=self.done,
@@ -239,7 +239,7 @@ class Facts:
             reason=self.reason,
         )
 
-    def fresh(self, patience: float) -> Now:
+    def fresh(self, patience: float) -> RunSnapshot:
         """What is known after the next look, or after so many seconds without one."""
         with self._changed:
             self._asked, before = True, self._looks

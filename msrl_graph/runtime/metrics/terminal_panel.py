@@ -17,14 +17,16 @@ from rich.text import Text
 
 from ...diagnostics.terminal_text import shown
 from ...emit.humanize import duration, size
-from .run_status import Now
+from .run_status import RunSnapshot
 
 WAITS = 4  # waits that a terminal has room for
 SPARKS = "▁▂▃▄▅▆▇█"
 LONGEST = 48  # marks of a curve
 
 
-def panel(now: Now, progress: RenderableType, curve: Callable[[str], Mapping[str, Any]], width: int) -> RenderableType:
+def panel(
+    now: RunSnapshot, progress: RenderableType, curve: Callable[[str], Mapping[str, Any]], width: int
+) -> RenderableType:
     parts: list[RenderableType] = [progress]
     if now.figures:
         units = ("tokens/s", "s")  # which stand behind their figures
@@ -47,7 +49,7 @@ def panel(now: Now, progress: RenderableType, curve: Callable[[str], Mapping[str
     return Group(*parts)
 
 
-def _states(now: Now) -> Table:
+def _states(now: RunSnapshot) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column(shown(now.task), no_wrap=True)
     table.add_column("", width=24)
@@ -59,7 +61,7 @@ def _states(now: Now) -> Table:
     return table
 
 
-def _hosts(now: Now) -> Table:
+def _hosts(now: RunSnapshot) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("hosts", no_wrap=True)
     for name in ("warehouse", "memory"):
@@ -72,7 +74,7 @@ def _hosts(now: Now) -> Table:
     return table
 
 
-def _curves(now: Now, curve: Callable[[str], Mapping[str, Any]], width: int) -> list[RenderableType]:
+def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: int) -> list[RenderableType]:
     """Of the first figure that is a metric, and the loss."""
     names = dict.fromkeys([n for n, _ in now.figures if n in now.curves][:2])
     found: list[RenderableType] = []

@@ -15,7 +15,7 @@ from threading import Thread
 from typing import Any
 
 from ...diagnostics import NOWHERE, Diagnostic, Fault, Span
-from ...hardware.cluster import Cluster
+from ...hardware.cluster import ClusterSpec
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 from .host_facts import interface
@@ -44,7 +44,7 @@ class NoResources(Fault):
     """The machines lack what the plan asks for; exit status 3."""
 
 
-def speak(cluster: Cluster) -> str:
+def speak(cluster: ClusterSpec) -> str:
     """Makes collectives speak by the interface that the cluster states, else by that of Ray's own address of this host,
     or within one host by its loopback; else they take the address that the host's name has, which is 127.0.0.1 on many.
     What the user has set, stays. This host's address there."""

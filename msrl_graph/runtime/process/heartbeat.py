@@ -52,7 +52,7 @@ class Limits(NamedTuple):
         return cls(max(5.0, min(60.0, deadline / 2)), max(40.0, 0.75 * deadline))
 
 
-class Stat(NamedTuple):
+class ProcessStat(NamedTuple):
     """What the system knows of a process or of a thread: its state (`T`: stopped, `Z`: dead, `D`: waits for a disk,
     `R`: computes or would), its start in clock ticks, how many seconds of a processor it has had, and how many pages it
     had to wait for, as of a file that it has mapped."""
@@ -63,13 +63,15 @@ class Stat(NamedTuple):
     faults: int
 
 
-def stat(pid: int | str) -> Stat | None:
+def stat(pid: int | str) -> ProcessStat | None:
     """The state of a process, or of a thread as `PID/task/ID`; None where there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return None
-    return Stat(fields[0].decode(), int(fields[19]), (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[9]))
+    return ProcessStat(
+        fields[0].decode(), int(fields[19]), (int(fields[11]) + int(fields[12])) / _TICKS, int(fields[9])
+    )
 
 
 class Heart:
@@ -92,7 +94,7 @@ class Heart:
             self._memory = mmap.mmap(file.fileno(), 0)
         part.rename(home / process)
         self.beats = 0
-        self.watch = Watch(folder, limits, others, me=process)
+        self.watch = HeartbeatWatch(folder, limits, others, me=process)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
@@ -120,7 +122,7 @@ class _Patient:
     stopped: float = 0.0
 
 
-class Watch:
+class HeartbeatWatch:
     """Looks at the hearts in a folder, and kills the processes that do not move. `me` is not looked at."""
 
     def __init__(
@@ -192,7 +194,7 @@ class Watch:
 
 def examine(folder: str, limits: tuple[float, float], seconds: float) -> None:
     """Looks at a host for so long, from a process that is none of the run's."""
-    watch, until = Watch(folder, Limits(*limits)), time.monotonic() + seconds
+    watch, until = HeartbeatWatch(folder, Limits(*limits)), time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(EVERY)
         watch.look(EVERY)

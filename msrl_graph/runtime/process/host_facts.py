@@ -32,7 +32,7 @@ SAMPLED = 16 * BLOCK  # bytes that are sampled of it
 Packages = Mapping[str, tuple[str, ...]]  # the names that each may be installed by
 
 
-class Asked(TypedDict):
+class PackageQuery(TypedDict):
     """`packages`: of the run's interpreter; `others`: of each other one the command that tells them; `files`: paths;
     `devices`: the pattern of their files in /dev; `variables`: of the environment; `address`: Ray's of the host;
     `interface`: one that must be there, or ""."""
@@ -53,7 +53,7 @@ class Versions(TypedDict):
     wrong: str
 
 
-class Facts(TypedDict):
+class HostFacts(TypedDict):
     """`versions`: by package, "" where it is not installed, `others`: those of other interpreters; `sizes`: by path, -1
     where nothing can be read; `digests`: by path, of sampled blocks, "" where nothing can be read; `memory`, `total`,
     `shared`: bytes that are free, that there are, and that are free in /dev/shm; `variables`: those that are set in the
@@ -76,10 +76,10 @@ class Facts(TypedDict):
     interfaces: list[str]
 
 
-class Host:
+class HostActor:
     """A process on a host that answers; on Ray an actor."""
 
-    def look(self, asked: Asked) -> Facts:
+    def look(self, asked: PackageQuery) -> HostFacts:
         return look(asked)
 
     def clock(self) -> float:
@@ -92,11 +92,11 @@ class Host:
         return str(lay(files))
 
 
-def look(asked: Asked) -> Facts:
+def look(asked: PackageQuery) -> HostFacts:
     memory, total = _memory()
     held = _interfaces()
     name, speaks = interface(asked["address"], asked["interface"])
-    return Facts(
+    return HostFacts(
         name=platform.node(),
         versions=versions(asked["packages"]),
         others={python: told(command) for python, command in asked["others"].items()},

@@ -17,7 +17,7 @@ from ...diagnostics.terminal_text import shown
 from ...files import private
 
 
-class Lines(io.TextIOBase):
+class PrefixedStream(io.TextIOBase):
     """A text stream that puts a head before each line. `node` is the node at work."""
 
     def __init__(self, descriptor: int, process: str) -> None:
@@ -48,7 +48,7 @@ def _shown(line: str) -> str:
     return shown(text) + line[len(text) :]
 
 
-_here: list[Lines] = []
+_here: list[PrefixedStream] = []
 _file = ""
 
 
@@ -59,7 +59,7 @@ def divert(path: str, process: str) -> None:
         folder = Path(path).parent
         folder.mkdir(parents=True, exist_ok=True)
         _append_to(folder, Path(path).name)
-        _here[:] = [Lines(1, process), Lines(2, process)]
+        _here[:] = [PrefixedStream(1, process), PrefixedStream(2, process)]
         sys.stdout, sys.stderr = _here
         _file = Path(path).name
 
@@ -82,7 +82,7 @@ def _append_to(folder: Path, name: str) -> None:
 def share(name: str, process: str) -> None:
     """This process prints into the file of that name, which the one that started it has open."""
     global _file
-    _here[:] = [Lines(1, process), Lines(2, process)]
+    _here[:] = [PrefixedStream(1, process), PrefixedStream(2, process)]
     sys.stdout, sys.stderr = _here
     _file = name
 

@@ -26,7 +26,7 @@ FILES = "files"
 
 
 @dataclass(frozen=True)
-class File:
+class ShippedFile:
     """What a file held, and when it had last been changed (nanoseconds)."""
 
     content: bytes
@@ -37,7 +37,7 @@ _here = Path()  # where the files lie of the run that this process is of; nowher
 _modules: dict[str, tuple[bytes, ModuleType]] = {}  # by path, with what the file held
 
 
-def lay_in(folder: Path, files: Mapping[str, File]) -> None:
+def lay_in(folder: Path, files: Mapping[str, ShippedFile]) -> None:
     """Lays files, by absolute path, into a run's temporary folder; each copy says when its file was last changed."""
     for path, file in files.items():
         target = _below(folder / FILES, Path(path))
@@ -46,17 +46,17 @@ def lay_in(folder: Path, files: Mapping[str, File]) -> None:
         os.utime(target, ns=(file.changed, file.changed))
 
 
-def laid(folder: Path) -> dict[str, File]:
+def laid(folder: Path) -> dict[str, ShippedFile]:
     """The files in a run's temporary folder, as they were laid."""
     found = {}
     for copy in (folder / FILES).rglob("*"):
         if copy.is_file():
             path = str(Path("/") / copy.relative_to(folder / FILES))
-            found[path] = File(copy.read_bytes(), copy.stat().st_mtime_ns)
+            found[path] = ShippedFile(copy.read_bytes(), copy.stat().st_mtime_ns)
     return found
 
 
-def edited(path: str, file: File) -> bool:
+def edited(path: str, file: ShippedFile) -> bool:
     """Whether the user's file is not what it was when the run took it. It is read only where it was written since."""
     try:
         status = Path(path).stat()
@@ -67,7 +67,7 @@ def edited(path: str, file: File) -> bool:
         return True
 
 
-def lay(files: Mapping[str, File]) -> Path:
+def lay(files: Mapping[str, ShippedFile]) -> Path:
     """Lays files, by absolute path, into a temporary folder that goes with the last process that uses it, beginning
     with this one. Those of runs of which every process here was killed, as with the host, go first."""
     sweep()
@@ -193,4 +193,4 @@ class _Loader(SourceFileLoader):
         super().exec_module(module)
 
 
-__all__ = ["File", "edited", "folder", "found", "laid", "lay", "lay_in", "module", "use"]
+__all__ = ["ShippedFile", "edited", "folder", "found", "laid", "lay", "lay_in", "module", "use"]

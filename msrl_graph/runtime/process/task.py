@@ -11,7 +11,7 @@ from ...ir.rowsets import Numbers, Rowset, Sieve
 Part = Literal["whole", "opening", "rest"]
 
 
-class Fetch(NamedTuple):
+class WeightFetch(NamedTuple):
     """A version of weights, which is the iterations that were trained before, and how many times one was told to be
     fetched so far."""
 
@@ -19,7 +19,7 @@ class Fetch(NamedTuple):
     told: int
 
 
-class Cut(NamedTuple):
+class CutPrompt(NamedTuple):
     """A prompt whose responses go on in the next iteration.
 
     - `position`: where it stands in the data's endless sequence of rows.
@@ -61,9 +61,9 @@ class Task:
     samples: Mapping[str, int] = field(default_factory=dict)
     position: int = 0
     states: Mapping[str, float] = field(default_factory=dict)
-    fetches: Mapping[str, Fetch] = field(default_factory=dict)
+    fetches: Mapping[str, WeightFetch] = field(default_factory=dict)
     sends: tuple[str, ...] = ()
-    cut: tuple[Cut, ...] = ()
+    cut: tuple[CutPrompt, ...] = ()
     part: Part = "whole"
     draws: Mapping[str, float] = field(default_factory=dict)
     wanted: int = 0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .task import Cut
+from .task import CutPrompt
 
 # perf_counter is the same clock in all processes of a host; its distance from wall time is taken once.
 _EPOCH = time.time() - time.perf_counter()
@@ -34,15 +34,15 @@ class RankFailed(RunError):
         return self.message
 
 
-class Unjoined(RunError):
+class RanksNotJoined(RunError):
     """A rank has not found the others as they started: what lies between them failed, or one is lost."""
 
 
-class Lost(RunError):
+class ProcessLost(RunError):
     """A process that a rank needs was killed, by nobody of the run: it may be tried again."""
 
 
-class Undelivered(RunError):
+class WeightsNotDelivered(RunError):
     """A rank does not hold, or does not compute with, the weights that it was to get."""
 
 
@@ -93,7 +93,7 @@ class Report:
     moved: dict[str, int] = field(default_factory=dict)  # by what was done with rows, as `node get away`: bytes
     loads: dict[str, list[int]] = field(default_factory=dict)  # by node, the tokens of each share that it was given
     states: dict[str, NextValues] = field(default_factory=dict)  # by the state's name
-    cut: list[Cut] | None = None  # prompts that the next iteration goes on with; None: it does not know
+    cut: list[CutPrompt] | None = None  # prompts that the next iteration goes on with; None: it does not know
     rounds: int = 0  # of prompts that it knows that its task took; 0: it does not know
     drawn: Any = field(
         default_factory=lambda: np.zeros(0, np.int64)

@@ -20,25 +20,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ... import algorithms
 from ...backends import ENGINES, hf_modules
-from ...backends.devices import Device, Devices
-from ...backends.host_offload import Away
+from ...backends.devices import Devices, TorchDevice
+from ...backends.host_offload import HostOffload
 from ...backends.spec import EngineSpec, Generator, Shard, Trainer, Weights
 from ...cost import holdings
 from ...ir.async_schedule import fetched, sparse
-from ...ir.attributes import Update
+from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan, Reshard
 from ...sharding.layout import Box, Side, owns, slices
 from ..weights import checkpoint, hf_export
-from ..weights.checkpoint import Manifest, Source
-from ..weights.reshard import Resharder, Swap
+from ..weights.checkpoint import CheckpointSource, Manifest
+from ..weights.reshard import HostSwap, Resharder
 from ..weights.transfer_routes import blocks
-from ..weights.weight_publication import Published
+from ..weights.weight_publication import WeightPublication
 from ..weights.weight_send import Sender
 from . import object_collectives
 from .engine_errors import BUILT, telling
 from .followers import AVERAGE, Follower
-from .weight_proof import Proof, complete
+from .weight_proof import WeightProof, complete
 
 T = TypeVar("T")
 
@@ -48,18 +48,18 @@ class Engines:
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
-        self.per_host, self.device = plan.cluster.devices_per_node, Device(plan.cluster.device.kind)
+        self.per_host, self.device = plan.cluster.devices_per_node, TorchDevice(plan.cluster.device.kind)
         self.pool = plan.pool_of(rank)
         self.local = self.pool.rank(rank, self.per_host) if self.pool else 0  # what layouts call this rank
         self.meshes: dict[tuple[int, ...], DeviceMesh] = {}
         self.trainers: dict[str, Trainer] = {}  # by worker
         self.generators: dict[str, Generator] = {}  # by node
-        self.swaps: dict[str, Swap] = {}  # by worker
+        self.swaps: dict[str, HostSwap] = {}  # by worker
         self.store: Any = None  # where the ranks meet
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
-        self.proofs: dict[tuple[str, str], Proof] = {}  # of the same edges
+        self.proofs: dict[tuple[str, str], WeightProof] = {}  # of the same edges
         self.sparse = sparse(plan)
-        self.away: dict[str, Away] = {}  # by worker, weights that lie in host memory unless it computes
+        self.away: dict[str, HostOffload] = {}  # by worker, weights that lie in host memory unless it computes
         self.followers: dict[str, Follower] = {}  # by worker
         self.steps: dict[str, int] = {}  # optimizer steps taken, by update of its pool
 
@@ -152,12 +152,12 @@ class Engines:
                 complete(node, placement, self.local, spec.side(placement.layout), model.tensors, shards)
                 generator.filled()
         elif node.worker not in self.trainers:
-            steps = algorithms.optimizer(Update.of(node).optimizer) if node.verb == "update" else None
+            steps = algorithms.optimizer(UpdateAttributes.of(node).optimizer) if node.verb == "update" else None
             trainer = spec.built(replace(weights, optimizer=steps), placement, devices)
             self.trainers[node.worker] = trainer
             complete(node, placement, self.local, spec.side(placement.layout), model.tensors, trainer.shards())
             if holdings.offloads(plan, node.name, "weights"):
-                away = self.away[node.worker] = Away(self.device, [s.tensor for s in trainer.shards()])
+                away = self.away[node.worker] = HostOffload(self.device, [s.tensor for s in trainer.shards()])
                 away.store()
                 away.leave()
 
@@ -188,25 +188,27 @@ class Engines:
             of = (plan, edge, model, self.rank, (sides[0], sides[1]), shards, proof.word)
             if (src, dst) in fetched(plan):
                 late = plan.docks.deadline + 60  # as for collectives
-                self.resharders[src, dst] = Published(*of, store=self.store, deadline=late)
+                self.resharders[src, dst] = WeightPublication(*of, store=self.store, deadline=late)
             else:
                 self.resharders[src, dst] = Sender(*of)
             return
         neighbours = blocks(edge.ways, sides[0], self.per_host, self.rank)
         if shards:
-            swap = self.swaps.setdefault(worker, Swap(shards))
+            swap = self.swaps.setdefault(worker, HostSwap(shards))
             self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), neighbours, swap)
 
-    def _proof(self, edge: Reshard, sides: tuple[Side, Side]) -> Proof:
+    def _proof(self, edge: Reshard, sides: tuple[Side, Side]) -> WeightProof:
         """What proves a delivery of an edge; a collective of all ranks."""
         plan, members = self.plan, [sides[0].device(r, self.per_host) for r in range(sides[0].devices)]
         team = dist.new_group(members) if len(members) > 1 else None
         pools = [plan.placement(n).pool for n in (edge.src, edge.dst)]
         ends = [self.local if self.pool and self.pool.name == pool else -1 for pool in pools]
         trainer = self.trainers[plan.graph.node(edge.src).worker] if ends[0] >= 0 else None
-        return Proof(plan, edge, self.device, sides, (ends[0], ends[1]), team, trainer)
+        return WeightProof(plan, edge, self.device, sides, (ends[0], ends[1]), team, trainer)
 
-    def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[checkpoint.File], dict[str, int], str]:
+    def checkpoint(
+        self, folder: str, says: dict[str, str]
+    ) -> tuple[list[checkpoint.CheckpointFile], dict[str, int], str]:
         """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files,
         optimizer steps by update, and what went wrong."""
         files, failed = [], ""
@@ -230,7 +232,7 @@ class Engines:
 
     def wants(self, manifest: Manifest) -> set[str]:
         """The files of a checkpoint that hold something of what this rank has."""
-        source, found = checkpoint.Source(Path(), manifest), set[str]()
+        source, found = checkpoint.CheckpointSource(Path(), manifest), set[str]()
         for node in self._changing():
             shards = self.trainers[node.worker].shards() if node.worker in self.trainers else []
             for kind in source.kinds(node.worker):
@@ -239,7 +241,7 @@ class Engines:
 
     def resume(self, folder: str, manifest: Manifest) -> None:
         """Takes weights and moments from a checkpoint."""
-        source = checkpoint.Source(Path(folder), manifest)
+        source = checkpoint.CheckpointSource(Path(folder), manifest)
         # Those of this rank's pool: of others it takes none, and would tell of old ones.
         here = {p.node for p in self.plan.placements if self.pool and p.pool == self.pool.name}
         self.steps = {name: count for name, count in manifest.steps.items() if name in here}
@@ -267,7 +269,7 @@ class Engines:
                     moments, sum(self.steps.get(n.name, 0) for n in self.plan.graph.verb("update") if n.worker == name)
                 )
 
-    def _resume_follower(self, source: Source, name: str) -> None:
+    def _resume_follower(self, source: CheckpointSource, name: str) -> None:
         """Take the weights of a worker that follows; those of its model stay where the checkpoint is of a program in
         which it did not."""
         follower, kinds = self.followers[name], source.kinds(name)

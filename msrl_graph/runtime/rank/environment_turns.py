@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...data.chat import Messages
-from ..agents.template import Speech
+from ..agents.template import ChatTemplate
 from ..data.columns import Array
 from ..data.rendering import BadMessages
 from ..data.token_pieces import BadPieceError
@@ -30,7 +30,7 @@ class Dialogue:
     """Episodes of some rows, called by their positions, whose responses stand after these `contexts`. A row whose
     `reset` gave messages is a conversation."""
 
-    def __init__(self, episodes: Episodes, speech: Speech, contexts: Sequence[Array]) -> None:
+    def __init__(self, episodes: Episodes, speech: ChatTemplate, contexts: Sequence[Array]) -> None:
         self.episodes, self.speech, self.contexts = episodes, speech, contexts
         self.conversations: dict[int, Messages] = {}
 

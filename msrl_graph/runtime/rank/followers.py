@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ...backends.host_offload import Away
+from ...backends.host_offload import HostOffload
 from ...backends.spec import Shard, Trainer
 from ...ir.graph import Worker
 
@@ -21,7 +21,7 @@ AVERAGE = "average"  # the kind under which a checkpoint has it
 class Follower:
     """One worker on one rank; `away` where its weights lie in host memory while others compute."""
 
-    def __init__(self, worker: Worker, own: Trainer, followed: Trainer, away: Away | None) -> None:
+    def __init__(self, worker: Worker, own: Trainer, followed: Trainer, away: HostOffload | None) -> None:
         self.worker, self.away = worker, away
         self.shards, self.sources = own.shards(), followed.shards()
         for mine, theirs in zip(self.shards, self.sources, strict=True):

@@ -17,31 +17,31 @@ import torch
 from torch import distributed as dist
 
 from ...backends.spec import Response, Sampling, collected
-from ...ir.attributes import Generate, SampleEdge
+from ...ir.attributes import GenerateAttributes, SampleEdgeAttributes
 from ...ir.evaluation import Draw
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ...ir.sequences import beginnings, heat, of_response, sequences, tempered
-from ..agents.rank_protocol import Begin
-from ..agents.template import Speech
+from ..agents.rank_protocol import BatchStart
+from ..agents.template import ChatTemplate
 from ..data import numerics
-from ..data.columns import Array, Column, Piece, Verdicts, ragged
+from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, ragged
 from ..data.row_files import Recording
 from ..data.tokens import Tokens, ends, tokenised
 from ..dock.messages import Batch
-from ..functions.environments import Environment
-from ..functions.surviving_rows import Standing
-from ..functions.values import Returned
-from ..metrics.reward_variance import Means
+from ..functions.environments import EnvironmentClass
+from ..functions.surviving_rows import SurvivingRows
+from ..functions.values import ReturnChecker
+from ..metrics.reward_variance import ColumnMeans
 from ..process import row_progress
 from ..process.task import Task
 from ..process.task_report import Report
-from .agent_generation import Conversing
+from .agent_generation import AgentGeneration
 from .environment_turns import BEGINNING, Dialogue
 from .multi_turn import Responses
 from .packing import distinct, kept
-from .partial_rollout import Rollout
+from .partial_rollout import PartialRollout
 
 
 def _counted(ended: Iterator[Response], of: int) -> Iterator[Response]:
@@ -51,11 +51,11 @@ def _counted(ended: Iterator[Response], of: int) -> Iterator[Response]:
         yield response
 
 
-class Generation(Conversing):
+class Generation(AgentGeneration):
     """A rank of one of the pools of devices, as far as it generates: a batch in, the written columns out."""
 
-    watch: numerics.Watch
-    means: Means
+    watch: numerics.NumericsWatch
+    means: ColumnMeans
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
@@ -66,7 +66,9 @@ class Generation(Conversing):
         super().build()
         nodes = [self.plan.graph.node(name) for name in self.generators]
         self.ends = {n.name: ends(self.plan.model(n.name).path) for n in nodes}
-        self.environments = {n.name: Environment(n, self.plan) for n in nodes if Generate.of(n).environment is not None}
+        self.environments = {
+            n.name: EnvironmentClass(n, self.plan) for n in nodes if GenerateAttributes.of(n).environment is not None
+        }
         for node in nodes:
             if node.name in self.environments and self._first(node):  # who asks it
                 self.environments[node.name].start()
@@ -75,14 +77,14 @@ class Generation(Conversing):
         """Takes the responses of training from a recorded run from now on."""
         self.recording = Recording(self.plan, Path(folder))
 
-    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, Piece]]:
+    def _generate(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
         """What the node writes, in parts where an edge from it streams: each as soon as so many responses have
         ended."""
         partial = node.cuts and task.trains
         if not len(batch.rows) and not partial:  # a last chunk smaller than the groups are many
             return
         graph, first = self.plan.graph, self.plan.graph.verb("generate")[0].name == node.name
-        evaluation, said = self.plan.deploy.evaluation(task.name), Generate.of(node)
+        evaluation, said = self.plan.deploy.evaluation(task.name), GenerateAttributes.of(node)
         draw = evaluation.draw(graph, node) if evaluation else Draw(node.name)
         samples = draw.samples or said.samples
         response, as_drawn = numerics.drawn(graph, node)
@@ -107,7 +109,7 @@ class Generation(Conversing):
             rows, written, verdicts, last = play(node, task, batch, rows, context, sampling, report, head)
             responses = [written[response][i] for i in range(len(rows))]
             own = [tokens[first:] for tokens, first in zip(responses, last, strict=True)]
-            yield {**verdicts, **{name: Piece(rows, made) for name, made in written.items()}}
+            yield {**verdicts, **{name: ColumnRows(rows, made) for name, made in written.items()}}
         elif partial:
             found = self._rollout(node, task, batch, context, sampling, report, head)
             rows, responses = (
@@ -152,10 +154,10 @@ class Generation(Conversing):
         sampling: Sampling,
         report: Report,
         head: str,
-    ) -> dict[str, Piece]:
+    ) -> dict[str, ColumnRows]:
         """Partial rollout: what the node writes of the prompts that the iteration takes, and which these are."""
-        fan, sieve, said = sampling.samples, rowsets(self.plan.graph).sieves[node.name], Generate.of(node)
-        rollout = Rollout(
+        fan, sieve, said = sampling.samples, rowsets(self.plan.graph).sieves[node.name], GenerateAttributes.of(node)
+        rollout = PartialRollout(
             task,
             batch.rows,
             context,
@@ -186,7 +188,7 @@ class Generation(Conversing):
             report.count(f"{head}staleness", float(behind.sum()), len(rows))
             report.peak(f"{head}staleness_max", float(behind.max(initial=0)))
         written = self._written(node, task, rows, [g.tokens for g in some], [g.logps for g in some], report, versions)
-        return {sieve.column: Verdicts(every, Column(np.isin(every, rows).astype(np.int32)))} | written
+        return {sieve.column: Verdicts(every, ColumnData(np.isin(every, rows).astype(np.int32)))} | written
 
     def _summed(self, node: Node, numbers: Array) -> Array:
         """The sums over all data-parallel groups of a node."""
@@ -200,7 +202,7 @@ class Generation(Conversing):
 
     def _parts(self, node: Node, ended: Iterator[Response]) -> Iterator[list[Response]]:
         """Responses as they are handed on: all at once, or as many as the first that streams waits for."""
-        streams = [SampleEdge.of(e) for e in self.plan.graph.samples() if e.src == node.name]
+        streams = [SampleEdgeAttributes.of(e) for e in self.plan.graph.samples() if e.src == node.name]
         part: list[Response] = []
         tokens = 0
         for response in ended:
@@ -223,7 +225,7 @@ class Generation(Conversing):
         logps: list[Array],
         report: Report,
         versions: list[Array] | None = None,
-    ) -> dict[str, Piece]:
+    ) -> dict[str, ColumnRows]:
         """The columns of responses that nobody but the policy wrote in, of its `versions` or the one that it has."""
         graph = self.plan.graph
         response, as_drawn = numerics.drawn(graph, node)
@@ -231,11 +233,11 @@ class Generation(Conversing):
         self.watch.response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
         made = {response: ids, as_drawn: logp}
         if name := of_response(graph, node, "bool"):
-            made[name] = Column(np.ones(len(ids.values), bool), ids.offsets)
+            made[name] = ColumnData(np.ones(len(ids.values), bool), ids.offsets)
         if name := of_response(graph, node, "i32"):
-            alone = Column(np.full(len(ids.values), self._version(node, task), np.int32), ids.offsets)
+            alone = ColumnData(np.full(len(ids.values), self._version(node, task), np.int32), ids.offsets)
             made[name] = alone if versions is None else ragged(versions, np.int32)
-        return {name: Piece(rows, column) for name, column in made.items()}
+        return {name: ColumnRows(rows, column) for name, column in made.items()}
 
     def _version(self, node: Node, task: Task) -> int:
         """Of the weights that a generation draws with: how many iterations were trained before; 0 where they never
@@ -263,15 +265,15 @@ class Generation(Conversing):
         sampling: Sampling,
         report: Report,
         head: str,
-    ) -> tuple[Array, dict[str, Column], dict[str, Verdicts], Array]:
+    ) -> tuple[Array, dict[str, ColumnData], dict[str, Verdicts], Array]:
         """Turns of the policy and of the environment until each row's episode is over: the rows that did not fail, what
         the node writes of them, on the first rank of the group all of it, which failed, and at which token of its
         response the policy began its last turn."""
         episodes = self.environments[node.name].begin(batch, rows, task)
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
-        dialogue = Dialogue(episodes, Speech(Tokens(self.plan.model(node.name).path)), contexts)
+        dialogue = Dialogue(episodes, ChatTemplate(Tokens(self.plan.model(node.name).path)), contexts)
         bound = int(sampling.max_tokens)
-        responses, turns = Responses(len(rows), bound), Generate.of(node).turns or bound
+        responses, turns = Responses(len(rows), bound), GenerateAttributes.of(node).turns or bound
         last = np.zeros(len(rows), int)
         answers, keys = np.zeros(len(rows), int), self._stream(node, task).keys(task.number, rows)
         with report.phase("environment"):
@@ -312,12 +314,12 @@ class Generation(Conversing):
         sampling: Sampling,
         report: Report,
         head: str,
-    ) -> tuple[Array, dict[str, Column], dict[str, Verdicts], Array]:
+    ) -> tuple[Array, dict[str, ColumnData], dict[str, Verdicts], Array]:
         """What agents make of rows: as `_episodes`."""
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
-        begin = Begin(task.name, task.number, batch, rows, contexts, int(sampling.max_tokens))
+        begin = BatchStart(task.name, task.number, batch, rows, contexts, int(sampling.max_tokens))
         over = self._conversed(node, task, begin, sampling, report)
-        standing = Standing(node, self.plan, rows, sampling.samples, task.number)
+        standing = SurvivingRows(node, self.plan, rows, sampling.samples, task.number)
         for position, (failure, given) in sorted(over.failed.items()):
             standing.fail(position, failure, given=given)
         for name, number in over.figures.items():
@@ -325,7 +327,7 @@ class Generation(Conversing):
         report.remarks += over.remarks
         stay, verdicts = np.flatnonzero(~standing.lost), standing.verdicts(report, head)
         found = [column.take(stay) for column in over.response]
-        returned = Returned(self.plan, tuple(over.values) if self._first(node) else ())
+        returned = ReturnChecker(self.plan, tuple(over.values) if self._first(node) else ())
         values = {c: returned.column(c, [over.values[c][i] for i in stay]) for c in returned.vocabularies}
         written = self._spoken(node, task, rows[stay], found, values, over.answers, report, head)
         return rows[stay], written, verdicts, np.array(over.last, int)[stay]
@@ -335,12 +337,12 @@ class Generation(Conversing):
         node: Node,
         task: Task,
         rows: Array,
-        found: list[Column],
-        values: dict[str, Column],
+        found: list[ColumnData],
+        values: dict[str, ColumnData],
         answers: int,
         report: Report,
         head: str,
-    ) -> dict[str, Column]:
+    ) -> dict[str, ColumnData]:
         """What the node writes of rows in which another wrote too: of the response `found` its tokens, their
         log-probabilities, the mask and of an agent's where conversations begin, and the `values` of other columns."""
         response, as_drawn = numerics.drawn(self.plan.graph, node)
@@ -359,8 +361,8 @@ class Generation(Conversing):
         return written | self._values(node, task, rows, values, report)
 
     def _values(
-        self, node: Node, task: Task, rows: Array, values: dict[str, Column], report: Report
-    ) -> dict[str, Column]:
+        self, node: Node, task: Task, rows: Array, values: dict[str, ColumnData], report: Report
+    ) -> dict[str, ColumnData]:
         """What environments and agents returned, looked at as the results of functions are."""
         for name, column in values.items():
             self.watch.results(node, task, report, name, rows, column)
@@ -374,7 +376,7 @@ class Generation(Conversing):
         if draw.temperature is not None:
             return draw.temperature
         if not (of := tempered(self.plan.graph, node)):
-            return float(Generate.of(node).temperature.literal())
+            return float(GenerateAttributes.of(node).temperature.literal())
         found: Array = batch.columns[heat(of[0])].values.astype(np.float32)
         self.watch.temperature(node, task, batch.rows, str(of[0].value), found)
         return np.repeat(found, samples)

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from ...hardware.environment_variables import Setting, applied
-from ..dock.messages import Way
+from ..dock.messages import DockAddress
 from ..process import fault_points
 from ..process.environment import settle, waits
 from ..process.task import Task
@@ -43,7 +43,7 @@ class RankHost:
     def address(self) -> tuple[str, int]:
         return self.rank.address()
 
-    def start(self, address: tuple[str, int], way: Way) -> None:
+    def start(self, address: tuple[str, int], way: DockAddress) -> None:
         self.rank.start(address, way)
 
     def run(self, task: Task, measure: bool) -> Report:

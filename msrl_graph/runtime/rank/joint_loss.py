@@ -16,10 +16,10 @@ import torch
 from torch import distributed as dist
 
 from ...backends.spec import Outputs
-from ..data.columns import Array, Column, concatenate, offsets_of
+from ..data.columns import Array, ColumnData, concatenate, offsets_of
 from . import object_collectives
 from .loss import Value
-from .packing import Given
+from .packing import PreparedBatch
 
 FIELDS = ("logp", "values", "entropy", "given")  # of Outputs, what terms are differentiable at
 
@@ -32,11 +32,11 @@ class _Part:
     rows: Array
     strange: Array
     lengths: dict[str, Array]
-    columns: dict[str, Column]
-    made: dict[str, dict[str, Column]]
+    columns: dict[str, ColumnData]
+    made: dict[str, dict[str, ColumnData]]
 
 
-class Joint:
+class JointMiniBatch:
     """The rows of a mini-batch that all ranks of a group hold together: by position their `numbers`, ascending, what is
     `seen` of them, and what forward passes gave, `outputs`, as leaves of a graph of their own. `spoilt` says that one
     is wrong, and so what is computed of all.
@@ -46,7 +46,12 @@ class Joint:
     those of the rank's own rows."""
 
     def __init__(
-        self, seen: Given, rows: Array, micro: list[Array], outputs: list[Outputs], group: dist.ProcessGroup | None
+        self,
+        seen: PreparedBatch,
+        rows: Array,
+        micro: list[Array],
+        outputs: list[Outputs],
+        group: dist.ProcessGroup | None,
     ) -> None:
         given = {name: [getattr(o, name) for o in outputs] for name in FIELDS}
         made = {name: _by_column(seen, micro, values) for name, values in given.items() if values[0] is not None}
@@ -56,7 +61,7 @@ class Joint:
         order = np.argsort(everyone)
         self.numbers = everyone[order]
         self._mine = np.searchsorted(self.numbers, rows)
-        self.seen = Given(
+        self.seen = PreparedBatch(
             contexts=[],
             scored={},
             masks={},
@@ -86,7 +91,7 @@ class Joint:
         everyone = np.arange(len(self.numbers))
         self._slopes = {
             name: {
-                c: Column(part.numpy(), offsets_of(self.seen.lengths[c]))
+                c: ColumnData(part.numpy(), offsets_of(self.seen.lengths[c]))
                 for c, part in self.seen.split(everyone, slope).items()
             }
             for name, slope in zip(leaves, slopes, strict=True)
@@ -109,16 +114,16 @@ class Joint:
 
         def part(values: torch.Tensor) -> torch.Tensor:
             if values.shape[:1] == (tokens,):
-                return torch.from_numpy(Column(values.detach().numpy(), offsets_of(lengths)).take(at).values)
+                return torch.from_numpy(ColumnData(values.detach().numpy(), offsets_of(lengths)).take(at).values)
             return values.detach()[at] if values.shape[:1] == (len(lengths),) else values.detach()
 
         of, told = self._found.terms.items(), self._found.figures.items()
         return Value(part(self._found.loss), {k: part(v) for k, v in of}, {k: part(v) for k, v in told})
 
 
-def _by_column(seen: Given, micro: list[Array], made: list[torch.Tensor]) -> dict[str, Column]:
+def _by_column(seen: PreparedBatch, micro: list[Array], made: list[torch.Tensor]) -> dict[str, ColumnData]:
     """By scored column, what forward passes gave of each row's tokens."""
     order = np.concatenate(micro)
     split = [seen.split(rows, values.detach().cpu()) for rows, values in zip(micro, made, strict=True)]
     values = {c: torch.cat([part[c] for part in split]).numpy() for c in seen.lengths}
-    return {c: Column(v, offsets_of(seen.lengths[c][order])).take(np.argsort(order)) for c, v in values.items()}
+    return {c: ColumnData(v, offsets_of(seen.lengths[c][order])).take(np.argsort(order)) for c, v in values.items()}

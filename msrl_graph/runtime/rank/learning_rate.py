@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...cost.holdings import row_count
-from ...ir.attributes import Update
+from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ..functions.user_traceback import BadResult, blame
@@ -21,7 +21,7 @@ from ..process.task_report import RunError
 
 def rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> float:
     """The rate of an update's step-th step, from 1. RunError where a function gives none, or a state is none."""
-    said = Update.of(node)
+    said = UpdateAttributes.of(node)
     stated, warmup = said.rate, int(said.optimizer.options().get("warmup", 1))
     if stated.kind == "number":
         return float(stated.literal()) * min(1.0, step / warmup)

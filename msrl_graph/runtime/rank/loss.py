@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 from ...backends.spec import Outputs
-from ...ir.attributes import Update
+from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Column, Expr, Graph, Node
 from ...ir.sequences import sequences
 from ...ir.signatures import ROUNDING, Signature
 from ..data.columns import Array
 from ..functions.user_traceback import BadResult
 from ..functions.values import brief, called
-from .packing import Given, flat
+from .packing import PreparedBatch, flat
 
 # By the type of the weights, what rounding makes of a token's log-probability between two forward passes of the same
 # weights, in nats: other micro-batches, another layout. A float32 logit near 32 is exact to 2e-6, and layers add up to
@@ -35,7 +35,7 @@ OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": opera
 
 
 @dataclass(frozen=True)
-class Whole:
+class LossNormalizer:
     """The mini-batch that a micro-batch belongs to: the response tokens and the rows that count, over all ranks."""
 
     tokens: int
@@ -43,7 +43,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class LossInputs:
     """What loss terms are computed from, the rows of a micro-batch (or of the whole mini-batch) one after another.
 
     - `fills`: what a parameter of this name gets: `logp`, `entropy` and `values`, a number for each token of the one
@@ -86,14 +86,14 @@ def bound(term: Expr, signature: Signature, node: Node) -> dict[str, str]:
 
 def fills(node: Node) -> set[str]:
     """What the terms of an update want filled."""
-    return {f for _, signature in terms(Update.of(node).loss) for f in signature.fills}
+    return {f for _, signature in terms(UpdateAttributes.of(node).loss) for f in signature.fills}
 
 
 def columns(node: Node) -> tuple[set[str], set[str]]:
     """The columns and states that the loss needs of those that the node reads: for what they hold, and for the
     log-probabilities of the tokens that they hold."""
-    held, scored = _named(Update.of(node).loss), set[str]()
-    for term, signature in terms(Update.of(node).loss):
+    held, scored = _named(UpdateAttributes.of(node).loss), set[str]()
+    for term, signature in terms(UpdateAttributes.of(node).loss):
         for parameter, column in bound(term, signature, node).items():
             if parameter not in signature.scores:
                 (scored if parameter in signature.logps else held).add(column)
@@ -108,12 +108,12 @@ def beside(graph: Graph, node: Node) -> dict[str, Column]:
 def inputs(
     graph: Graph,
     node: Node,
-    seen: Given,
+    seen: PreparedBatch,
     rows: Array,
     made: Outputs,
     rng: np.random.Generator | None = None,
     rounding: float = ROUNDS["f32"],
-) -> Inputs:
+) -> LossInputs:
     """What the terms of an update are computed from, of what a forward pass over the rows at these positions made."""
     wants, target = fills(node), next(iter(seen.lengths))
     place = next(x.device for x in made if x is not None)
@@ -132,7 +132,7 @@ def inputs(
     filled = {name: getattr(made, name) for name in ("logp", "values", "entropy") if name in wants}
     values = {} if made.values is None else seen.split(rows, made.values)
     scores = {c: _last(values[c], lengths[c]) for c in node.scores}
-    return Inputs(filled | {"lengths": lengths[target]}, held, logps, scores, lengths, rng, rounding)
+    return LossInputs(filled | {"lengths": lengths[target]}, held, logps, scores, lengths, rng, rounding)
 
 
 def _last(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -153,22 +153,22 @@ def _named(expr: Expr) -> set[str]:
 
 def of_rows(node: Node) -> bool:
     """Whether the loss is one number a row, not one a token."""
-    return any(signature.rows for _, signature in terms(Update.of(node).loss))
+    return any(signature.rows for _, signature in terms(UpdateAttributes.of(node).loss))
 
 
 def of_mini_batch(node: Node) -> bool:
     """Whether a term of the loss needs all rows of the mini-batch at once."""
-    return any(signature.scope == "mini_batch" for _, signature in terms(Update.of(node).loss))
+    return any(signature.scope == "mini_batch" for _, signature in terms(UpdateAttributes.of(node).loss))
 
 
-def evaluate(node: Node, inputs: Inputs) -> Value:
+def evaluate(node: Node, inputs: LossInputs) -> Value:
     """The loss of the rows of a micro-batch, or of the mini-batch."""
     found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
-    return Value(_value(Update.of(node).loss, node, inputs, *found), *found)
+    return Value(_value(UpdateAttributes.of(node).loss, node, inputs, *found), *found)
 
 
 def _value(
-    expr: Expr, node: Node, inputs: Inputs, parts: dict[str, torch.Tensor], figures: dict[str, torch.Tensor]
+    expr: Expr, node: Node, inputs: LossInputs, parts: dict[str, torch.Tensor], figures: dict[str, torch.Tensor]
 ) -> Any:
     """The value of a part of the loss; terms go into `parts`. (A function within `evaluate` that calls itself would be
     a cycle, which holds what it sees, the graph behind `logp` too, until the garbage is collected.)"""
@@ -187,7 +187,7 @@ def _value(
     return OPERATORS[expr.kind](left, right)
 
 
-def _arguments(term: Expr, node: Node, inputs: Inputs) -> dict[str, Any]:
+def _arguments(term: Expr, node: Node, inputs: LossInputs) -> dict[str, Any]:
     _, signature = _term(term)
     binds = bound(term, signature, node)
     special = dict.fromkeys(signature.logps, inputs.logps) | dict.fromkeys(signature.scores, inputs.scores)
@@ -201,7 +201,7 @@ def _arguments(term: Expr, node: Node, inputs: Inputs) -> dict[str, Any]:
     return given
 
 
-def _fitting(part: Any, signature: Signature, inputs: Inputs) -> torch.Tensor:
+def _fitting(part: Any, signature: Signature, inputs: LossInputs) -> torch.Tensor:
     """What a term gave; BadResult where it is not a number a token, or a row: `reduce` alone knows the whole
     mini-batch."""
     lengths = inputs.fills["lengths"]
@@ -218,9 +218,9 @@ def _term(call: Expr) -> tuple[Callable[..., Any], Signature]:
     return called(call, "loss")
 
 
-def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, whole: Whole) -> torch.Tensor:
+def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, whole: LossNormalizer) -> torch.Tensor:
     """This micro-batch's part of the loss. `lengths` are the response tokens of each row."""
-    how = Update.of(node).reduce
+    how = UpdateAttributes.of(node).reduce
     kind = "rows" if of_rows(node) else str(how.value)
     if kind == "tokens":
         return value.sum() / max(whole.tokens, 1)

@@ -14,7 +14,7 @@ import msgspec
 
 from ...checks.scope import span
 from ...diagnostics import Diagnostic
-from ...ir.attributes import Update
+from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 
@@ -24,7 +24,10 @@ PATIENCE = 120.0  # seconds for all terms of a plan, the start of the process am
 def own_terms(plan: Plan) -> list[tuple[Node, Expr]]:
     """The calls of terms that stand in files, each with its update."""
     return [
-        (n, call) for n in plan.graph.verb("update") for call in Update.of(n).loss.calls() if ":" in str(call.value)
+        (n, call)
+        for n in plan.graph.verb("update")
+        for call in UpdateAttributes.of(n).loss.calls()
+        if ":" in str(call.value)
     ]
 
 

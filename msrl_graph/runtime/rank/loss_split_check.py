@@ -24,12 +24,12 @@ from ...ir.graph import Column as Declared
 from ...ir.graph import Expr, Graph, Node
 from ...ir.plan import Plan
 from ...ir.sequences import sequences
-from ..data.columns import DTYPES, Array, Column, offsets_of
+from ..data.columns import DTYPES, Array, ColumnData, offsets_of
 from ..functions.user_traceback import BadResult
 from . import loss
 from .joint_loss import FIELDS
 from .loss_dry_run import own_terms, untried
-from .packing import Given
+from .packing import PreparedBatch
 
 # Rows, and the most tokens of each: few, and so many that a small share of them is a token.
 SIZES = ((12, 6), (512, 64))
@@ -107,7 +107,7 @@ def per_row(graph: Graph, node: Node, seed: int) -> bool:
 
 def _made_up(
     graph: Graph, node: Node, draw: np.random.Generator, rows: int, most: int, negative: bool
-) -> tuple[Given, dict[str, dict[str, Column]]]:
+) -> tuple[PreparedBatch, dict[str, dict[str, ColumnData]]]:
     """Rows with what the terms of an update read, and what forward passes gave of them. Numbers are normal, or all
     negative, as log-probabilities are."""
 
@@ -119,35 +119,37 @@ def _made_up(
 
     lengths = {c: draw.integers(1, most + 1, rows) for c in sequences(graph, node).scored}
 
-    def column(declared: Declared) -> Column:
+    def column(declared: Declared) -> ColumnData:
         if not declared.dims:
-            return Column(numbers((rows,), declared.element))
+            return ColumnData(numbers((rows,), declared.element))
         first, *rest = declared.dims
         own = lengths[first.like] if first.like in lengths else np.full(rows, first.size or 1)
-        return Column(numbers((int(own.sum()), *(d.size for d in rest)), declared.element), offsets_of(own))
+        return ColumnData(numbers((int(own.sum()), *(d.size for d in rest)), declared.element), offsets_of(own))
 
     held = loss.columns(node)[0] - lengths.keys()
     columns = {c: column(graph.column(c)) for c in sorted(held - {*node.states})}
-    columns |= {s: Column(np.full(rows, 0.5, np.float32)) for s in sorted(held & {*node.states})}
+    columns |= {s: ColumnData(np.full(rows, 0.5, np.float32)) for s in sorted(held & {*node.states})}
     width = sum(int(np.prod([d.size for d in c.dims[1:]])) for c in loss.beside(graph, node).values())
     kinds = {"logp": ((), True), "values": ((), False), "entropy": ((), True), "given": ((width,), True)}
     made = {
         name: {
-            c: Column(numbers((int(n.sum()), *shape), below=below) * (-1 if name == "entropy" else 1), offsets_of(n))
+            c: ColumnData(
+                numbers((int(n.sum()), *shape), below=below) * (-1 if name == "entropy" else 1), offsets_of(n)
+            )
             for c, n in lengths.items()
         }
         for name, (shape, below) in kinds.items()
     }
-    return Given([], {}, {}, columns, lengths, np.zeros(rows, bool)), made
+    return PreparedBatch([], {}, {}, columns, lengths, np.zeros(rows, bool)), made
 
 
 def _numbers(
-    graph: Graph, node: Node, seen: Given, made: dict[str, dict[str, Column]], rows: Array
-) -> Iterator[Column]:
+    graph: Graph, node: Node, seen: PreparedBatch, made: dict[str, dict[str, ColumnData]], rows: Array
+) -> Iterator[ColumnData]:
     """The loss of each of these rows, and its slopes at what forward passes gave."""
     value, leaves = _evaluated(graph, node, seen, made, rows)
     lengths = next(iter(seen.lengths.values()))[rows]
-    yield Column(value.detach().numpy(), None if loss.of_rows(node) else offsets_of(lengths))
+    yield ColumnData(value.detach().numpy(), None if loss.of_rows(node) else offsets_of(lengths))
     if value.requires_grad:
         # Rows weigh differently, as under `reduce`: of a plain sum the slopes may be right where those of each row are
         # not.
@@ -155,11 +157,11 @@ def _numbers(
         slopes = torch.autograd.grad(value, [*leaves.values()], weight, materialize_grads=True)
         for slope in slopes:
             for c, part in seen.split(rows, slope).items():
-                yield Column(part.numpy(), offsets_of(seen.lengths[c][rows]))
+                yield ColumnData(part.numpy(), offsets_of(seen.lengths[c][rows]))
 
 
 def _evaluated(
-    graph: Graph, node: Node, seen: Given, made: dict[str, dict[str, Column]], rows: Array
+    graph: Graph, node: Node, seen: PreparedBatch, made: dict[str, dict[str, ColumnData]], rows: Array
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Evaluate the loss of some rows; return it with the outputs of forward passes that it can depend on."""
     leaves = {

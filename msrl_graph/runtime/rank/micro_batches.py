@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from ..data.columns import Array, Column, offsets_of
+from ..data.columns import Array, ColumnData, offsets_of
 
 
 class MicroBatches(Sequence[TensorDict]):
@@ -31,12 +31,12 @@ class MicroBatches(Sequence[TensorDict]):
 
 
 def pack(
-    contexts: Sequence[Column],
-    scored: Sequence[Column],
+    contexts: Sequence[ColumnData],
+    scored: Sequence[ColumnData],
     rows: Array,
-    masks: Sequence[Column | None] = (),
+    masks: Sequence[ColumnData | None] = (),
     after: bool = False,
-    begins: Sequence[Column | None] = (),
+    begins: Sequence[ColumnData | None] = (),
     **more: torch.Tensor | None,
 ) -> TensorDict:
     """The rows at positions `rows`: of each the context, then one of the scored columns, a sequence for each of these,
@@ -50,7 +50,7 @@ def pack(
     before = np.array([len(b) for b in begin], np.int64)
     pieces: list[Array] = []
     asked: list[tuple[Array, ...]] = []
-    none: list[Column | None] = [None] * len(scored)
+    none: list[ColumnData | None] = [None] * len(scored)
     for column, mask, starts in zip(scored, masks or none, begins or none, strict=True):
         row, first, sequence = _sequences(column, rows, starts)
         position = before[row] - (not after) + np.arange(len(row)) - first
@@ -73,7 +73,7 @@ def pack(
     return TensorDict(made | {name: tensor for name, tensor in more.items() if tensor is not None}, batch_size=[])
 
 
-def _sequences(column: Column, rows: Array, begins: Column | None) -> tuple[Array, Array, Array]:
+def _sequences(column: ColumnData, rows: Array, begins: ColumnData | None) -> tuple[Array, Array, Array]:
     """Of each token of some rows its row, by place, the token that its sequence begins with, and the number of that
     sequence: one for each row, or for each of its conversations."""
     lengths = column.lengths[rows]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..data.columns import Array, Column, offsets_of
+from ..data.columns import Array, ColumnData, offsets_of
 
 
 class Responses:
@@ -43,10 +43,10 @@ class Responses:
         found: Array = rows[fits]
         return found
 
-    def columns(self) -> tuple[Column, Column, Column]:
+    def columns(self) -> tuple[ColumnData, ColumnData, ColumnData]:
         """Tokens, log-probabilities, and the mask that is true where the policy wrote."""
         inside, offsets = np.arange(self.bound) < self.lengths[:, None], offsets_of(self.lengths)
         mask = self._written[inside]
         logps = self._logps[inside]
         logps[mask & ~np.isfinite(logps)] = -np.inf
-        return Column(self._ids[inside], offsets), Column(logps, offsets), Column(mask, offsets)
+        return ColumnData(self._ids[inside], offsets), ColumnData(logps, offsets), ColumnData(mask, offsets)

@@ -15,12 +15,12 @@ from ...ir import graph as ir
 from ...ir.graph import Graph, Node
 from ...ir.sequences import as_drawn, beginnings, heating, sequences
 from ..data import numerics
-from ..data.columns import DTYPES, Array, Column, offsets_of
+from ..data.columns import DTYPES, Array, ColumnData, offsets_of
 from ..dock.messages import Batch
 
 
 @dataclass(frozen=True)
-class Given:
+class PreparedBatch:
     """The rows of a batch as a model sees them.
 
     - `contexts` and `scored`: the token columns that stand before, and those whose tokens are scored; `columns`: what
@@ -31,13 +31,13 @@ class Given:
     - `begins`: of a scored column that holds several conversations at which tokens these begin.
     """
 
-    contexts: list[Column]
-    scored: dict[str, Column]
-    masks: dict[str, Column]
-    columns: dict[str, Column]
+    contexts: list[ColumnData]
+    scored: dict[str, ColumnData]
+    masks: dict[str, ColumnData]
+    columns: dict[str, ColumnData]
     lengths: dict[str, Array]
     strange: Array
-    begins: Mapping[str, Column] = field(default_factory=dict)
+    begins: Mapping[str, ColumnData] = field(default_factory=dict)
 
     @property
     def size(self) -> Array:
@@ -52,43 +52,43 @@ class Given:
         )
 
 
-def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> Given:
+def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> PreparedBatch:
     """What a node's model sees of a batch; `like` says of undeclared columns whose length they have."""
     read, declared = sequences(graph, node), {c.name: c for c in graph.columns}
     like = like | {name: column.dims[0].like for name, column in declared.items() if column.dims}
     # A group without rows has no columns either.
     columns = {c: _empty(declared[c]) for c in node.reads if c in declared}
     states = (*node.states, *map(as_drawn, heating(graph, node)))
-    columns |= {s: Column(np.zeros(0)) for s in states} | batch.columns
+    columns |= {s: ColumnData(np.zeros(0)) for s in states} | batch.columns
     names = [*read.context, *read.scored]
     tokens, strange = numerics.known_tokens([columns.pop(c) for c in names], vocabulary)
     found = dict(zip(names, tokens, strict=True))
     held = {c: columns.pop(name, None) for c, name in beginnings(graph, node).items()}
     begins = {c: column for c, column in held.items() if column is not None}  # a group without rows has none
-    masks: dict[str, Column] = {}
+    masks: dict[str, ColumnData] = {}
     for name in [c for c in columns if c in declared and declared[c].element == "bool" and like.get(c) in read.scored]:
         mask, other = columns.pop(name), masks.get(like[name])
         masks[like[name]] = mask if other is None else replace(mask, values=mask.values & other.values)
     columns = {name: kept(column, masks.get(like.get(name, ""))) for name, column in columns.items()}
     lengths = {c: kept(found[c], masks.get(c)).lengths for c in read.scored}
     contexts, scored = [found[c] for c in read.context], {c: found[c] for c in read.scored}
-    return Given(contexts, scored, masks, columns, lengths, strange, begins)
+    return PreparedBatch(contexts, scored, masks, columns, lengths, strange, begins)
 
 
-def _empty(column: ir.Column) -> Column:
+def _empty(column: ir.Column) -> ColumnData:
     values: Array = np.zeros((0, *(d.size for d in column.dims[1:])), DTYPES[column.element])
-    return Column(values, offsets_of(np.zeros(0, np.int64)) if column.dims or column.element == "text" else None)
+    return ColumnData(values, offsets_of(np.zeros(0, np.int64)) if column.dims or column.element == "text" else None)
 
 
-def kept(column: Column, mask: Column | None) -> Column:
+def kept(column: ColumnData, mask: ColumnData | None) -> ColumnData:
     """What a mask leaves of a column."""
     if mask is None:
         return column
     row = np.repeat(np.arange(len(column)), column.lengths)
-    return Column(column.values[mask.values], offsets_of(np.bincount(row[mask.values], minlength=len(column))))
+    return ColumnData(column.values[mask.values], offsets_of(np.bincount(row[mask.values], minlength=len(column))))
 
 
-def flat(column: Column, rows: Array, lengths: Array | None = None) -> torch.Tensor:
+def flat(column: ColumnData, rows: Array, lengths: Array | None = None) -> torch.Tensor:
     """A ragged column end to end, one value (or row of values) a token; of a scalar column the value of each row, given
     to each of its tokens where `lengths` says how many there are. Floats in float32, ids in int64."""
     some = column.take(rows)

@@ -16,11 +16,11 @@ import numpy as np
 
 from ... import noise
 from ...backends.spec import Generator, Response, Sampling
-from ...ir.attributes import Generate
+from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ..data.columns import Array
 from ..data.row_files import SAME, Recording
-from ..process.task import Cut, Task
+from ..process.task import CutPrompt, Task
 from ..process.task_report import RunError
 
 # What a prompt is to all ranks: of another group, not whole, not whole and waited for, whole.
@@ -28,7 +28,7 @@ ELSEWHERE, GROWS, AWAITED, WHOLE = range(4)
 
 
 @dataclass
-class Grown:
+class PartialResponse:
     """A response so far."""
 
     tokens: Array = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -43,7 +43,7 @@ class Grown:
         self.ended = drawn.ended
 
 
-class Rollout:
+class PartialRollout:
     """The prompts `rows` of an iteration that this rank's group has, `takes` of all of which the iteration takes.
     `version`: of the weights. `told` adds up what all groups say of each of the iteration's prompts."""
 
@@ -53,24 +53,26 @@ class Rollout:
         rows: Array,
         context: list[Array],
         sampling: Sampling,
-        said: Generate,
+        said: GenerateAttributes,
         takes: int,
         version: int,
         told: Callable[[Array], Array],
-        stream: noise.Stream,
+        stream: noise.RandomStream,
     ) -> None:
         self.task, self.rows, self.context, self.sampling = task, rows.tolist(), context, sampling
         self.takes, self.said, self.version, self.told = takes, said, version, told
         self.longest = int(sampling.max_tokens)
         self.stretch = said.stretch(self.longest)
-        self.grown: dict[int, list[Grown]] = {}
+        self.grown: dict[int, list[PartialResponse]] = {}
         self.keys: dict[int, Any] = {}
         for row in self.rows:
             iteration, number = self._began(row)
             of = np.arange(number * sampling.samples, (number + 1) * sampling.samples)
             self.keys[row] = stream.keys(iteration, of)
             known = task.cut[row].responses if row < len(task.cut) else ()
-            self.grown[row] = [Grown(*r) for r in known] or [Grown() for _ in range(sampling.samples)]
+            self.grown[row] = [PartialResponse(*r) for r in known] or [
+                PartialResponse() for _ in range(sampling.samples)
+            ]
 
     def run(self, generator: Generator) -> list[int]:
         """Draws; of this group's prompts those that the iteration takes."""
@@ -99,13 +101,13 @@ class Rollout:
         taken = [self.rows[place] for place in places]
         rows = (np.array(taken, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)
         found = recording.responses(*of, [self.context[place] for place in places], rows, fan)
-        grown = [Grown(*known) for known in zip(*found, strict=True)]
+        grown = [PartialResponse(*known) for known in zip(*found, strict=True)]
         for response in grown:
             response.ended = True
         self.grown |= {row: grown[i * fan : (i + 1) * fan] for i, row in enumerate(taken)}
         return taken
 
-    def cut(self, taken: list[int]) -> list[Cut]:
+    def cut(self, taken: list[int]) -> list[CutPrompt]:
         """What is not taken, as the next iteration goes on with it; what is overdue goes, unless it is waited for."""
         found = []
         for row in sorted({*self.rows} - {*taken}):
@@ -115,7 +117,7 @@ class Rollout:
             position = self.task.cut[row].position if old else self.task.position + row - len(self.task.cut)
             responses = tuple((g.tokens, g.logps, g.versions, g.ended) for g in self.grown[row])
             cuts = 1 + (self.task.cut[row].cuts if old else 0)
-            found.append(Cut(position, responses, cuts, *self._began(row)))
+            found.append(CutPrompt(position, responses, cuts, *self._began(row)))
         return found
 
     def _state(self) -> Array:

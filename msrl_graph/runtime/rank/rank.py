@@ -20,26 +20,26 @@ import numpy as np
 from torch import distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ...backends.devices import Device
+from ...backends.devices import TorchDevice
 from ...backends.spec import Shard
 from ...hardware import visibility_masks
 from ...ir.async_schedule import opening
-from ...ir.attributes import Update
+from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
-from ...ir.instruction import Instruction, Stream, Walker
+from ...ir.instruction import Instruction, InstructionStream, Walker
 from ...ir.plan import Plan, from_json
 from ...ir.plan_paths import here
 from ...ir.sequences import as_drawn, heating, latest
-from ..data.columns import Column, Piece
+from ..data.columns import ColumnData, ColumnRows
 from ..dock.client import Client
-from ..dock.messages import Batch, Way
+from ..dock.messages import Batch, DockAddress
 from ..dock.readers import readers
 from ..process import compute_setup, memory
 from ..process.cluster_join import speak
 from ..process.task import Task
-from ..process.task_report import Report, Unjoined
-from ..weights.reshard import Swap
-from ..weights.weight_publication import Published
+from ..process.task_report import RanksNotJoined, Report
+from ..weights.reshard import HostSwap
+from ..weights.weight_publication import WeightPublication
 from ..weights.weight_send import Sender
 from . import object_collectives
 from .engine_errors import telling
@@ -51,7 +51,7 @@ TOLD = ("RESHARD", "RUN")
 
 
 @dataclass(frozen=True)
-class Doing(Walker):
+class InstructionRunner(Walker):
     """What a rank does at the instructions of a task."""
 
     rank: Rank
@@ -73,7 +73,7 @@ class Doing(Walker):
             same = {s: task.states[s] for s in latest(graph, found) if s in task.states}
             same |= {as_drawn(s): task.draws[s] for s in heating(graph, found) if s in task.draws}
             for name, value in same.items():
-                batch.columns[name] = Column(np.full(len(batch.rows), value, np.float32))
+                batch.columns[name] = ColumnData(np.full(len(batch.rows), value, np.float32))
             parts = rank.compute(found, self.task, batch, told)
             while True:
                 with self.report.phase(node), telling(rank.plan, found, rank.rank, f"in {self.task.key}", batch.rows):
@@ -89,11 +89,11 @@ class Doing(Walker):
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         rank, edge = self.rank, self.rank.resharders[src, dst]
         number = self.task.number  # the version, unless the iteration is yet to come
-        if edge.name in self.task.fetches and not isinstance(edge, Published):
+        if edge.name in self.task.fetches and not isinstance(edge, WeightPublication):
             number = self.task.fetches[edge.name].version
         proof, worker = rank.proofs[src, dst], rank.plan.graph.node(src).worker
         generator = rank.generators.get(dst)  # none on a rank of a pool that sends: it has nothing to fill
-        if isinstance(edge, Published) and not self._due(edge, generator is not None):
+        if isinstance(edge, WeightPublication) and not self._due(edge, generator is not None):
             return
         shards: list[Shard] = []
 
@@ -107,11 +107,11 @@ class Doing(Walker):
                 if worker in rank.swaps:
                     rank.swaps[worker].wait()
             with self.report.phase("proof"):
-                proof.send(number, again=not isinstance(edge, Published))
+                proof.send(number, again=not isinstance(edge, WeightPublication))
                 if isinstance(edge, Sender):
                     proof.settle()
             with self.report.phase("reshard"):
-                if not isinstance(edge, Published):
+                if not isinstance(edge, WeightPublication):
                     edge.run(allocate)
                 elif generator:
                     number = self.task.fetches[edge.name].version
@@ -133,7 +133,7 @@ class Doing(Walker):
             self.report.more(f"reshard {step}", seconds)
         self.report.bytes[edge.name] = edge.moved
 
-    def _due(self, edge: Published, fetches: bool) -> bool:
+    def _due(self, edge: WeightPublication, fetches: bool) -> bool:
         """Whether this version is sent, and of whoever fetches, whether it does not have it already."""
         return self.task.fetches[edge.name].told > edge.fetched if fetches else edge.name in self.task.sends
 
@@ -149,7 +149,7 @@ class Doing(Walker):
             swap.wait()
         self.report.more("swap in copy", swap.taken())
 
-    def _swap(self, node: str) -> Swap:
+    def _swap(self, node: str) -> HostSwap:
         return self.rank.swaps[self.rank.plan.graph.node(node).worker]
 
     def again(self, pool: str, node: str, rounds: int) -> bool:
@@ -160,14 +160,16 @@ class Doing(Walker):
 class Rank(Training, Generation):
     """A rank of one of the pools of devices."""
 
-    doing: type[Doing] = Doing
+    doing: type[InstructionRunner] = InstructionRunner
 
     def __init__(self, plan: str, rank: int, threads: int, given: Mapping[str, Sequence[str]]) -> None:
         """`given`: by resource the devices that Ray has given this process, by their host's numbers."""
         compute_setup.prepare(threads)
         super().__init__(from_json(plan), rank)
         kind = self.plan.cluster.device.kind
-        self.device = Device(kind, visibility_masks.index(given.get(kind.resource, ()), os.environ.get(kind.visible)))
+        self.device = TorchDevice(
+            kind, visibility_masks.index(given.get(kind.resource, ()), os.environ.get(kind.visible))
+        )
 
     def address(self) -> tuple[str, int]:
         """Opens the meeting point of all ranks (called on rank 0): its host and a port that the system chose."""
@@ -175,7 +177,7 @@ class Rank(Training, Generation):
         self.store = compute_setup.meeting(host)
         return host, self.store.port
 
-    def start(self, address: tuple[str, int], way: Way) -> None:
+    def start(self, address: tuple[str, int], way: DockAddress) -> None:
         """Joins the other ranks and builds the engines."""
         plan = self.plan = here(self.plan, data=False)
         host = plan.cluster.host(self.rank)
@@ -194,7 +196,7 @@ class Rank(Training, Generation):
             )
         except RuntimeError as error:  # dist.DistError is one, and so is what gloo raises
             said = str(error).strip().splitlines()[0]
-            raise Unjoined(f"rank {self.rank} has not found the other ranks as it started: {said}") from error
+            raise RanksNotJoined(f"rank {self.rank} has not found the other ranks as it started: {said}") from error
         self.asking = ThreadPoolExecutor(1)
         self.asked: dict[str, Future[Batch]] = {}  # by node: the share that the dock was asked for beside what ran
         self.build()
@@ -210,7 +212,7 @@ class Rank(Training, Generation):
             i
             for stream in streams
             for i in part(self.plan, stream, task)
-            if i.op != "RUN" or Update.of(self.plan.graph.node(i.node)).due(task.number)
+            if i.op != "RUN" or UpdateAttributes.of(self.plan.graph.node(i.node)).due(task.number)
         ]
         runs = [i for i in instructions if i.op in ("RUN", "AGAIN")]
         # What comes after a round of prompts is not asked for ahead: another round may come first.
@@ -243,7 +245,7 @@ class Rank(Training, Generation):
         report.seconds["dock wait"], report.seconds["dock move"] = self.client.waited, self.client.moving
         return report
 
-    def compute(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, Piece]]:
+    def compute(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
         """What a node writes of a batch, in parts as they are ready."""
         match node.verb:
             case "generate":
@@ -280,7 +282,7 @@ class Rank(Training, Generation):
             self.asked[node.name] = self.asking.submit(self.client.take, node.name, task, group)
 
 
-def part(plan: Plan, stream: Stream, task: Task) -> Sequence[Instruction]:
+def part(plan: Plan, stream: InstructionStream, task: Task) -> Sequence[Instruction]:
     """What is asked for of a pool's stream."""
     first = opening(plan, stream) if task.part != "whole" else 0
     return stream.instructions[:first] if task.part == "opening" else stream.instructions[first:]

@@ -17,27 +17,27 @@ from tensordict import TensorDict
 from torch import distributed as dist
 
 from ... import algorithms, noise
-from ...backends.spec import Asked, Outputs
+from ...backends.spec import ForwardRequest, Outputs
 from ...cost import holdings
 from ...ir import graph as ir
-from ...ir.attributes import Update
+from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.sequences import heat, scores_texts, temperature, whole
 from ...ir.workload import micro_batches
 from ..data import numerics
-from ..data.columns import Array, Column, Piece, offsets_of
+from ..data.columns import Array, ColumnData, ColumnRows, offsets_of
 from ..data.tokens import tokenised
 from ..dock.messages import Batch
 from ..functions.user_traceback import blame
-from ..metrics.reward_variance import Means
+from ..metrics.reward_variance import ColumnMeans
 from ..process.task import Task
 from ..process.task_report import Report, RunError
 from . import joint_loss, loss
 from . import learning_rate as rates
 from .engines import Engines
 from .micro_batches import MicroBatches, pack
-from .packing import Given, flat, given
+from .packing import PreparedBatch, flat, given
 
 Sum = tuple[str, float, float]  # name, total, weight
 
@@ -47,10 +47,10 @@ class Training(Engines):
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
-        self.watch, self.means = numerics.Watch(plan), Means(plan)
+        self.watch, self.means = numerics.NumericsWatch(plan), ColumnMeans(plan)
         self.stepped = False  # whether weights have changed since the task began
 
-    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, Piece]:
+    def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, ColumnRows]:
         seen, written = self._given(node, task, batch), [self.plan.graph.column(c) for c in node.writes]
         best = max((c.dims[1].size for c in written if len(c.dims) > 1), default=0)
         micro = self._micro_batches(node, batch, seen)
@@ -68,7 +68,7 @@ class Training(Engines):
         for made in found.values():
             if made.values.dtype.kind == "f":  # what is wrong with a row goes on to whoever reads it
                 made.values[np.repeat(known, made.lengths)] = math.nan
-        return {name: Piece(rows, made) for name, made in found.items()}
+        return {name: ColumnRows(rows, made) for name, made in found.items()}
 
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> None:
         if not batch.share.round_units:
@@ -119,7 +119,7 @@ class Training(Engines):
                 known = self._look(node, task, report, numbers, _made(scored, seen, micro, outputs), as_drawn, known)
             lengths = next(iter(seen.lengths.values()))[order]
             each, offsets = ("row", None) if loss.of_rows(node) else ("token", offsets_of(lengths))
-            cost = Column(torch.cat([t.loss for t in every]).numpy(), offsets)
+            cost = ColumnData(torch.cat([t.loss for t in every]).numpy(), offsets)
             known = known | (joint is not None and joint.spoilt)  # a statistic of a wrong row is in the loss of all
             known = self.watch.finite(node, task, report, "loss", f"a {each}'s loss is {{}}", numbers, cost, known)
         sums, figures = [s for t in every for s in t.sums], [f for t in every for f in t.figures]
@@ -135,7 +135,7 @@ class Training(Engines):
         `sums` are of losses, all finite where nothing is wrong, `figures` of what terms tell beside."""
         step = self.steps.get(node.name, 0) + 1
         sound = not wrong and all(math.isfinite(value) for _, value, _ in sums)
-        said = Update.of(node)
+        said = UpdateAttributes.of(node)
         lr = rates.rate(self.plan, node, step, task.states)
         norm = self.trainers[node.worker].step(lr, said.clip_grad, sound, algorithms.optimizer(said.optimizer), node)
         taken = math.isfinite(norm)
@@ -159,7 +159,7 @@ class Training(Engines):
 
     # From rows to what is computed of them.
 
-    def _given(self, node: Node, task: Task, batch: Batch) -> Given:
+    def _given(self, node: Node, task: Task, batch: Batch) -> PreparedBatch:
         compared = self.watch.comparison
         like = {compared.column: compared.response} if compared else {}
         batch = replace(batch, columns=tokenised(self.plan, node, batch.columns))
@@ -168,7 +168,7 @@ class Training(Engines):
             self.watch.begun(node, task, batch.rows, np.sum([c.lengths for c in found.contexts], axis=0))
         return found
 
-    def _micro_batches(self, node: Node, batch: Batch, seen: Given) -> list[Array]:
+    def _micro_batches(self, node: Node, batch: Batch, seen: PreparedBatch) -> list[Array]:
         """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group
         makes, some empty."""
         placement = self.plan.placement(node.name)
@@ -179,11 +179,11 @@ class Training(Engines):
     def _passes(
         self,
         node: Node,
-        seen: Given,
+        seen: PreparedBatch,
         micro: list[Array],
         entropy: bool = False,
         best: int = 0,
-    ) -> tuple[MicroBatches, Asked]:
+    ) -> tuple[MicroBatches, ForwardRequest]:
         """Micro-batches as an engine takes them, with the ids whose log-probabilities terms want; and what is asked."""
         beside = loss.beside(self.plan.graph, node).values() if node.verb == "update" else ()
         after, stated = scores_texts(self.plan.graph, node), [temperature(self.plan.graph, c) for c in seen.scored]
@@ -200,9 +200,9 @@ class Training(Engines):
             return pack(seen.contexts, scored, rows, masks, after, begins, given=given, temperature=heat)
 
         heat = 1.0 if differ or not stated else float(stated[0].literal())
-        return MicroBatches(micro, make), Asked(heat, entropy, best, node)
+        return MicroBatches(micro, make), ForwardRequest(heat, entropy, best, node)
 
-    def _heat(self, seen: Given, target: str, rows: Array) -> Array:
+    def _heat(self, seen: PreparedBatch, target: str, rows: Array) -> Array:
         """The temperature that the tokens of a column were drawn at, of each row."""
         stated = temperature(self.plan.graph, target)
         if stated.kind == "number":
@@ -214,17 +214,17 @@ class Training(Engines):
         node: Node,
         task: Task,
         batch: Batch,
-        seen: Given,
+        seen: PreparedBatch,
         micro: list[Array],
         known: Array,
-        whole: loss.Whole,
+        whole: loss.LossNormalizer,
         passed: list[Outputs],
-    ) -> joint_loss.Joint:
+    ) -> joint_loss.JointMiniBatch:
         """The loss of the whole mini-batch, of what forward passes over its micro-batches gave."""
         placement = self.plan.placement(node.name)
         group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
         held = {c: seen.columns[c] for c in sorted(loss.columns(node)[0] & seen.columns.keys())}
-        joint = joint_loss.Joint(replace(seen, columns=held, strange=known), batch.rows, micro, passed, group)
+        joint = joint_loss.JointMiniBatch(replace(seen, columns=held, strange=known), batch.rows, micro, passed, group)
         rng = self._rng(node, task, batch.share.epoch, int(joint.numbers[0]))
         everyone = np.arange(len(joint.numbers))
         of = (self.plan.graph, node, joint.seen, everyone, joint.outputs, rng, self._rounding(node))
@@ -240,9 +240,9 @@ class Training(Engines):
     def _rng(self, node: Node, task: Task, epoch: int, first: int) -> np.random.Generator:
         """What terms of the whole mini-batch draw by, of which `first` is the first row: the rows of a mini-batch are
         the same on any layout, and so is what they draw."""
-        return noise.Stream(self.plan.deploy.run.seed, "loss", node.name).generator(task.number, epoch, first)
+        return noise.RandomStream(self.plan.deploy.run.seed, "loss", node.name).generator(task.number, epoch, first)
 
-    def _loss(self, node: Node, task: Task, inputs: loss.Inputs) -> loss.Value:
+    def _loss(self, node: Node, task: Task, inputs: loss.LossInputs) -> loss.Value:
         try:
             found = loss.evaluate(node, inputs)
         except Exception as error:
@@ -253,24 +253,26 @@ class Training(Engines):
             )
         return found
 
-    def _whole(self, node: Node, batch: Batch, seen: Given) -> loss.Whole:
+    def _whole(self, node: Node, batch: Batch, seen: PreparedBatch) -> loss.LossNormalizer:
         """Count the tokens and rows of the mini-batch that the loss is over, on all ranks."""
         target = next(iter(seen.scored))
         rows = batch.share.round_units
-        skips = Update.of(node).masked_rows == "skip"
+        skips = UpdateAttributes.of(node).masked_rows == "skip"
         if not skips and target not in seen.masks and self.plan.graph.column(target).element != "text":
-            return loss.Whole(batch.share.elements[target], rows)
+            return loss.LossNormalizer(batch.share.elements[target], rows)
         lengths = seen.lengths[target]
         counts = torch.tensor([int(lengths.sum()), int((lengths > 0).sum())])
         placement = self.plan.placement(node.name)
         if placement.layout.dp > 1:
             dist.all_reduce(counts, group=self._mesh(placement)["dp"].get_group())
         tokens, scored_rows = counts.tolist()
-        return loss.Whole(tokens, scored_rows if skips else rows)
+        return loss.LossNormalizer(tokens, scored_rows if skips else rows)
 
     # What is looked at.
 
-    def _as_drawn(self, node: Node, seen: Given, column: ir.Column, order: Array) -> numerics.Drawn | None:
+    def _as_drawn(
+        self, node: Node, seen: PreparedBatch, column: ir.Column, order: Array
+    ) -> numerics.SampledLogProbs | None:
         """The log-probabilities that those of a column's tokens, or a column of those, are to be compared with: none
         once a step has changed the weights."""
         compared = self.watch.comparison
@@ -278,7 +280,7 @@ class Training(Engines):
             return None
         if compared.response != _of(column, seen) or len(column.dims) != 1:
             return None
-        return numerics.Drawn(
+        return numerics.SampledLogProbs(
             seen.columns[compared.column].take(order), self._heat(seen, compared.response, order).astype(np.float64)
         )
 
@@ -288,8 +290,8 @@ class Training(Engines):
         task: Task,
         report: Report,
         rows: Array,
-        made: Column,
-        as_drawn: numerics.Drawn | None,
+        made: ColumnData,
+        as_drawn: numerics.SampledLogProbs | None,
         known: Array,
     ) -> Array:
         """The rows that are `known` to be wrong, or hold what is."""
@@ -322,12 +324,12 @@ def _told(made: Outputs, found: loss.Value, total: torch.Tensor) -> _Told:
     return _Told(outputs, found.loss.detach().cpu(), sums, figures)
 
 
-def _of(column: ir.Column, seen: Given) -> str:
+def _of(column: ir.Column, seen: PreparedBatch) -> str:
     """The scored column whose tokens a column has values of, itself perhaps; "" where it has one value a row."""
     return column.name if column.name in seen.scored else column.dims[0].like if column.dims else ""
 
 
-def _made(column: ir.Column, seen: Given, micro: list[Array], outputs: list[Outputs]) -> Column:
+def _made(column: ir.Column, seen: PreparedBatch, micro: list[Array], outputs: list[Outputs]) -> ColumnData:
     """What forward passes gave for a column that is written, or of the tokens of a column that is scored, in the order
     of the passes."""
     of = _of(column, seen)
@@ -343,10 +345,10 @@ def _made(column: ir.Column, seen: Given, micro: list[Array], outputs: list[Outp
         joined = np.ascontiguousarray(
             joined[:, :width].astype(np.int32) if column.element == "i32" else joined[:, :width]
         )
-    return Column(joined, offsets_of(seen.lengths[of][np.concatenate(micro)]) if of else None)
+    return ColumnData(joined, offsets_of(seen.lengths[of][np.concatenate(micro)]) if of else None)
 
 
-def _ids(column: ir.Column, seen: Given, rows: Array) -> torch.Tensor:
+def _ids(column: ir.Column, seen: PreparedBatch, rows: Array) -> torch.Tensor:
     """The ids that a column has of each token, [tokens, k]; of another column's tokens zeros."""
     ids = flat(seen.columns[column.name], rows).reshape(-1, math.prod(d.size for d in column.dims[1:]))
     counts = {c: int(n[rows].sum()) for c, n in seen.lengths.items()}

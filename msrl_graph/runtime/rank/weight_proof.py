@@ -22,8 +22,8 @@ from torch import distributed as dist
 
 from ... import noise
 from ...backends import ENGINES, hf_modules
-from ...backends.devices import Device
-from ...backends.spec import Asked, EngineSpec, Generator, Sampling, Shard, Trainer, collected
+from ...backends.devices import TorchDevice
+from ...backends.spec import EngineSpec, ForwardRequest, Generator, Sampling, Shard, Trainer, collected
 from ...cost import holdings
 from ...cost.holdings import PROBES as PROMPTS
 from ...ir.graph import Node
@@ -32,7 +32,7 @@ from ...ir.workload import micro_batches
 from ...sharding.layout import Side
 from ..data.columns import ragged
 from ..data.numerics import TOLERANCE
-from ..process.task_report import Undelivered
+from ..process.task_report import WeightsNotDelivered
 from ..weights.delivery_check import Delivery, boxes, unbound
 from ..weights.digest import WIDTH, Digest
 from .micro_batches import MicroBatches, pack
@@ -48,7 +48,7 @@ UNIT = 2.0**32  # log-probabilities go as whole numbers of its inverse
 VERSION, NEXT, PROBED, FACTS = range(4)  # what a word says after the digests: the last is how many these are
 
 
-class Proof:
+class WeightProof:
     """Of one resharding edge on one rank, the number `ends` of the two layouts (-1: of none). `team` is the group of
     the update's ranks. `word` is what they say: digests, the version, whether the next delivery has a probe, whether
     this one does, and of each of its prompts the likeliest next tokens and their log-probabilities."""
@@ -57,7 +57,7 @@ class Proof:
         self,
         plan: Plan,
         edge: Reshard,
-        device: Device,
+        device: TorchDevice,
         sides: tuple[Side, Side],
         ends: tuple[int, int],
         team: Any,
@@ -143,7 +143,7 @@ class Proof:
         rows = np.array_split(np.arange(PROMPTS), micro_batches(PROMPTS, PROMPTS, self.source.layout))
         made = trainer.score(
             MicroBatches(rows, lambda some: pack([prompts], [nothing], some)),
-            Asked(best=self.best, node=self.plan.graph.node(self.edge.src)),
+            ForwardRequest(best=self.best, node=self.plan.graph.node(self.edge.src)),
         )
         if not tells or any(m.best is None or m.ids is None for m in made):
             return
@@ -163,7 +163,7 @@ class Proof:
         if self.trainer is None:
             self.word.fill_(-1)  # so that a word that does not come is seen
         if wrong := unbound(declared, shards):
-            raise Undelivered(f"{self._where()}: its engine has {wrong}")
+            raise WeightsNotDelivered(f"{self._where()}: its engine has {wrong}")
 
     def packed(self, shards: Sequence[Shard]) -> None:
         """Looks at what the engine brings into another form when it is told that all is there."""
@@ -180,10 +180,12 @@ class Proof:
             said = int(facts[VERSION])
             if said != version:
                 other = f"version {said}" if said >= 0 else "nothing"
-                raise Undelivered(f"{self._where()}: it was to get version {version} of the weights, and got {other}")
+                raise WeightsNotDelivered(
+                    f"{self._where()}: it was to get version {version} of the weights, and got {other}"
+                )
             self.held |= self.delivery.held([s for s in shards if s.name not in self.held])
             if wrong := self.delivery.other(self.held, sent):
-                raise Undelivered(f"{self._where()}: {self._differs(version, wrong)}")
+                raise WeightsNotDelivered(f"{self._where()}: {self._differs(version, wrong)}")
             self.before, self.unprobed = (version, sent), bool(facts[PROBED])
 
     def _differs(self, version: int, wrong: Sequence[str]) -> str:
@@ -215,7 +217,7 @@ class Proof:
                     if alike or not self._draws_likeliest():  # of more tokens that are as likely the trainer told some
                         continue
                     what = f"it draws the token {token[0]}, none of the trainer's {self.best} likeliest"
-                    raise Undelivered(f"{self._where()}: {self._computes(prompt, what)}")
+                    raise WeightsNotDelivered(f"{self._where()}: {self._computes(prompt, what)}")
                 off.append(abs(float(logp[0]) - logps[prompt, place[0]] / UNIT))
         if not self.answered:
             self.answered = True
@@ -225,7 +227,7 @@ class Proof:
                 f"the likeliest token's log-probability is off by {np.mean(off):.3g} nats on average over {len(off)} "
                 f"prompts, where rounding makes at most {self.tolerance:g}"
             )
-            raise Undelivered(f"{self._where()}: {self._computes(-1, what)}")
+            raise WeightsNotDelivered(f"{self._where()}: {self._computes(-1, what)}")
 
     def _computes(self, prompt: int, what: str) -> str:
         version = int(self._facts()[VERSION])
@@ -243,7 +245,7 @@ class Proof:
         """The same on all ranks at all times, so that what an engine has kept of them from older weights would show; as
         long as it takes to be kept, where bounds let them."""
         length = holdings.probe_tokens(self.plan, ENGINES, self.edge.src, self.edge.dst)
-        stream = noise.Stream(self.plan.deploy.run.seed, "probe", self.edge.name)
+        stream = noise.RandomStream(self.plan.deploy.run.seed, "probe", self.edge.name)
         keys = stream.keys(np.arange(PROMPTS)[:, None], np.arange(length))
         return [*(keys % np.uint64(self.model.vocabulary)).astype(np.int32)]
 
@@ -286,4 +288,4 @@ def complete(
     """Ends the run where an engine that was built does not have the tensors that its layout declares."""
     if wrong := unbound(boxes(tensors, side, rank), found):
         what = f"`{node.name}` ({node.span.place}), engine {placement.engine.name}"
-        raise Undelivered(f"{what}, has on rank {rank} of its layout {wrong}")
+        raise WeightsNotDelivered(f"{what}, has on rank {rank} of its layout {wrong}")

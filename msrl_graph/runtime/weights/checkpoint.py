@@ -43,21 +43,21 @@ _COPY = "metrics.jsonl.gz"
 
 
 @dataclass(frozen=True)
-class Piece:
+class CheckpointPiece:
     name: str  # WORKER/KIND/TENSOR: `weights`, and what the optimizer keeps
     box: Box
 
 
 @dataclass(frozen=True)
-class File:
+class CheckpointFile:
     name: str
     bytes: int
     sha256: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[CheckpointPiece, ...]
 
 
 @dataclass(frozen=True)
-class Host:
+class CheckpointHost:
     """Who wrote which files, on a disk of its own: its address, and Ray's name of it."""
 
     address: str
@@ -77,13 +77,13 @@ class Manifest:
     lines: int
     steps: dict[str, int]
     program: dict[str, Any]
-    files: tuple[File, ...]
+    files: tuple[CheckpointFile, ...]
     position: int = -1
-    hosts: tuple[Host, ...] = ()
+    hosts: tuple[CheckpointHost, ...] = ()
     inputs: dict[str, Any] = field(default_factory=dict)
 
 
-class Unsound(Exception):
+class CorruptCheckpoint(Exception):
     """What is wrong with a checkpoint."""
 
 
@@ -101,26 +101,28 @@ def taken(steps: Mapping[str, int]) -> dict[str, str]:
 # Writing
 
 
-def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], says: Mapping[str, str]) -> File:
+def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], says: Mapping[str, str]) -> CheckpointFile:
     """One file of a checkpoint, on the disk when this returns. OSError where that fails."""
     held = {f"{prefix}/{s.name}": s for prefix, s in pieces if elements(s.box)}
     tensor_files.tensors(folder / name, {key: s.tensor.detach().contiguous() for key, s in held.items()}, says)
-    return written(folder / name, tuple(Piece(key, s.box) for key, s in held.items()))
+    return written(folder / name, tuple(CheckpointPiece(key, s.box) for key, s in held.items()))
 
 
-def write_arrays(folder: Path, name: str, arrays: Mapping[str, NDArray[Any]], says: Mapping[str, str]) -> File:
+def write_arrays(
+    folder: Path, name: str, arrays: Mapping[str, NDArray[Any]], says: Mapping[str, str]
+) -> CheckpointFile:
     """A file of arrays that every rank may read whole, on the disk when this returns. OSError where that fails."""
     tensor_files.arrays(folder / name, arrays, says)
     return written(folder / name, ())
 
 
-def written(path: Path, pieces: tuple[Piece, ...]) -> File:
+def written(path: Path, pieces: tuple[CheckpointPiece, ...]) -> CheckpointFile:
     """What a manifest says of a file, which is on the disk when this returns."""
     to_disk(path)
-    return File(path.name, path.stat().st_size, _digest(path), pieces)
+    return CheckpointFile(path.name, path.stat().st_size, _digest(path), pieces)
 
 
-def write_metrics(folder: Path, copy: bytes, says: Mapping[str, str]) -> File:
+def write_metrics(folder: Path, copy: bytes, says: Mapping[str, str]) -> CheckpointFile:
     """The lines of metrics.jsonl that belong to a checkpoint, as a gzip file's bytes."""
     import numpy as np
 
@@ -229,28 +231,34 @@ def manifest_of(path: Path) -> Manifest:
         manifest = msgspec.json.decode(content, type=Manifest)
         if manifest.format_version not in (FORMAT, PARTED):
             known = f"{FORMAT} and {PARTED}"
-            raise Unsound(f"its {MANIFEST} is of format {manifest.format_version}, this version reads {known}")
+            raise CorruptCheckpoint(
+                f"its {MANIFEST} is of format {manifest.format_version}, this version reads {known}"
+            )
         name = DIGEST
         if (path / name).read_bytes() != _sum(content):
-            raise Unsound(
+            raise CorruptCheckpoint(
                 f"its {MANIFEST} or its {DIGEST} was changed after it was written: one is not the SHA-256 of the other"
             )
     except OSError as error:
-        raise Unsound(f"its {name} cannot be read: {error.strerror}") from None
+        raise CorruptCheckpoint(f"its {name} cannot be read: {error.strerror}") from None
     except (
         msgspec.MsgspecError,
         UnicodeDecodeError,
         RecursionError,
     ) as error:  # no JSON of ours, no text, or brackets without end
-        raise Unsound(f"its {MANIFEST} is damaged: {error}") from None
+        raise CorruptCheckpoint(f"its {MANIFEST} is damaged: {error}") from None
     if outside := [f.name for f in manifest.files if "/" in f.name or not f.name.strip(".")]:
-        raise Unsound(f"its {MANIFEST} cannot be right: `{outside[0]}` is not the name of a file in its folder")
+        raise CorruptCheckpoint(
+            f"its {MANIFEST} cannot be right: `{outside[0]}` is not the name of a file in its folder"
+        )
     counts = {"iteration": manifest.iteration, "lines": manifest.lines, "position": manifest.position + 1}
     counts |= {f"steps of {name}": count for name, count in manifest.steps.items()}
     if below := next((what for what, count in counts.items() if count < 0), ""):
-        raise Unsound(f"its {MANIFEST} cannot be right: {below} is below zero")
+        raise CorruptCheckpoint(f"its {MANIFEST} cannot be right: {below} is below zero")
     if is_named(path.name) and path.name != named(manifest.iteration):
-        raise Unsound(f"its folder is called {path.name}, and its {MANIFEST} is of {manifest.iteration} iterations")
+        raise CorruptCheckpoint(
+            f"its folder is called {path.name}, and its {MANIFEST} is of {manifest.iteration} iterations"
+        )
     return manifest
 
 
@@ -263,14 +271,16 @@ def sound(path: Path) -> Manifest:
         if manifest.hosts and not there.is_file():
             continue
         if wrong := amiss(there, file):
-            raise Unsound(f"its file {file.name} {wrong}")
+            raise CorruptCheckpoint(f"its file {file.name} {wrong}")
         for what, value in _says(there).items():
             if value != true.get(what):
-                raise Unsound(f"its {MANIFEST} says {what} {true.get(what)}, and its file {file.name} {value}")
+                raise CorruptCheckpoint(
+                    f"its {MANIFEST} says {what} {true.get(what)}, and its file {file.name} {value}"
+                )
     return manifest
 
 
-def amiss(path: Path, file: File) -> str:
+def amiss(path: Path, file: CheckpointFile) -> str:
     """What is wrong with a file of a checkpoint, for a sentence; "" where it is as it was written."""
     if not path.is_file():
         return "is missing"
@@ -287,7 +297,7 @@ def _says(path: Path) -> dict[str, str]:
         with safe_open(path, framework="np") as file:
             return file.metadata() or {}
     except SafetensorError as error:
-        raise Unsound(f"its file {path.name} holds no tensors: {error}") from None
+        raise CorruptCheckpoint(f"its file {path.name} holds no tensors: {error}") from None
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
@@ -304,9 +314,9 @@ def metrics_copy(path: Path, manifest: Manifest) -> bytes | None:
     try:
         lines = zlib.decompress(read_arrays(path / METRICS)[_COPY].tobytes(), wbits=31)
     except (KeyError, zlib.error, OSError) as error:
-        raise Unsound(f"its file {METRICS} cannot be read: {error}") from None
+        raise CorruptCheckpoint(f"its file {METRICS} cannot be read: {error}") from None
     if (count := lines.count(b"\n")) != manifest.lines:
-        raise Unsound(f"its file {METRICS} holds {count} lines of {manifest.lines}")
+        raise CorruptCheckpoint(f"its file {METRICS} holds {count} lines of {manifest.lines}")
     return lines
 
 
@@ -315,12 +325,12 @@ def newest(run: Path) -> tuple[Path, Manifest] | None:
     for path in reversed(found(run)):
         try:
             return path, sound(path)
-        except Unsound:
+        except CorruptCheckpoint:
             continue
     return None
 
 
-class Source:
+class CheckpointSource:
     """The tensors of a checkpoint, by box."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
@@ -348,7 +358,7 @@ class Source:
         from safetensors import safe_open
 
         if name not in self.pieces:
-            raise Unsound(f"it holds no {name}")
+            raise CorruptCheckpoint(f"it holds no {name}")
         with safe_open(self.path / self.pieces[name][0][0], framework="pt") as tensors:
             found: torch.dtype = tensors.get_slice(name)[:0].dtype
         return found
@@ -369,5 +379,5 @@ class Source:
             out[slices(within(common, box))] = piece
             missing -= elements(common)
         if missing:
-            raise Unsound(f"it holds {elements(box) - missing} of {elements(box)} elements of {name}")
+            raise CorruptCheckpoint(f"it holds {elements(box) - missing} of {elements(box)} elements of {name}")
         return out

@@ -15,7 +15,7 @@ from typing import ParamSpec
 
 from ...files import private, urls
 from . import checkpoint
-from .checkpoint import File
+from .checkpoint import CheckpointFile
 
 P = ParamSpec("P")
 PIECE = 16 << 20  # bytes of a file that go from host to host at once
@@ -73,7 +73,7 @@ def send(folder: str, url: str, names: Sequence[str]) -> None:
     urls.send(Path(folder), url, names)
 
 
-def amiss(folder: str, files: Sequence[File]) -> dict[str, str]:
+def amiss(folder: str, files: Sequence[CheckpointFile]) -> dict[str, str]:
     """What is wrong with each of the files here."""
     found = {}
     for file in files:
@@ -84,7 +84,7 @@ def amiss(folder: str, files: Sequence[File]) -> dict[str, str]:
     return found
 
 
-def listed(folder: str) -> list[File]:
+def listed(folder: str) -> list[CheckpointFile]:
     """The files of a folder that is no checkpoint."""
     files = [p for p in Path(folder).rglob("*") if p.is_file()]
     return [replace(checkpoint.written(p, ()), name=str(p.relative_to(folder))) for p in files]
@@ -107,7 +107,7 @@ def take(folder: str, name: str, offset: int, content: bytes) -> None:
 
 
 @_said
-def whole(folder: str, file: File) -> None:
+def whole(folder: str, file: CheckpointFile) -> None:
     """Gives a file its name when all of it has come."""
     path = _partial(folder, file.name)
     if wrong := checkpoint.amiss(path, file):

@@ -20,7 +20,7 @@ from ...sharding.layout import Box, Side, Tensor, elements, nameless, overlap, s
 from .digest import Digest, Odd
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """What this rank sums up of a tensor: a box, where it is in what the rank holds (None: that is all of it), with the
     numbers of its positions, and the place of the list that it is for."""
 
@@ -39,8 +39,8 @@ class Delivery:
     def __init__(self, tensors: Sequence[Tensor], sides: tuple[Side, Side], ends: tuple[int, int], of: Digest) -> None:
         source, target = sides
         self.digest, self.size = of, 0
-        self.parts: list[Part] = []  # of the update
-        self.declared: dict[str, Part] = {}  # by tensor, what this rank generates with
+        self.parts: list[TensorSlice] = []  # of the update
+        self.declared: dict[str, TensorSlice] = {}  # by tensor, what this rank generates with
         # By kind of tensor, who holds which box of the update, and the different boxes of the generation.
         known: dict[Hashable, tuple[dict[Box, tuple[int, ...]], list[Box]]] = {}
         busy: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # elements that each of some holders sums up: a heap
@@ -64,9 +64,9 @@ class Delivery:
         self.own = sorted(self.declared.values(), key=lambda part: part.box)
         self._places = torch.tensor([part.place for part in self.parts], dtype=torch.int64)
 
-    def _part(self, tensor: Tensor, box: Box, of: Box, place: int) -> Part:
+    def _part(self, tensor: Tensor, box: Box, of: Box, place: int) -> TensorSlice:
         inside = None if box == of else slices(within(box, of))
-        return Part(tensor.name, box, inside, self.digest.at(box), place)
+        return TensorSlice(tensor.name, box, inside, self.digest.at(box), place)
 
     def sent(self, shards: Iterable[Shard]) -> torch.Tensor:
         """Of what the generation is to hold, by place, what this rank of the update has to add."""
@@ -79,7 +79,7 @@ class Delivery:
         parts = [part for part in self.own if part.name in names]
         return dict(zip([part.name for part in parts], self._digests(shards, parts).tolist(), strict=True))
 
-    def _digests(self, shards: Iterable[Shard], parts: Sequence[Part]) -> torch.Tensor:
+    def _digests(self, shards: Iterable[Shard], parts: Sequence[TensorSlice]) -> torch.Tensor:
         held, found = {s.name: s.tensor for s in shards}, []
         if not parts:
             return torch.zeros(0, dtype=torch.int64)

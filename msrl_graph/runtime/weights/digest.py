@@ -18,7 +18,7 @@ from ... import noise
 from ...sharding.layout import Box
 from ..process.memory import unmeasured
 
-_STREAM = noise.Stream(0, "digest")
+_STREAM = noise.RandomStream(0, "digest")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 WIDTH = 8  # bytes of an element while it is summed
 Odd = list[torch.Tensor]  # the numbers of a stretch of indices, by dim

@@ -16,7 +16,7 @@ from ...backends import hf_modules
 from ...model.architecture import Model
 from ...sharding.layout import full
 from . import tensor_files
-from .checkpoint import Source
+from .checkpoint import CheckpointSource
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def read_weights(source: Source, worker: str, model: Model) -> dict[str, torch.Tensor]:
+def read_weights(source: CheckpointSource, worker: str, model: Model) -> dict[str, torch.Tensor]:
     """Read the whole tensors of a worker from a checkpoint, in the type in which they were saved. Raises Unsound."""
     names = {tensor.name: f"{worker}/weights/{tensor.name}" for tensor in model.tensors}
     return {

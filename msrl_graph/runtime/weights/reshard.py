@@ -14,20 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ...backends import devices
-from ...backends.host_offload import Away
+from ...backends.host_offload import HostOffload
 from ...backends.spec import Shard
 from ...ir.plan import Reshard
 from ...model.architecture import Model
 from ...sharding.layout import Side, Tensor
-from .transfer_routes import Block, Load, Route
+from .transfer_routes import Block, RouteLoad, TransferRoute
 
 
-class Swap:
+class HostSwap:
     """The update weights of a rank, on the device or in host buffers, which are there only as long as they are not."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
-        self.away = Away(devices.of(shards[0].tensor), [s.tensor for s in shards])
+        self.away = HostOffload(devices.of(shards[0].tensor), [s.tensor for s in shards])
         self._seconds = 0.0  # that copies in took, beside whatever ran, since they were last asked for
         self._thread: threading.Thread | None = None
 
@@ -75,14 +75,20 @@ class Resharder:
     """One resharding edge on one rank; `blocks` are the neighbours that gather or exchange among themselves, by way."""
 
     def __init__(
-        self, plan: Reshard, model: Model, rank: int, sides: tuple[Side, Side], blocks: Mapping[str, Block], swap: Swap
+        self,
+        plan: Reshard,
+        model: Model,
+        rank: int,
+        sides: tuple[Side, Side],
+        blocks: Mapping[str, Block],
+        swap: HostSwap,
     ) -> None:
         self.name, self.plan, self.swap = plan.name, plan, swap
         tensors: dict[str, list[Tensor]] = {way.of: [] for way in plan.ways}
         for tensor in model.tensors:
             tensors[plan.way(tensor).of].append(tensor)
-        routes = [Route(way, tensors[way.of], blocks[way.of], rank, sides) for way in plan.ways]
-        self.loads: list[list[Load]] = []  # by bucket, of each way
+        routes = [TransferRoute(way, tensors[way.of], blocks[way.of], rank, sides) for way in plan.ways]
+        self.loads: list[list[RouteLoad]] = []  # by bucket, of each way
         for bucket in plan.buckets:
             self.loads.append([])
             for route in routes:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from ...ir.plan import Way
+from ...ir.plan import ReshardRoute
 from ...sharding.layout import Box, Side, Tensor, elements, overlap, shard, slices, within
 from ...sharding.redistribute import gatherers
 
@@ -33,7 +33,7 @@ class Block(NamedTuple):
     group: Any = None
 
 
-def blocks(ways: Sequence[Way], source: Side, per_host: int, rank: int) -> dict[str, Block]:
+def blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank: int) -> dict[str, Block]:
     """Those that a rank of all is of, by way; a collective of all ranks, since it makes process groups."""
     found: dict[str, Block] = {}
     made: dict[tuple[int, ...], Any] = {}
@@ -47,7 +47,7 @@ def blocks(ways: Sequence[Way], source: Side, per_host: int, rank: int) -> dict[
     return found
 
 
-class Move(NamedTuple):
+class Transfer(NamedTuple):
     """A box of a tensor on its way from one neighbour to another, by their numbers in the block."""
 
     giver: int
@@ -56,7 +56,7 @@ class Move(NamedTuple):
     box: Box
 
 
-class Laid(NamedTuple):
+class Pack(NamedTuple):
     """What this rank gives: where it is in what the rank holds of a tensor, and where in the buffer."""
 
     name: str
@@ -64,7 +64,7 @@ class Laid(NamedTuple):
     place: slice
 
 
-class Taken(NamedTuple):
+class Receive(NamedTuple):
     """A box, of some `shape`, that a neighbour gives: where it is in the buffer, which part of it this rank wants, and
     where in its generation box that is."""
 
@@ -75,7 +75,7 @@ class Taken(NamedTuple):
     inside: Index
 
 
-class Own(NamedTuple):
+class LocalCopy(NamedTuple):
     """What this rank has itself: where in its update box, and where in its generation box."""
 
     name: str
@@ -84,7 +84,7 @@ class Own(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Load:
+class RouteLoad:
     """What a way brings this rank, the `index`-th of a group, of one bucket, by the elements of a `stretch` of the
     temporary buffer. `gathered`: how many each neighbour puts there, in an all-gather; `sent` and `received`: how many
     go to each and come from each, in an all-to-all."""
@@ -95,9 +95,9 @@ class Load:
     gathered: list[int] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
-    laid: list[Laid] = field(default_factory=list)
-    taken: list[Taken] = field(default_factory=list)
-    own: list[Own] = field(default_factory=list)
+    laid: list[Pack] = field(default_factory=list)
+    taken: list[Receive] = field(default_factory=list)
+    own: list[LocalCopy] = field(default_factory=list)
 
     @property
     def moved(self) -> int:
@@ -134,13 +134,13 @@ class Load:
             goal[name][target].copy_(source[name][inside])
 
 
-class Route:
+class TransferRoute:
     """One way on one rank. `boxes` are those that the rank holds of the update's weights, and `target` those that it
     generates with, by name."""
 
     def __init__(
         self,
-        way: Way,
+        way: ReshardRoute,
         tensors: Sequence[Tensor],
         block: Block,
         rank: int,
@@ -153,7 +153,7 @@ class Route:
         self.target = {t.name: shard(t, target, rank) for t in tensors}
         # By tensor, which neighbour puts in which box; of what each has already all that it wants, nobody does.
         self.given: dict[str, list[tuple[int, Box]]] = {}
-        self.moves: dict[str, list[Move]] = {}
+        self.moves: dict[str, list[Transfer]] = {}
         amounts = [0] * len(self.ranks)  # that neighbours give
         for turn, tensor in enumerate(tensors):
             holders: dict[Box, list[int]] = {}
@@ -168,13 +168,13 @@ class Route:
                     self.given.setdefault(tensor.name, []).append((giver, box))
                 continue
             self.moves[tensor.name] = [
-                Move(taker if taker in owners else owners[(turn + taker) % len(owners)], taker, tensor.name, common)
+                Transfer(taker if taker in owners else owners[(turn + taker) % len(owners)], taker, tensor.name, common)
                 for taker, want in enumerate(wants)
                 for box, owners in holders.items()
                 if (common := overlap(want, box)) is not None
             ]
 
-    def load(self, bucket: Iterable[str], start: int) -> Load:
+    def load(self, bucket: Iterable[str], start: int) -> RouteLoad:
         """What it brings of some tensors, from an element of the buffer on."""
         names = list(bucket)
         given = [(n, *pair) for n in names for pair in self.given.get(n, ())]
@@ -183,49 +183,51 @@ class Route:
         # An all-gather's way exchanges nothing: what is no part of it, each rank has.
         load = self._gathered(given, start) if given else self._exchanged(across, start)
         for _, _, name, box in (m for m in moves if m.giver == m.taker == self.index):
-            load.own.append(Own(name, slices(within(box, self.boxes[name])), slices(within(box, self.target[name]))))
+            load.own.append(
+                LocalCopy(name, slices(within(box, self.boxes[name])), slices(within(box, self.target[name])))
+            )
         return load
 
-    def _gathered(self, given: list[tuple[str, int, Box]], start: int) -> Load:
+    def _gathered(self, given: list[tuple[str, int, Box]], start: int) -> RouteLoad:
         counts = [0] * len(self.ranks)
         for _, index, box in given:
             counts[index] += elements(box)
         most = max(counts)
         if most * len(counts) <= PADDING * sum(counts):
             counts = [most] * len(counts)
-        load = Load(self.group, self.index, slice(start, start + sum(counts)), gathered=counts)
+        load = RouteLoad(self.group, self.index, slice(start, start + sum(counts)), gathered=counts)
         at = list(accumulate(counts[:-1], initial=start))
         for name, index, box in given:
             place, wanted = slice(at[index], at[index] + elements(box)), self.target[name]
             at[index] = place.stop
             # In place: a rank's own part is laid down where the gather would put it, so that no more is taken.
             if index == self.index:
-                load.laid.append(Laid(name, slices(within(box, box)), place))
+                load.laid.append(Pack(name, slices(within(box, box)), place))
             if (common := overlap(box, wanted)) is not None:
                 part, inside = slices(within(common, box)), slices(within(common, wanted))
-                load.taken.append(Taken(name, place, _shape(box), part, inside))
+                load.taken.append(Receive(name, place, _shape(box), part, inside))
         return load
 
-    def _exchanged(self, moves: list[Move], start: int) -> Load:
+    def _exchanged(self, moves: list[Transfer], start: int) -> RouteLoad:
         out, into = [0] * len(self.ranks), [0] * len(self.ranks)
         for giver, taker, _, box in moves:
             out[taker] += elements(box) * (giver == self.index)
             into[giver] += elements(box) * (taker == self.index)
         if not moves:
-            return Load(self.group, self.index, slice(start, start))
+            return RouteLoad(self.group, self.index, slice(start, start))
         middle = start + sum(out)
-        load = Load(self.group, self.index, slice(start, middle + sum(into)), sent=out, received=into)
+        load = RouteLoad(self.group, self.index, slice(start, middle + sum(into)), sent=out, received=into)
         leaving, arriving = list(accumulate(out[:-1], initial=start)), list(accumulate(into[:-1], initial=middle))
         for giver, taker, name, box in moves:
             if giver == self.index:
                 place = slice(leaving[taker], leaving[taker] + elements(box))
                 leaving[taker] = place.stop
-                load.laid.append(Laid(name, slices(within(box, self.boxes[name])), place))
+                load.laid.append(Pack(name, slices(within(box, self.boxes[name])), place))
             if taker == self.index:
                 place = slice(arriving[giver], arriving[giver] + elements(box))
                 arriving[giver] = place.stop
                 inside = slices(within(box, self.target[name]))
-                load.taken.append(Taken(name, place, _shape(box), slices(within(box, box)), inside))
+                load.taken.append(Receive(name, place, _shape(box), slices(within(box, box)), inside))
         return load
 
 

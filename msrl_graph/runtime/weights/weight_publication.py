@@ -22,7 +22,7 @@ from .weight_send import Sender
 LOOK = timedelta(seconds=1)  # how long a request is waited for at a time
 
 
-class Published(Sender):
+class WeightPublication(Sender):
     """One edge on one rank, `of` what a Sender is made of. Requests go through the ranks' `store`; nothing waits longer
     than `deadline` seconds."""
 
