@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from msrl_graph.data import datafile
 from msrl_graph.diagnostics import Fault
-from msrl_graph.ir.graph import Column, Dim, Graph, Node, Worker
+from msrl_graph.ir.graph import Column, Dimension, Graph, Node, Worker
 from msrl_graph.ir.options import Run
 from msrl_graph.ir.plan import DataSource, Deployment, Plan
 from msrl_graph.model import models
@@ -30,9 +30,9 @@ def tokenizer():
 
 def plan(bound=6, seed=0, vocabulary=16):
     columns = (
-        Column("prompt", "i32", (Dim(bound, ragged=True),)),
+        Column("prompt", "i32", (Dimension(bound, ragged=True),)),
         Column("answer", "text"),
-        Column("response", "i32", (Dim(6, ragged=True),)),
+        Column("response", "i32", (Dimension(6, ragged=True),)),
     )
     source = Node("source", "", "source", (), ("prompt", "answer"))
     node = Node("actor.generate", "actor", "generate", ("prompt",), ("response",))

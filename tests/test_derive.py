@@ -180,11 +180,11 @@ def test_what_does_something_else_keeps_nothing_and_drop_takes_an_attribute_away
 ) -> None:
     base = "algorithm base { node host.pick(reward) { select = best_of_n(1), per = prompt, refill = 3 } }\n"
     found = parse(base + "algorithm own extends base {\n" + statement + "\n}", "p.rlg")
-    base_, own = (item for item in found.items if isinstance(item, ast.Algorithm))
+    base_, own = (item for item in found.items if isinstance(item, ast.AlgorithmDecl))
     written_out = derive(own, {"base": base_, "own": own}, Problems())
     assert written_out is not None
     (node,) = written_out.body
-    assert isinstance(node, ast.Node) and {a.key.text for a in node.attrs} == kept
+    assert isinstance(node, ast.NodeDecl) and {a.key.text for a in node.attrs} == kept
 
 
 def test_python_drops_an_attribute_as_a_file_does() -> None:
@@ -259,4 +259,4 @@ def test_an_algorithm_without_base_is_left_as_it_is() -> None:
     from msrl_graph.dsl.expressions import Problems
 
     (item,) = parse(written("whole", [r for r, _ in PIECES]), "p.rlg").items
-    assert isinstance(item, ast.Algorithm) and derive(item, {}, Problems()) is item
+    assert isinstance(item, ast.AlgorithmDecl) and derive(item, {}, Problems()) is item

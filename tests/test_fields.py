@@ -5,9 +5,9 @@ import pytest
 
 from msrl_graph.data.chat import messages
 from msrl_graph.data.fields import Misfit, take
-from msrl_graph.ir.graph import Column, Dim
+from msrl_graph.ir.graph import Column, Dimension
 
-MOST, FOUR, LIKE = Dim(9, ragged=True), Dim(4), Dim(like="chosen")
+MOST, FOUR, LIKE = Dimension(9, ragged=True), Dimension(4), Dimension(like="chosen")
 CHAT = [{"role": "user", "content": "hello"}]
 HALF_MESSAGE = "half a character (U+D800), where text, messages or token ids belong"
 
@@ -22,14 +22,14 @@ HALF_MESSAGE = "half a character (U+D800), where text, messages or token ids bel
         ("bool", (), True, [True]),
         ("f32", (LIKE,), [1, 0.5], [1, 0.5]),
         ("f32", (FOUR,), [1, 2, 3, 4], [1, 2, 3, 4]),
-        ("f32", (MOST, Dim(2)), [[1, 2], [3, 4], [5, 6]], [1, 2, 3, 4, 5, 6]),
+        ("f32", (MOST, Dimension(2)), [[1, 2], [3, 4], [5, 6]], [1, 2, 3, 4, 5, 6]),
         ("bool", (MOST,), [], []),
         ("i32", (MOST,), [5, 6], [5, 6]),
         ("i32", (MOST,), "text", "text"),
         ("i32", (MOST,), [{**CHAT[0], "name": None}], CHAT),
         ("text", (), 1.5, "1.5"),
         ("text", (), [{**CHAT[0], "name": None}], '[{"role": "user", "content": "hello"}]'),
-        ("text", (Dim(9, ragged=True),), "é", "é"),
+        ("text", (Dimension(9, ragged=True),), "é", "é"),
         ("json", (), {"a": [1, None, "é"]}, '{"a": [1, null, "é"]}'),
         ("json", (), "text", '"text"'),
         ("json", (), None, "null"),

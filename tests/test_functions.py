@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from msrl_graph import compile
-from msrl_graph.ir.graph import Column, Dim, Expr, Graph, Node, State, Worker
+from msrl_graph.ir.graph import Column, Dimension, Expr, Graph, Node, State, Worker
 from msrl_graph.ir.options import Run
 from msrl_graph.ir.plan import Deployment, Plan
 from msrl_graph.ir.rowsets import rowsets
@@ -42,13 +42,13 @@ class Letters:
 
 
 COLUMNS = (
-    Column("prompt", "i32", (Dim(9, ragged=True),)),
+    Column("prompt", "i32", (Dimension(9, ragged=True),)),
     Column("answer", "text"),
-    Column("response", "i32", (Dim(9, ragged=True),), 1),
+    Column("response", "i32", (Dimension(9, ragged=True),), 1),
     Column("score", "f32", (), 1),
     Column("reward", "f32", (), 1),
     Column("kind", "text", (), 1),
-    Column("advantage", "f32", (Dim(like="response"),), 1),
+    Column("advantage", "f32", (Dimension(like="response"),), 1),
     Column("difficulty", "f32", (), 0, per="prompt"),
     Column("notes", "json", (), 1),
     Column("level", "i32", (), 1),

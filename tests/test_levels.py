@@ -45,10 +45,10 @@ POD = 'cluster pod_of_two { device = "ascend-910c", nodes = 2, devices_per_node 
 def algorithms(name: str) -> list[tuple[str, str | None]]:
     """The algorithms of a program, or its deploys: what its golden texts are called, and the deploy's name."""
     tree = parse((PROGRAMS / f"{name}.rlg").read_text(encoding="utf-8"), name)
-    deploys = [(d.alias or d.algorithm).text for d in tree.items if type(d).__name__ == "Deploy"]
+    deploys = [(d.alias or d.algorithm).text for d in tree.items if type(d).__name__ == "DeployDecl"]
     if deploys:
         return [(f"{name}.{d}" if len(deploys) > 1 else name, d) for d in deploys]
-    own = [a.name.text for a in tree.items if type(a).__name__ == "Algorithm"]
+    own = [a.name.text for a in tree.items if type(a).__name__ == "AlgorithmDecl"]
     return [(f"{name}.{a}" if len(own) > 1 else name, None) for a in own]
 
 
@@ -58,7 +58,7 @@ def planned(name: str, deploy: str | None = None) -> Plan:
     stem, _, algorithm = name.partition(".")
     text = (PROGRAMS / f"{stem}.rlg").read_text(encoding="utf-8")
     if deploy is None:
-        own = [a.name.text for a in parse(text, stem).items if type(a).__name__ == "Algorithm"]
+        own = [a.name.text for a in parse(text, stem).items if type(a).__name__ == "AlgorithmDecl"]
         algorithm = algorithm or own[-1]
         kinds = ("policy", "value", "reward_model", "teacher", "judge")
         used = {

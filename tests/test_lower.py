@@ -13,7 +13,7 @@ from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.dsl.lower import LoweredProgram
 from msrl_graph.hardware.cluster import DEVICES, Figure
 from msrl_graph.ir.evaluation import Evaluation
-from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph
+from msrl_graph.ir.graph import Column, Dimension, Edge, Expr, Graph
 from msrl_graph.ir.options import DockOptions, ReshardOptions, Run
 from msrl_graph.ir.plan import METRICS, EngineChoice
 from msrl_graph.ir.signatures import signatures
@@ -255,7 +255,7 @@ def test_rows_have_levels() -> None:
         "advantage": 1,
     }
     assert graph.column("old_logp") == Column(
-        "old_logp", "f32", (Dim(like="response"),), 1, graph.column("old_logp").span
+        "old_logp", "f32", (Dimension(like="response"),), 1, graph.column("old_logp").span
     )
 
 

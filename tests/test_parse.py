@@ -41,12 +41,12 @@ def test_each_span_is_the_text_of_its_part(name: str) -> None:
     text = TEXTS[name]
     tree = parse(text, name)
     starts = {
-        ast.Param: "param ",
-        ast.Node: "node ",
-        ast.Worker: "worker ",
-        ast.Algorithm: "algorithm ",
-        ast.Deploy: "deploy ",
-        ast.Set: "set ",
+        ast.ParamDecl: "param ",
+        ast.NodeDecl: "node ",
+        ast.WorkerDecl: "worker ",
+        ast.AlgorithmDecl: "algorithm ",
+        ast.DeployDecl: "deploy ",
+        ast.SetDecl: "set ",
     }
     for part in parts(tree):
         span: Span = part.span  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ def test_each_span_is_the_text_of_its_part(name: str) -> None:
             assert under.endswith(part.unit) and under.startswith(str(part.value))
         elif isinstance(part, ast.Call):
             assert under.startswith(part.name.text) and under.endswith(")")
-        elif isinstance(part, ast.Node):
+        elif isinstance(part, ast.NodeDecl):
             assert underlined(text, part.head).rstrip().endswith((")", part.verb.text, *(w.text for w in part.writes)))
         if type(part) in starts:
             assert under.startswith(starts[type(part)])
@@ -72,7 +72,7 @@ def test_each_span_is_the_text_of_its_part(name: str) -> None:
 def test_positions_are_exact() -> None:
     text = 'cluster pod {\r\n\tdevice = "cpu"  # a comment\r\n\tnetwork = 300 MB/s\r\n}\r\n'
     (cluster,) = parse(text, "pod.rlg").items
-    assert isinstance(cluster, ast.Cluster)
+    assert isinstance(cluster, ast.ClusterDecl)
     assert cluster.span == Span("pod.rlg", 1, 1, 4, 2)
     device, network = cluster.attrs
     assert device.key.span == Span("pod.rlg", 2, 2, 2, 8)
@@ -115,14 +115,14 @@ def test_a_byte_order_mark_is_no_part_of_the_program() -> None:
 @pytest.mark.parametrize("between", [", ", ",\n", "\n", "  # a comment\n", "\n, ", " ,"])
 def test_attributes_end_with_a_comma_or_a_new_line(between: str) -> None:
     (cluster,) = parse(f"cluster pod {{ nodes = 1{between}devices_per_node = 2 }}", "n").items
-    assert isinstance(cluster, ast.Cluster) and [a.key.text for a in cluster.attrs] == ["nodes", "devices_per_node"]
+    assert isinstance(cluster, ast.ClusterDecl) and [a.key.text for a in cluster.attrs] == ["nodes", "devices_per_node"]
 
 
 def test_a_range_is_two_whole_numbers() -> None:
     (deploy,) = parse("deploy a on b { place c, d.e together on nodes 0..47 devices 3 }", "r").items
-    assert isinstance(deploy, ast.Deploy)
+    assert isinstance(deploy, ast.DeployDecl)
     (place,) = deploy.body
-    assert isinstance(place, ast.Place) and place.together and place.nodes and place.devices
+    assert isinstance(place, ast.PlaceDecl) and place.together and place.nodes and place.devices
     assert (place.nodes.first, place.nodes.last, place.devices.first, place.devices.last) == (0, 47, 3, 3)
 
 

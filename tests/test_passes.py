@@ -17,7 +17,7 @@ from msrl_graph.checks import sharing as sharing_check
 from msrl_graph.cost import groups, holdings
 from msrl_graph.diagnostics import Span
 from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
-from msrl_graph.ir.graph import Dim, Edge, Graph, Node, Value, Worker
+from msrl_graph.ir.graph import Dimension, Edge, Graph, Node, Value, Worker
 from msrl_graph.ir.instruction import Instruction
 from msrl_graph.ir.options import ReshardOptions
 from msrl_graph.ir.plan import EngineChoice, Plan, from_json
@@ -81,7 +81,8 @@ def test_a_micro_batch_is_planned_for_what_memory_leaves() -> None:
         graph = replace(
             start.graph,
             columns=tuple(
-                replace(c, dims=(Dim(1024, ragged=True),)) if c.name == "response" else c for c in start.graph.columns
+                replace(c, dims=(Dimension(1024, ragged=True),)) if c.name == "response" else c
+                for c in start.graph.columns
             ),
         )
         device = replace(start.cluster.device, memory=Figure(memory, "stated"))

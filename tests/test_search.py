@@ -28,7 +28,7 @@ from msrl_graph.checks import staleness as staleness_check
 from msrl_graph.compiler.pipeline import PASSES, unstated
 from msrl_graph.emit.search_report import why_text
 from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
-from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
+from msrl_graph.ir.graph import Column, Dimension, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.plan import EngineChoice, Plan, Pool
 from msrl_graph.model.architecture import Model
 from msrl_graph.model.models import load
@@ -126,7 +126,7 @@ def with_critic(graph: Graph) -> Graph:
         graph,
         nodes=nodes,
         edges=(*graph.edges, *(Edge("sample", src, dst) for src, dst in steps)),
-        columns=(*graph.columns, Column("value", "f32", (Dim(like="response"),), 1)),
+        columns=(*graph.columns, Column("value", "f32", (Dimension(like="response"),), 1)),
         workers=(*graph.workers, Worker("critic", "policy", model="critic")),
     )
 

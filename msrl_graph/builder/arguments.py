@@ -109,7 +109,7 @@ class Arguments:
                 self.word(word, span)
         return ast.Ref(text, span)
 
-    def edge(self, parameter: str, value: object, kind: str = "") -> ast.Edge | None:
+    def edge(self, parameter: str, value: object, kind: str = "") -> ast.EdgeDecl | None:
         """The edge of a str with an arrow, as it stands in a file; None for all else."""
         if not isinstance(value, str) or not ("->" in value or "=>" in value):
             return None
@@ -121,7 +121,7 @@ class Arguments:
             self.fail("a resharding edge has `=>`", edge.span, "the edge of `->` is said by `edge`")
         return edge
 
-    def sample_edge(self, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.Edge:
+    def sample_edge(self, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.EdgeDecl:
         """The edge of a text with arrows, or of the lists of states between them."""
         attrs = self.attrs(("sample edge",), attributes)
         if len(groups) == 1 and (edge := self.edge("groups", groups[0], "sample")):
@@ -130,9 +130,9 @@ class Arguments:
             help = 'name both, as in `edge("source -> actor.generate")`'
             self.fail("an edge leads from one state to another", self.site.span, help)
         ends = tuple(self.refs("groups", group, i) for i, group in enumerate(groups))
-        return ast.Edge("sample", ends, attrs, self.site.span)
+        return ast.EdgeDecl("sample", ends, attrs, self.site.span)
 
-    def resharding_edge(self, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.Edge:
+    def resharding_edge(self, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.EdgeDecl:
         """The edge of a text with an arrow, or of its two ends."""
         attrs = self.attrs(("resharding edge",), attributes)
         if dst is None and (edge := self.edge("src", src, "reshard")):
@@ -140,7 +140,7 @@ class Arguments:
         if dst is None:
             help = 'name both, as in `reshard("actor.update => actor.generate")`'
             self.fail("weights go from one state to another", self.site.span, help)
-        return ast.Edge("reshard", (self.refs("src", src), self.refs("dst", dst)), attrs, self.site.span)
+        return ast.EdgeDecl("reshard", (self.refs("src", src), self.refs("dst", dst)), attrs, self.site.span)
 
     def attrs(
         self, statements: tuple[str, ...], values: Mapping[str, Value], quoted: bool = False
@@ -158,9 +158,9 @@ class Arguments:
         part = self.argument(name)
         return self.key(name), self.expr(value, part), self.site.key(name).to(part.span)
 
-    def column(self, name: str, parameter: str, kind: str) -> ast.Column:
+    def column(self, name: str, parameter: str, kind: str) -> ast.ColumnDecl:
         part = self.argument(parameter)
-        return ast.Column(self.key(name), self.type(kind, part), self.site.key(name).to(part.span))
+        return ast.ColumnDecl(self.key(name), self.type(kind, part), self.site.key(name).to(part.span))
 
     def type(self, kind: str, part: CallArgument) -> ast.Type:
         return self.text(self.string(kind, 'a column\'s type is a str, as in "f32"', part.span), part, parse_type)

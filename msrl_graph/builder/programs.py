@@ -77,7 +77,7 @@ class Imported(Program):
         self._file = None if file is None else str(call.path("file", file).value)
 
     def _item(self) -> ast.Item:
-        return ast.Import(self.name if self._file is None else self._file, self._file is not None, self._span)
+        return ast.ImportDecl(self.name if self._file is None else self._file, self._file is not None, self._span)
 
 
 class _OfPackage(Imported):
@@ -122,28 +122,29 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
     def param(self, /, **values: Value) -> Self:
         """`param NAME = VALUE`, for each."""
         call = Arguments()
-        return self._state(call, *(ast.Param(*call.assignment(name, value)) for name, value in values.items()))
+        return self._state(call, *(ast.ParamDecl(*call.assignment(name, value)) for name, value in values.items()))
 
     def columns(self, /, **types: str) -> Self:
         """`columns { NAME : TYPE … }`: `columns(prompt="i32[<= prompt_len]", reward="f32")`."""
         call = Arguments()
         columns = [call.column(name, name, kind) for name, kind in types.items()]
-        return self._state(call, *(ast.Columns((column,), call.site.span) for column in columns))
+        return self._state(call, *(ast.ColumnsDecl((column,), call.site.span) for column in columns))
 
     def state(self, name: str, type: str, value: Value) -> Self:
         """`state NAME : TYPE = VALUE`."""
         call = Arguments("name", "type", "value")
         part = call.argument("type")
         column = call.name("name", name)
-        declared = ast.Column(column, call.type(type, part), column.span.to(part.span))
-        return self._state(call, ast.State(declared, call.expr(value, call.argument("value")), call.site.span))
+        declared = ast.ColumnDecl(column, call.type(type, part), column.span.to(part.span))
+        return self._state(call, ast.StateDecl(declared, call.expr(value, call.argument("value")), call.site.span))
 
     def worker(self, name: str, kind: str, /, *, frozen: bool = False, **attributes: Value) -> str:
         """`worker NAME : KIND [frozen]`; gives the name."""
         call = Arguments("name", "kind")
         named = call.name("name", name), call.name("kind", kind)
         self._state(
-            call, ast.Worker(*named, call.flag("frozen", frozen), call.attrs(("worker",), attributes), call.site.span)
+            call,
+            ast.WorkerDecl(*named, call.flag("frozen", frozen), call.attrs(("worker",), attributes), call.site.span),
         )
         return name
 
@@ -152,7 +153,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         call = Arguments("count", "writes")
         attrs = call.attrs(("source",), attributes)
         value = call.expr(count, call.argument("count"))
-        self._state(call, ast.Source(value, call.names("writes", writes), attrs, call.site.span))
+        self._state(call, ast.SourceDecl(value, call.names("writes", writes), attrs, call.site.span))
         return "source"
 
     def node(self, name: str, reads: Names | None = None, writes: Names | None = None, **attributes: Value) -> str:
@@ -175,7 +176,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         last = max([part.span, *(n.span for n in (*(read or ()), *written))], key=lambda s: (s.end_line, s.end_column))
         head = call.site.span.to(last)
         self._state(
-            call, ast.Node(label, worker, verb, read, written, call.attrs(NODE, attributes), call.site.span, head)
+            call, ast.NodeDecl(label, worker, verb, read, written, call.attrs(NODE, attributes), call.site.span, head)
         )
         return label.text if label else f"{worker.text}.{verb.text}"
 
@@ -196,23 +197,23 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         part = call.argument("name")
         call.string(name, "`name` is a str", part.span)
         target = call.edge("name", name) or call.ref(name, at(part, name, 0, len(name)), parts=3)
-        return self._state(call, ast.Drop(target, call.site.span))
+        return self._state(call, ast.DropDecl(target, call.site.span))
 
     def drop_edge(self, *groups: Names) -> Self:
         """`drop A -> B`."""
         call = Arguments("groups")
-        return self._state(call, ast.Drop(call.sample_edge(groups, {}), call.site.span))
+        return self._state(call, ast.DropDecl(call.sample_edge(groups, {}), call.site.span))
 
     def drop_reshard(self, src: Names, dst: Names | None = None) -> Self:
         """`drop A => B`."""
         call = Arguments("src", "dst")
-        return self._state(call, ast.Drop(call.resharding_edge(src, dst, {}), call.site.span))
+        return self._state(call, ast.DropDecl(call.resharding_edge(src, dst, {}), call.site.span))
 
     def _needs(self) -> tuple[Program, ...]:
         return () if self._base is None else (self._base,)
 
     def _item(self) -> ast.Item:
-        return ast.Algorithm(self._name, self._extends, tuple(self._body), self._span)
+        return ast.AlgorithmDecl(self._name, self._extends, tuple(self._body), self._span)
 
 
 class Cluster(Program):
@@ -225,7 +226,7 @@ class Cluster(Program):
         self.name = self._name.text
 
     def _item(self) -> ast.Item:
-        return ast.Cluster(self._name, self._attrs, self._span)
+        return ast.ClusterDecl(self._name, self._attrs, self._span)
 
 
 class Deploy(StatementBuilder[ast.DeployStatement]):
@@ -271,13 +272,15 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
     def set(self, /, **values: Value) -> Self:
         """`set NAME = VALUE`, for each: values of params."""
         call = Arguments()
-        return self._state(call, *(ast.Set(*call.assignment(name, value)) for name, value in values.items()))
+        return self._state(call, *(ast.SetDecl(*call.assignment(name, value)) for name, value in values.items()))
 
     def model(self, name: str, target: str | os.PathLike[str], /, **attributes: Value) -> Self:
         """`model NAME = "preset or folder"`."""
         call = Arguments("name", "target")
         attrs = call.attrs(("model",), attributes)
-        return self._state(call, ast.Model(call.name("name", name), call.path("target", target), attrs, call.site.span))
+        return self._state(
+            call, ast.ModelDecl(call.name("name", name), call.path("target", target), attrs, call.site.span)
+        )
 
     def data(self, name: str, target: str | os.PathLike[str], /, **fields: str) -> Self:
         """`data NAME = "file.jsonl" { column = "field" }`; the name is `source` for the data to train on."""
@@ -286,19 +289,23 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         source = isinstance(name, str) and name == "source"
         named = ast.Name(name, at(call.argument("name"), name, 0, len(name))) if source else call.name("name", name)
         return self._state(
-            call, ast.Data(named, call.path("target", target), call.attrs((), fields, quoted=True), call.site.span)
+            call, ast.DataDecl(named, call.path("target", target), call.attrs((), fields, quoted=True), call.site.span)
         )
 
     def layout(self, nodes: Names, /, **sizes: Value) -> Self:
         """`layout NODE, … { tp = 8, dp = 2 }`."""
         call = Arguments("nodes")
-        return self._state(call, ast.Layout(call.refs("nodes", nodes), call.attrs(("layout",), sizes), call.site.span))
+        return self._state(
+            call, ast.LayoutDecl(call.refs("nodes", nodes), call.attrs(("layout",), sizes), call.site.span)
+        )
 
     def engine(self, nodes: Names, name: str, /, **options: Value) -> Self:
         """`engine NODE, … = NAME { options }`."""
         call = Arguments("nodes", "name")
         named = call.name("name", name)
-        return self._state(call, ast.Engine(call.refs("nodes", nodes), named, call.attrs((), options), call.site.span))
+        return self._state(
+            call, ast.EngineDecl(call.refs("nodes", nodes), named, call.attrs((), options), call.site.span)
+        )
 
     def place(
         self,
@@ -314,7 +321,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         if devices is not None and nodes is None:
             call.fail("`devices` without `nodes`", call.site.key("devices"), "add `nodes = 0`")
         stretch = call.range("nodes", nodes), call.range("devices", devices)
-        return self._state(call, ast.Place(call.refs("targets", targets), together, *stretch, call.site.span))
+        return self._state(call, ast.PlaceDecl(call.refs("targets", targets), together, *stretch, call.site.span))
 
     def apart(self, *targets: Names) -> Self:
         """`apart A, B`."""
@@ -322,28 +329,28 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         if not targets:
             call.fail("`apart` names nothing", call.site.span, "name at least one")
         refs = tuple(r for i, group in enumerate(targets) for r in call.refs("targets", group, i))
-        return self._state(call, ast.Apart(refs, call.site.span))
+        return self._state(call, ast.ApartDecl(refs, call.site.span))
 
     def dock(self, /, **attributes: Value) -> Self:
         """`dock { mode = …, deadline = … }`."""
         call = Arguments()
-        return self._state(call, ast.Options("dock", call.attrs(("dock",), attributes), call.site.span))
+        return self._state(call, ast.OptionsDecl("dock", call.attrs(("dock",), attributes), call.site.span))
 
     def reshard(self, /, **attributes: Value) -> Self:
         """`reshard { mode = …, order = …, bucket = … }`."""
         call = Arguments()
-        return self._state(call, ast.Options("reshard", call.attrs(("reshard",), attributes), call.site.span))
+        return self._state(call, ast.OptionsDecl("reshard", call.attrs(("reshard",), attributes), call.site.span))
 
     def run(self, /, **attributes: Value) -> Self:
         """`run { iterations = …, seed = … }`."""
         call = Arguments()
-        return self._state(call, ast.Options("run", call.attrs(("run",), attributes), call.site.span))
+        return self._state(call, ast.OptionsDecl("run", call.attrs(("run",), attributes), call.site.span))
 
     def evaluate(self, name: str, /, **attributes: Value) -> Self:
         """`evaluate NAME { every = …, report = … }`."""
         call = Arguments("name")
         return self._state(
-            call, ast.Evaluate(call.name("name", name), call.attrs(("evaluate",), attributes), call.site.span)
+            call, ast.EvaluateDecl(call.name("name", name), call.attrs(("evaluate",), attributes), call.site.span)
         )
 
     def edge(self, *groups: Names, **attributes: Value) -> Self:
@@ -372,7 +379,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         return tuple(p for p in (self._base, self._algorithm, self._on) if p is not None)
 
     def _item(self) -> ast.Item:
-        return ast.Deploy(self._named, self._cluster, self._alias, tuple(self._body), self._span, self._extends)
+        return ast.DeployDecl(self._named, self._cluster, self._alias, tuple(self._body), self._span, self._extends)
 
 
 def tree(*programs: Program) -> ast.File:
@@ -392,11 +399,11 @@ def tree(*programs: Program) -> ast.File:
         add(program)
     items: list[ast.Item] = []
     for item in (p._item() for p in order.values()):
-        again = isinstance(item, ast.Import) and any(
-            isinstance(i, ast.Import) and i.target == item.target for i in items
+        again = isinstance(item, ast.ImportDecl) and any(
+            isinstance(i, ast.ImportDecl) and i.target == item.target for i in items
         )
         items += [] if again else [item]
-    items.sort(key=lambda i: not isinstance(i, ast.Import))
+    items.sort(key=lambda i: not isinstance(i, ast.ImportDecl))
     span = programs[-1]._span
     return ast.File(span.file, tuple(items), span)
 

@@ -18,7 +18,7 @@ from ..dsl.variants import check_dropped, dropped_keys, split_statement, stateme
 Statement = ast.AlgorithmStatement | ast.DeployStatement
 S = TypeVar("S", ast.AlgorithmStatement, ast.DeployStatement)
 Key = tuple[str, str]  # what is stated, and its name
-KINDS = {ast.Param: "param", ast.Columns: "column", ast.State: "state", ast.Worker: "worker"}
+KINDS = {ast.ParamDecl: "param", ast.ColumnsDecl: "column", ast.StateDecl: "state", ast.WorkerDecl: "worker"}
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class StatementSlot:
         return frozenset(key for s in self.statements for key in keys_of(s))
 
     @property
-    def drop(self) -> ast.Drop | ast.Undo | None:
+    def drop(self) -> ast.DropDecl | ast.UndoDecl | None:
         """The `drop` that is there."""
-        return next((s for s in self.statements if isinstance(s, ast.Drop | ast.Undo)), None)
+        return next((s for s in self.statements if isinstance(s, ast.DropDecl | ast.UndoDecl)), None)
 
     def less(self, keys: frozenset[Key]) -> StatementSlot:
         """The entry without what these keys name."""
         return replace(self, statements=tuple(left for s in self.statements for left in _without(s, keys)))
 
-    def after(self, drop: ast.Drop | ast.Undo) -> StatementSlot:
+    def after(self, drop: ast.DropDecl | ast.UndoDecl) -> StatementSlot:
         """The entry without what a drop takes away."""
         return replace(self, statements=tuple(left for s in self.statements for left in _left(drop, s)))
 
@@ -57,9 +57,9 @@ class Statements(Generic[S]):
     def __iter__(self) -> Iterator[S]:
         """All statements; columns that follow each other are one."""
         found: list[Statement] = []
-        columns: list[ast.Columns] = []
+        columns: list[ast.ColumnsDecl] = []
         for statement in (s for entry in self._entries for s in entry.statements):
-            if isinstance(statement, ast.Columns):
+            if isinstance(statement, ast.ColumnsDecl):
                 columns.append(statement)
                 continue
             found += _joined(columns)
@@ -74,15 +74,15 @@ class Statements(Generic[S]):
         """State all of these, or raise a Fault and state none."""
         entries = list(self._entries)
         for statement in statements:
-            if isinstance(statement, ast.Drop | ast.Undo):
+            if isinstance(statement, ast.DropDecl | ast.UndoDecl):
                 _add_drop(entries, statement)
-            elif isinstance(statement, ast.Node) and statement.reads is None:
+            elif isinstance(statement, ast.NodeDecl) and statement.reads is None:
                 _add_change(entries, statement)
             else:
                 _add(entries, statement)
         self._entries = entries
 
-    def take_back(self, drops: Iterable[ast.Undo], name: str) -> None:
+    def take_back(self, drops: Iterable[ast.UndoDecl], name: str) -> None:
         """Remove the statements that these drops name, of a deploy that extends none."""
         entries = list(self._entries)
         for drop in drops:
@@ -92,7 +92,7 @@ class Statements(Generic[S]):
         self._entries = entries
 
 
-def _joined(columns: Sequence[ast.Columns]) -> list[ast.Columns]:
+def _joined(columns: Sequence[ast.ColumnsDecl]) -> list[ast.ColumnsDecl]:
     """One statement of all columns, where there are any."""
     return [replace(columns[0], columns=tuple(c for one in columns for c in one.columns))] if columns else []
 
@@ -100,26 +100,26 @@ def _joined(columns: Sequence[ast.Columns]) -> list[ast.Columns]:
 def keys_of(statement: Statement) -> frozenset[Key]:
     """Return what a statement states: a key for each name, node, pair of an edge."""
     match statement:
-        case ast.Param() | ast.Worker():
+        case ast.ParamDecl() | ast.WorkerDecl():
             return frozenset({("name", statement.name.text)})
-        case ast.State():
+        case ast.StateDecl():
             return frozenset({("name", statement.column.name.text)})
-        case ast.Columns():
+        case ast.ColumnsDecl():
             return frozenset(("name", column.name.text) for column in statement.columns)
-        case ast.Source():
+        case ast.SourceDecl():
             return frozenset({("node", "source")})
-        case ast.Node():
+        case ast.NodeDecl():
             return frozenset({("node" if statement.reads is not None else "change", node_name(statement))})
-        case ast.Drop(target=ast.Edge() as edge):
+        case ast.DropDecl(target=ast.EdgeDecl() as edge):
             return frozenset(("drop", pair) for _, pair in keys_of(edge))
-        case ast.Drop(target=ast.Ref() as ref):
+        case ast.DropDecl(target=ast.Ref() as ref):
             return frozenset({("drop", ref.text)})
-        case ast.Undo():
+        case ast.UndoDecl():
             return frozenset(("drop", f"{what} {name}") for what, name in dropped_keys(statement))
-        case ast.Place() | ast.Apart():
+        case ast.PlaceDecl() | ast.ApartDecl():
             # Which states are together and which ones are placed may be said of the same states.
             names = ", ".join(sorted(ref.text for ref in statement.targets))
-            return frozenset({(type(statement).__name__.lower(), names)})
+            return frozenset({(ast.word(statement).lower(), names)})
     return frozenset(statement_key(one, 0) for one in split_statement(cast(ast.DeployStatement, statement)))
 
 
@@ -134,14 +134,14 @@ def _add(entries: list[StatementSlot], statement: Statement) -> None:
     if made:
         # What is stated again after it was dropped is there again.
         _cancel_drops(entries, made[0], statement)
-    if isinstance(statement, ast.Node) and there:
+    if isinstance(statement, ast.NodeDecl) and there:
         changed = frozenset({("change", node_name(statement))})
         entries[there[0] :] = [entry.less(changed) for entry in entries[there[0] :]]
     begin = max((i + 1 for i, drop in _drops(entries) if _left(drop, statement) != (statement,)), default=0)
     _put(entries, StatementSlot(keys, (statement,)), begin)
 
 
-def _add_change(entries: list[StatementSlot], change: ast.Node) -> None:
+def _add_change(entries: list[StatementSlot], change: ast.NodeDecl) -> None:
     """Add a change of a node's attributes to the changes of it so far, since the node was last stated whole."""
     keys = keys_of(change)
     whole = frozenset({("node", node_name(change))})
@@ -156,7 +156,7 @@ def _add_change(entries: list[StatementSlot], change: ast.Node) -> None:
             begin = max(begin, *dropped)
             break
         for one in old:
-            assert isinstance(one, ast.Node)
+            assert isinstance(one, ast.NodeDecl)
             stated = {attr.key.text: attr for attr in change.attrs}
             kept = [stated.pop(attr.key.text, attr) for attr in one.attrs]
             change = replace(change, attrs=(*kept, *stated.values()))
@@ -165,7 +165,7 @@ def _add_change(entries: list[StatementSlot], change: ast.Node) -> None:
     _put(entries, StatementSlot(keys, (change,)), max([begin, *drops]))
 
 
-def _add_drop(entries: list[StatementSlot], drop: ast.Drop | ast.Undo) -> None:
+def _add_drop(entries: list[StatementSlot], drop: ast.DropDecl | ast.UndoDecl) -> None:
     keys = keys_of(drop)
     place = next((i for i, entry in enumerate(entries) if entry.keys == keys), None)
     if place is None:
@@ -189,7 +189,7 @@ def _put(entries: list[StatementSlot], new: StatementSlot, begin: int) -> None:
         entries.append(new)
 
 
-def _drops(entries: Sequence[StatementSlot], after: int = -1) -> list[tuple[int, ast.Drop | ast.Undo]]:
+def _drops(entries: Sequence[StatementSlot], after: int = -1) -> list[tuple[int, ast.DropDecl | ast.UndoDecl]]:
     """The drops that stand after a place."""
     return [(i, entry.drop) for i, entry in enumerate(entries) if i > after and entry.drop is not None]
 
@@ -220,11 +220,11 @@ def _check_kind(old: Statement, new: Statement) -> None:
 
 def _name_of(statement: Statement) -> Span:
     match statement:
-        case ast.Columns():
+        case ast.ColumnsDecl():
             return statement.columns[0].name.span
-        case ast.State():
+        case ast.StateDecl():
             return statement.column.name.span
-        case ast.Param() | ast.Worker():
+        case ast.ParamDecl() | ast.WorkerDecl():
             return statement.name.span
     return statement.span
 
@@ -235,28 +235,28 @@ def _without(statement: Statement, keys: frozenset[Key]) -> tuple[Statement, ...
     if not own & keys:
         return (statement,)
     match statement:
-        case ast.Layout() | ast.Engine():
+        case ast.LayoutDecl() | ast.EngineDecl():
             left = tuple(one for one in split_statement(statement) if not keys_of(one) & keys)
-            nodes = tuple(ref for one in left if isinstance(one, ast.Layout | ast.Engine) for ref in one.nodes)
+            nodes = tuple(ref for one in left if isinstance(one, ast.LayoutDecl | ast.EngineDecl) for ref in one.nodes)
             return (replace(statement, nodes=nodes),) if nodes else ()
-        case ast.Edge():
+        case ast.EdgeDecl():
             return tuple(one for one in single(statement) if not keys_of(one) & keys)
     return ()
 
 
-def _left(drop: ast.Drop | ast.Undo, statement: Statement) -> tuple[Statement, ...]:
+def _left(drop: ast.DropDecl | ast.UndoDecl, statement: Statement) -> tuple[Statement, ...]:
     """What is left of a statement after a drop."""
-    if isinstance(statement, ast.Drop | ast.Undo):
+    if isinstance(statement, ast.DropDecl | ast.UndoDecl):
         return (statement,)
     own = keys_of(statement)
-    if isinstance(drop, ast.Undo):
+    if isinstance(drop, ast.UndoDecl):
         gone = frozenset(dropped_keys(drop))
         whole = {kind for kind, name in gone if not name}
         return _without(statement, gone | {key for key in own if key[0] in whole})
-    if isinstance(drop.target, ast.Edge):
+    if isinstance(drop.target, ast.EdgeDecl):
         return _without(statement, keys_of(drop.target))
     name = drop.target.text
-    if isinstance(statement, ast.Node):
+    if isinstance(statement, ast.NodeDecl):
         node, _, attribute = name.rpartition(".")
         if name in (node_name(statement), statement.worker.text):
             return ()
@@ -264,14 +264,14 @@ def _left(drop: ast.Drop | ast.Undo, statement: Statement) -> tuple[Statement, .
         if node != node_name(statement) or len(attrs) == len(statement.attrs):
             return (statement,)
         return (replace(statement, attrs=attrs),) if attrs or statement.reads is not None else ()
-    if isinstance(statement, ast.Edge):
+    if isinstance(statement, ast.EdgeDecl):
         ends = ((single_edge, _ends(single_edge)) for single_edge in single(statement))
         gone = frozenset(key for one, pair in ends for key in keys_of(one) if any(_is_of(end, name) for end in pair))
         return _without(statement, gone)
     return () if ("name", name) in own else (statement,)
 
 
-def _ends(edge: ast.Edge) -> tuple[str, str]:
+def _ends(edge: ast.EdgeDecl) -> tuple[str, str]:
     ((source,), (target,)) = edge.groups
     return source.text, target.text
 

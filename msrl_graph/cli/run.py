@@ -246,6 +246,7 @@ def _not_installed(error: ModuleNotFoundError) -> int:
 def _execute(plan: Plan, options: argparse.Namespace) -> int:
     try:
         from ..runtime.driver import supervisor
+        from ..runtime.driver.outcome import Interrupted, RunFailed
     except ModuleNotFoundError as error:
         return _not_installed(error)
     resume = options.resume or ""
@@ -268,10 +269,10 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         return 0
     try:
         outcome = supervisor.run(plan, options.out, resume, watched)
-    except supervisor.RunFailed as error:
+    except RunFailed as error:
         tell([Diagnostic("run-failed", str(error))], None, options)
         return 3
-    except supervisor.Interrupted as ended:
+    except Interrupted as ended:
         return ended.status
     print(shown(f"results in {outcome.folder}"))
     for line in outcome.lines():

@@ -26,6 +26,6 @@ def correctable(told: Diagnostic, tree: ast.File) -> Diagnostic:
 def _changed(tree: ast.File) -> Iterator[tuple[Span, str]]:
     """The attributes of changes of nodes: where each stands, and its name."""
     for item in tree.items:
-        for statement in item.body if isinstance(item, ast.Algorithm) else ():
-            if isinstance(statement, ast.Node) and statement.reads is None:
+        for statement in item.body if isinstance(item, ast.AlgorithmDecl) else ():
+            if isinstance(statement, ast.NodeDecl) and statement.reads is None:
                 yield from ((a.key.span, f"{node_name(statement)}.{a.key.text}") for a in statement.attrs)

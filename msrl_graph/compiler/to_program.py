@@ -25,7 +25,7 @@ def restated(plan: Plan) -> ast.File:
     graph, deploy = plan.graph, plan.deploy
     items = (
         _algorithm(graph),
-        ast.Cluster(_name(plan.cluster.name), (ast.Attr(_name("device"), _string(HOST.name), NOWHERE),), NOWHERE),
+        ast.ClusterDecl(_name(plan.cluster.name), (ast.Attr(_name("device"), _string(HOST.name), NOWHERE),), NOWHERE),
         _deploy(graph, deploy, plan.cluster.name),
     )
     return ast.File("", items, NOWHERE)
@@ -39,14 +39,14 @@ def _names(texts: tuple[str, ...]) -> tuple[ast.Name, ...]:
     return tuple(map(_name, texts))
 
 
-def _algorithm(graph: Graph) -> ast.Algorithm:
+def _algorithm(graph: Graph) -> ast.AlgorithmDecl:
     body: list[ast.AlgorithmStatement] = []
-    body += [ast.Param(_name(key), literal(value), NOWHERE) for key, value in graph.params.items()]
-    body.append(ast.Columns(tuple(_column(graph, c.name) for c in graph.columns), NOWHERE))
+    body += [ast.ParamDecl(_name(key), literal(value), NOWHERE) for key, value in graph.params.items()]
+    body.append(ast.ColumnsDecl(tuple(_column(graph, c.name) for c in graph.columns), NOWHERE))
     for state in graph.states:
         per = _name(state.per) if state.per else None
-        column = ast.Column(_name(state.name), ast.Type(_name(state.element), (), per, NOWHERE), NOWHERE)
-        body.append(ast.State(column, expression(state.initial), NOWHERE))
+        column = ast.ColumnDecl(_name(state.name), ast.Type(_name(state.element), (), per, NOWHERE), NOWHERE)
+        body.append(ast.StateDecl(column, expression(state.initial), NOWHERE))
     for worker in graph.workers:
         stated = {"model": Expr("word", worker.model)} if worker.model else {}
         if worker.follows:
@@ -56,38 +56,38 @@ def _algorithm(graph: Graph) -> ast.Algorithm:
         if worker.decay:
             stated["decay"] = Expr("number", worker.decay)
         attrs = _attrs(stated)
-        body.append(ast.Worker(_name(worker.name), _name(worker.kind), worker.frozen, attrs, NOWHERE))
+        body.append(ast.WorkerDecl(_name(worker.name), _name(worker.kind), worker.frozen, attrs, NOWHERE))
     body += [_source(node) if node.verb == "source" else _node(node) for node in graph.nodes]
     body += [_edge(edge) for edge in graph.edges]
-    return ast.Algorithm(_name(graph.name), None, tuple(body), NOWHERE)
+    return ast.AlgorithmDecl(_name(graph.name), None, tuple(body), NOWHERE)
 
 
-def _column(graph: Graph, name: str) -> ast.Column:
+def _column(graph: Graph, name: str) -> ast.ColumnDecl:
     column = graph.column(name)
     dims = tuple(
         ast.Dim(d.ragged, ast.NameExpr(d.like, NOWHERE) if d.like else literal(d.size), NOWHERE) for d in column.dims
     )
     per = _name(column.per) if column.per else None
-    return ast.Column(_name(name), ast.Type(_name(column.element), dims, per, NOWHERE), NOWHERE)
+    return ast.ColumnDecl(_name(name), ast.Type(_name(column.element), dims, per, NOWHERE), NOWHERE)
 
 
-def _source(node: Node) -> ast.Source:
+def _source(node: Node) -> ast.SourceDecl:
     stated = dict(node.attributes)
     count = stated.pop("count")  # stands before the block, and may be wrong in a plan from a file
-    return ast.Source(expression(count), _names(node.writes), _attrs(stated), NOWHERE)
+    return ast.SourceDecl(expression(count), _names(node.writes), _attrs(stated), NOWHERE)
 
 
-def _node(node: Node) -> ast.Node:
+def _node(node: Node) -> ast.NodeDecl:
     label = None if node.name == f"{node.worker}.{node.verb}" else _name(node.name)
     said = dict(node.attributes) | ({"per": Expr("word", node.per)} if node.per != Node.per else {})
     reads = _names((*node.reads, *node.states))
     writes = _names(node.gives or node.writes)
-    return ast.Node(label, _name(node.worker), _name(node.verb), reads, writes, _attrs(said), NOWHERE, NOWHERE)
+    return ast.NodeDecl(label, _name(node.worker), _name(node.verb), reads, writes, _attrs(said), NOWHERE, NOWHERE)
 
 
-def _edge(edge: Edge) -> ast.Edge:
+def _edge(edge: Edge) -> ast.EdgeDecl:
     groups = ((ast.Ref(edge.src, NOWHERE),), (ast.Ref(edge.dst, NOWHERE),))
-    return ast.Edge(edge.kind, groups, _attrs(edge.attributes), NOWHERE)
+    return ast.EdgeDecl(edge.kind, groups, _attrs(edge.attributes), NOWHERE)
 
 
 def _attrs(said: Mapping[str, Expr]) -> tuple[ast.Attr, ...]:
@@ -97,33 +97,33 @@ def _attrs(said: Mapping[str, Expr]) -> tuple[ast.Attr, ...]:
 # Where and how it runs.
 
 
-def _deploy(graph: Graph, deploy: Deployment, cluster: str) -> ast.Deploy:
+def _deploy(graph: Graph, deploy: Deployment, cluster: str) -> ast.DeployDecl:
     body: list[ast.DeployStatement] = []
-    body += [ast.Model(_name(name), _string(name), (), NOWHERE) for name in deploy.models]
+    body += [ast.ModelDecl(_name(name), _string(name), (), NOWHERE) for name in deploy.models]
     for data in deploy.data.values():
         fields = {column: Expr("string", name) for column, name in data.fields.items()}
-        body.append(ast.Data(_name(data.name), _string(data.path), _attrs(fields), NOWHERE))
+        body.append(ast.DataDecl(_name(data.name), _string(data.path), _attrs(fields), NOWHERE))
     body += [_layout(node, layout) for node, layout in deploy.layouts.items()]
     body += [_engine(node, engine) for node, engine in deploy.engines.items()]
     options: tuple[tuple[Literal["dock", "reshard", "run"], DockOptions | ReshardOptions | Run], ...]
     options = (("dock", deploy.dock), ("reshard", deploy.reshard), ("run", deploy.run))
-    body += [ast.Options(kind, _attrs(dict(_said(type(value), value))), NOWHERE) for kind, value in options]
+    body += [ast.OptionsDecl(kind, _attrs(dict(_said(type(value), value))), NOWHERE) for kind, value in options]
     for evaluation in deploy.evaluations:
         stated = dict(_said(EvaluateOptions, evaluation))
         if not evaluation.name:
             del stated["data"]
-        body.append(ast.Evaluate(_name(evaluation.task), _attrs(stated), NOWHERE))
-    return ast.Deploy(_name(graph.name), _name(cluster), _name(deploy.name), tuple(body), NOWHERE)
+        body.append(ast.EvaluateDecl(_name(evaluation.task), _attrs(stated), NOWHERE))
+    return ast.DeployDecl(_name(graph.name), _name(cluster), _name(deploy.name), tuple(body), NOWHERE)
 
 
-def _layout(node: str, layout: Layout) -> ast.Layout:
-    return ast.Layout((ast.Ref(node, NOWHERE),), _attrs(dict(_said(LayoutOptions, layout))), NOWHERE)
+def _layout(node: str, layout: Layout) -> ast.LayoutDecl:
+    return ast.LayoutDecl((ast.Ref(node, NOWHERE),), _attrs(dict(_said(LayoutOptions, layout))), NOWHERE)
 
 
-def _engine(node: str, engine: EngineChoice) -> ast.Engine:
+def _engine(node: str, engine: EngineChoice) -> ast.EngineDecl:
     # Not what it is by default: an engine has not all of these options.
     given = {key: _value(EngineOptions.kinds()[key], value) for key, value in engine.options.items()}
-    return ast.Engine((ast.Ref(node, NOWHERE),), _name(engine.name), _attrs(given), NOWHERE)
+    return ast.EngineDecl((ast.Ref(node, NOWHERE),), _name(engine.name), _attrs(given), NOWHERE)
 
 
 def _said(declared: type[DeclaredAttributes], values: Any) -> Iterator[tuple[str, Expr]]:

@@ -41,14 +41,14 @@ class Lowering:
 
 
 def lower_algorithm(
-    algorithm: ast.Algorithm, overrides: Sequence[Override], library: Library, folder: Folder, problems: Problems
+    algorithm: ast.AlgorithmDecl, overrides: Sequence[Override], library: Library, folder: Folder, problems: Problems
 ) -> Lowering:
     """The graph of an algorithm that stands for itself (derive.py), its params overridden."""
     return _Algorithm(algorithm, library, folder, problems).lower(overrides)
 
 
 class _Algorithm(Declarations):
-    def __init__(self, algorithm: ast.Algorithm, library: Library, folder: Folder, problems: Problems) -> None:
+    def __init__(self, algorithm: ast.AlgorithmDecl, library: Library, folder: Folder, problems: Problems) -> None:
         super().__init__(algorithm, problems)
         self.library, self.folder = library, folder
         self.workers: dict[str, Worker] = {}
@@ -59,26 +59,26 @@ class _Algorithm(Declarations):
 
     def lower(self, overrides: Sequence[Override]) -> Lowering:
         self._declare()
-        defaults = {s.name.text: s.value for s in self._statements(ast.Param) if self._is(s.name, "param")}
+        defaults = {s.name.text: s.value for s in self._statements(ast.ParamDecl) if self._is(s.name, "param")}
         self.params = evaluate_params(self.algorithm.name.text, defaults, overrides, self._others, self.problems)
         self._lower_columns()
-        for state in self._statements(ast.State):
+        for state in self._statements(ast.StateDecl):
             with self.problems.catching():
                 self._lower_state(state)
-        for worker in self._statements(ast.Worker):
+        for worker in self._statements(ast.WorkerDecl):
             self._lower_worker(worker)
         self._lower_source()
-        for node in self._statements(ast.Node):
+        for node in self._statements(ast.NodeDecl):
             self._lower_node(node)
         self._find_meant()
-        for edge in self._statements(ast.Edge):
+        for edge in self._statements(ast.EdgeDecl):
             self.add_edges(edge)
         used = {key: value for caller in self.callers for key, value in caller.used.items()}
         return Lowering(self._graph(), {*self.nodes, *self.meant}, used)
 
     # Workers, source and nodes
 
-    def _lower_worker(self, worker: ast.Worker) -> None:
+    def _lower_worker(self, worker: ast.WorkerDecl) -> None:
         if not self._is(worker.name, "worker"):
             return
         kind = worker.kind.text
@@ -107,7 +107,7 @@ class _Algorithm(Declarations):
             )
 
     def _lower_source(self) -> None:
-        sources = list(self._statements(ast.Source))
+        sources = list(self._statements(ast.SourceDecl))
         if not sources:
             help = "add `source(COUNT) -> prompt`, with the columns that the data fill"
             self.problems.tell(
@@ -141,7 +141,7 @@ class _Algorithm(Declarations):
             "source", "source", "source", (), writes, attributes=attributes, span=first.span.to(end), states=reads
         )
 
-    def _lower_node(self, node: ast.Node) -> None:
+    def _lower_node(self, node: ast.NodeDecl) -> None:
         worker, verb = node.worker.text, node.verb.text
         name = node_name(node)
         if name in self.nodes:
@@ -237,7 +237,7 @@ class _Algorithm(Declarations):
                 self.problems.tell("unknown-column", message, name.span, help)
         return tuple(columns), tuple(states)
 
-    def _need(self, node: ast.Node, statement: str) -> None:
+    def _need(self, node: ast.NodeDecl, statement: str) -> None:
         """Attributes that a node cannot be without."""
         given = {a.key.text for a in node.attrs}
         if statement == "function" and not given & {"call", "keep", "select", "refill"}:
@@ -274,7 +274,7 @@ class _Algorithm(Declarations):
                 message = f"`{node_name(node)}` has no `{key}`"
                 self.problems.tell("bad-value", message, node.title, f"add `{key} = {attribute.must}`")
 
-    def _need_partner(self, node: ast.Node, given: Collection[str]) -> None:
+    def _need_partner(self, node: ast.NodeDecl, given: Collection[str]) -> None:
         """What a generation may say only with an environment or an agent, of which it has one."""
         if {"environment", "agent"} <= {*given}:
             what = f"`{node_name(node)}` has an environment and an agent"
@@ -302,7 +302,7 @@ class _Algorithm(Declarations):
 
     # Edges
 
-    def add_edges(self, edge: ast.Edge) -> None:
+    def add_edges(self, edge: ast.EdgeDecl) -> None:
         statement = "sample edge" if edge.kind == "sample" else "resharding edge"
         attributes = read(edge.attrs, statement, STATEMENTS[statement].kinds(), self.names, self.problems)
         groups = [[ref for ref in group if self._is_node(ref)] for group in edge.groups]

@@ -111,34 +111,34 @@ class Type:
 
 
 @dataclass(frozen=True)
-class Column:
+class ColumnDecl:
     name: Name
     type: Type
     span: Span
 
 
 @dataclass(frozen=True)
-class Param:
+class ParamDecl:
     name: Name
     value: Expr
     span: Span
 
 
 @dataclass(frozen=True)
-class Columns:
-    columns: tuple[Column, ...]
+class ColumnsDecl:
+    columns: tuple[ColumnDecl, ...]
     span: Span
 
 
 @dataclass(frozen=True)
-class State:
-    column: Column
+class StateDecl:
+    column: ColumnDecl
     value: Expr
     span: Span
 
 
 @dataclass(frozen=True)
-class Worker:
+class WorkerDecl:
     name: Name
     kind: Name
     frozen: bool
@@ -147,7 +147,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceDecl:
     count: Expr
     writes: tuple[Name, ...]
     attrs: tuple[Attr, ...]
@@ -155,7 +155,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeDecl:
     """`reads` is None for a patch (a node statement without parentheses); `head` is the statement without its
     attributes; `patched` are the keys of those that patches stated."""
 
@@ -176,7 +176,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Edge:
+class EdgeDecl:
     """A chain: `groups` are the comma lists between the arrows (two for a resharding edge)."""
 
     kind: Literal["sample", "reshard"]
@@ -186,18 +186,18 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Drop:
+class DropDecl:
     """Of an attribute the target is the node's name and the attribute's: `actor.update.mini_batch`."""
 
-    target: Ref | Edge
+    target: Ref | EdgeDecl
     span: Span
 
 
-AlgorithmStatement = Param | Columns | State | Worker | Source | Node | Drop | Edge
+AlgorithmStatement = ParamDecl | ColumnsDecl | StateDecl | WorkerDecl | SourceDecl | NodeDecl | DropDecl | EdgeDecl
 
 
 @dataclass(frozen=True)
-class Import:
+class ImportDecl:
     """`import NAME` (an algorithm of the package) or `import "file.rlg"`."""
 
     target: str
@@ -206,7 +206,7 @@ class Import:
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class AlgorithmDecl:
     name: Name
     extends: Name | None
     body: tuple[AlgorithmStatement, ...]
@@ -214,21 +214,21 @@ class Algorithm:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class ClusterDecl:
     name: Name
     attrs: tuple[Attr, ...]
     span: Span
 
 
 @dataclass(frozen=True)
-class Set:
+class SetDecl:
     name: Name
     value: Expr
     span: Span
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelDecl:
     name: Name
     target: Literal_
     attrs: tuple[Attr, ...]
@@ -236,7 +236,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Data:
+class DataDecl:
     name: Name
     target: Literal_
     attrs: tuple[Attr, ...]
@@ -244,14 +244,14 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayoutDecl:
     nodes: tuple[Ref, ...]
     attrs: tuple[Attr, ...]
     span: Span
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineDecl:
     nodes: tuple[Ref, ...]
     name: Name
     attrs: tuple[Attr, ...]
@@ -268,7 +268,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlaceDecl:
     targets: tuple[Ref, ...]
     together: bool
     nodes: Range | None
@@ -277,13 +277,13 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Apart:
+class ApartDecl:
     targets: tuple[Ref, ...]
     span: Span
 
 
 @dataclass(frozen=True)
-class Options:
+class OptionsDecl:
     """`dock { … }`, `reshard { … }`, `run { … }`."""
 
     kind: Literal["dock", "reshard", "run"]
@@ -292,28 +292,40 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Evaluate:
+class EvaluateDecl:
     name: Name
     attrs: tuple[Attr, ...]
     span: Span
 
 
 @dataclass(frozen=True)
-class Undo:
+class UndoDecl:
     """`drop` in a deploy, of statements of the one that it extends: `kind` is their word, or edge, `names` what they
     are of."""
 
     kind: str
     names: tuple[Ref, ...]
-    edge: Edge | None
+    edge: EdgeDecl | None
     span: Span
 
 
-DeployStatement = Set | Model | Data | Layout | Engine | Place | Apart | Options | Evaluate | Undo | Edge
+DeployStatement = (
+    SetDecl
+    | ModelDecl
+    | DataDecl
+    | LayoutDecl
+    | EngineDecl
+    | PlaceDecl
+    | ApartDecl
+    | OptionsDecl
+    | EvaluateDecl
+    | UndoDecl
+    | EdgeDecl
+)
 
 
 @dataclass(frozen=True)
-class Deploy:
+class DeployDecl:
     """One that `extends` another has its own name as `alias`, no `algorithm`, and a `cluster` if it states one
     (variants.py)."""
 
@@ -338,7 +350,7 @@ class Deploy:
         return first.span.to(last.span)
 
 
-Item = Import | Algorithm | Cluster | Deploy
+Item = ImportDecl | AlgorithmDecl | ClusterDecl | DeployDecl
 
 
 @dataclass(frozen=True)
@@ -385,6 +397,11 @@ def same(a: File, b: File) -> bool:
     return moved(a.items, lambda _: NOWHERE) == moved(b.items, lambda _: NOWHERE)
 
 
+def word(part: object) -> str:
+    """Return what a part is: `Node` of a NodeDecl, `Call` of a Call."""
+    return type(part).__name__.removesuffix("Decl")
+
+
 def show(file: File) -> str:
     """The tree as indented text: a line a part, with what it holds and `line:column`."""
     return "\n".join(_lines(file, "", 0)) + "\n"
@@ -393,7 +410,7 @@ def show(file: File) -> str:
 def _lines(part: object, label: str, depth: int) -> list[str]:
     lead = "  " * depth + (f"{label}: " if label else "")
     if isinstance(part, Name | Ref | NameExpr):
-        return [f"{lead}{type(part).__name__} {part.text} {_at(part.span)}"]
+        return [f"{lead}{word(part)} {part.text} {_at(part.span)}"]
     if isinstance(part, Literal_):
         value = f'"{part.value}"' if part.kind == "string" else str(part.value).lower()
         return [f"{lead}{part.kind} {value}{part.unit and ' ' + part.unit} {_at(part.span)}"]
@@ -406,7 +423,7 @@ def _lines(part: object, label: str, depth: int) -> list[str]:
             plain.append(f"{f.name}={value}")
         elif isinstance(value, tuple) or not (value is None or isinstance(value, Span)):
             nested += _lines(value, f.name, depth + 1)
-    return [" ".join([f"{lead}{type(part).__name__}", *plain, _at(part.span)]), *nested]  # type: ignore[attr-defined]
+    return [" ".join([f"{lead}{word(part)}", *plain, _at(part.span)]), *nested]  # type: ignore[attr-defined]
 
 
 def _at(span: Span) -> str:

@@ -178,7 +178,7 @@ class CallingNode:
                 )
 
     def taken(
-        self, node: ast.Node, key: str, call: Expr, signature: Signature, only: Collection[str] | None = None
+        self, node: ast.NodeDecl, key: str, call: Expr, signature: Signature, only: Collection[str] | None = None
     ) -> None:
         """Whether the function that is the attribute `key` has a parameter for each column that the node reads, of
         these if some are given. Where a patch brought the function, it is to blame, not what the node read before."""
@@ -212,7 +212,7 @@ class CallingNode:
         note = ((over[0].span.to(over[-1].span), "it is read here"),)
         self.problems.found += mistake("unknown-option", message, call.span, help, related=note).diagnostics
 
-    def _taking(self, node: ast.Node, key: str, signature: Signature, free: Sequence[str]) -> str:
+    def _taking(self, node: ast.NodeDecl, key: str, signature: Signature, free: Sequence[str]) -> str:
         """Help for a function that has no parameter for a column that the node reads."""
         call = next((a.value for a in node.attrs if a.key.text == key), None)
         per = any(a.key.text == "per" for a in node.attrs)
@@ -316,7 +316,7 @@ class CallingNode:
         raise mistake("bad-value", message, expr.span, help, origin(expr, names))
 
 
-def _head(node: ast.Node, reads: Sequence[str]) -> str:
+def _head(node: ast.NodeDecl, reads: Sequence[str]) -> str:
     """The statement of a node without its attributes, reading something else."""
     label = f"{node.label.text}: " if node.label else ""
     writes = f" -> {', '.join(n.text for n in node.writes)}" if node.writes else ""

@@ -22,7 +22,7 @@ IN_FULL = (
 )
 
 
-def lower_cluster(cluster: ast.Cluster, problems: Problems) -> ClusterSpec | None:
+def lower_cluster(cluster: ast.ClusterDecl, problems: Problems) -> ClusterSpec | None:
     """The cluster, its device's figures overridden where the file states them."""
     attributes = read(cluster.attrs, "cluster", ClusterOptions.kinds(), Names({}), problems)
     if "device" not in attributes:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from ..diagnostics import Span, nearest
-from ..ir.graph import ELEMENTS, Column, Dim, Expr, State
+from ..ir.graph import ELEMENTS, Column, Dimension, Expr, State
 from ..ir.kinds import COUNT
 from . import ast
 from .attributes import read_as, shown
@@ -25,7 +25,7 @@ UNKNOWN = "?"  # the element of a column whose type is wrong: checks say nothing
 class Declarations:
     """Those of one algorithm. `names` are there once the params are."""
 
-    def __init__(self, algorithm: ast.Algorithm, problems: Problems) -> None:
+    def __init__(self, algorithm: ast.AlgorithmDecl, problems: Problems) -> None:
         self.algorithm, self.problems = algorithm, problems
         # params, columns, states, workers and labels share one name space
         self.declared: dict[str, tuple[str, Span]] = {}
@@ -56,16 +56,16 @@ class Declarations:
     def _declare(self) -> None:
         for s in self.algorithm.body:
             match s:
-                case ast.Param():
+                case ast.ParamDecl():
                     self._name(s.name, "param")
-                case ast.Columns():
+                case ast.ColumnsDecl():
                     for column in s.columns:
                         self._name(column.name, "column")
-                case ast.State():
+                case ast.StateDecl():
                     self._name(s.column.name, "state")
-                case ast.Worker():
+                case ast.WorkerDecl():
                     self._name(s.name, "worker")
-                case ast.Node(label=ast.Name() as label):
+                case ast.NodeDecl(label=ast.Name() as label):
                     self._name(label, "label")
 
     def _name(self, name: ast.Name, what: str) -> None:
@@ -86,7 +86,7 @@ class Declarations:
     # Params and columns
 
     def _lower_columns(self) -> None:
-        declared = [c for s in self._statements(ast.Columns) for c in s.columns if self._is(c.name, "column")]
+        declared = [c for s in self._statements(ast.ColumnsDecl) for c in s.columns if self._is(c.name, "column")]
         for column in declared:
             self.columns[column.name.text] = Column(column.name.text, UNKNOWN, span=column.name.span)
             with self.problems.catching():
@@ -107,7 +107,7 @@ class Declarations:
                     break
                 seen.append(dims[0].like)
 
-    def _dims(self, column: ast.Column) -> tuple[Dim, ...]:
+    def _dims(self, column: ast.ColumnDecl) -> tuple[Dimension, ...]:
         kind = column.type
         element = kind.element.text
         if element not in ELEMENTS:
@@ -148,12 +148,12 @@ class Declarations:
     def _is_column(self, value: ast.Expr) -> bool:
         return isinstance(value, ast.NameExpr) and self.declared.get(value.text, ("",))[0] == "column"
 
-    def _dim(self, dim: ast.Dim) -> Dim:
+    def _dim(self, dim: ast.Dim) -> Dimension:
         value = dim.value
         if isinstance(value, ast.NameExpr) and not dim.at_most and value.text not in self.params:
             what = self.declared.get(value.text, ("", value.span))[0]
             if what == "column":
-                return Dim(like=value.text)
+                return Dimension(like=value.text)
             if not what:
                 known = [*self.params, *(n for n, (w, _) in self.declared.items() if w == "column")]
                 raise mistake(
@@ -161,9 +161,9 @@ class Declarations:
                 )
         size = read_as(COUNT, "[…]", value, self.names).value
         assert isinstance(size, int)
-        return Dim(size, dim.at_most)
+        return Dimension(size, dim.at_most)
 
-    def _lower_state(self, state: ast.State) -> None:
+    def _lower_state(self, state: ast.StateDecl) -> None:
         name, kind = state.column.name, state.column.type
         if not self._is(name, "state"):
             return

@@ -51,7 +51,7 @@ def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) 
 
 
 def lower_deploy(
-    deploy: ast.Deploy,
+    deploy: ast.DeployDecl,
     graph: Graph,
     nodes: Collection[str],
     engines: Mapping[str, EngineSpec],
@@ -65,14 +65,14 @@ def lower_deploy(
 
     `nodes` are those that the algorithm declares, also those whose mistakes keep them out of the graph."""
     lowered, graph = _Deploy(deploy, graph, nodes, engines, load_model, folder, problems).lower(model)
-    parting = [s for s in deploy.body if isinstance(s, ast.Place | ast.Apart)]
+    parting = [s for s in deploy.body if isinstance(s, ast.PlaceDecl | ast.ApartDecl)]
     pools, together = lower_pools(parting, graph, nodes, cluster, problems)
     return replace(lowered, pools=pools, together=together), graph
 
 
 @dataclass
 class _Deploy:
-    deploy: ast.Deploy
+    deploy: ast.DeployDecl
     graph: Graph
     nodes: Collection[str]
     engines: Mapping[str, EngineSpec]
@@ -145,19 +145,19 @@ class _Deploy:
 
     def _statement(self, statement: ast.DeployStatement, model: str | None) -> None:
         match statement:
-            case ast.Model():
+            case ast.ModelDecl():
                 self._model(statement, model)
-            case ast.Data():
+            case ast.DataDecl():
                 self._data(statement)
-            case ast.Layout():
+            case ast.LayoutDecl():
                 self._layout(statement)
-            case ast.Engine():
+            case ast.EngineDecl():
                 self._engine(statement)
-            case ast.Options():
+            case ast.OptionsDecl():
                 self._options(statement)
-            case ast.Evaluate():
+            case ast.EvaluateDecl():
                 self._evaluate(statement)
-            case ast.Edge():
+            case ast.EdgeDecl():
                 self._edge(statement)
 
     def _once(self, what: str, span: Span, help: str = "") -> None:
@@ -170,7 +170,7 @@ class _Deploy:
         params = {k: _constant(v) for k, v in self.graph.params.items()}
         return read(attrs, statement, kinds, Names(params), self.problems)
 
-    def _model(self, statement: ast.Model, model: str | None) -> None:
+    def _model(self, statement: ast.ModelDecl, model: str | None) -> None:
         name = statement.name
         if name.text not in self.needed:
             self.misnamed = True
@@ -185,7 +185,7 @@ class _Deploy:
             target, span = str(statement.target.value), statement.target.span
             self.models[name.text] = self.load_model(target, self.folder(span), said.dtype, span)
 
-    def _data(self, statement: ast.Data) -> None:
+    def _data(self, statement: ast.DataDecl) -> None:
         name, target = statement.name.text, str(statement.target.value)
         self._once(f"data {name}", statement.name.span)
         source = self.graph.node("source")
@@ -240,7 +240,7 @@ class _Deploy:
                 found.append(ref.text)
         return found
 
-    def _layout(self, statement: ast.Layout) -> None:
+    def _layout(self, statement: ast.LayoutDecl) -> None:
         nodes = self._refs(statement.nodes, "layout")
         attributes = self._read(statement.attrs, "layout", LayoutOptions.kinds())
         said = LayoutOptions.of_stated(attributes)
@@ -250,7 +250,7 @@ class _Deploy:
         layout = Layout(**vars(said), span=statement.span)
         self.layouts |= dict.fromkeys(nodes, layout)
 
-    def _engine(self, statement: ast.Engine) -> None:
+    def _engine(self, statement: ast.EngineDecl) -> None:
         nodes = self._refs(statement.nodes, "engine")
         name = statement.name.text
         if name not in self.engines:
@@ -293,7 +293,7 @@ class _Deploy:
             self.problems.tell("bad-value", message, stated.span, help)
             return
 
-    def _options(self, statement: ast.Options) -> None:
+    def _options(self, statement: ast.OptionsDecl) -> None:
         self._once(statement.kind, statement.span)
         match statement.kind:
             case "dock":
@@ -310,12 +310,12 @@ class _Deploy:
                     resume = str(self.folder(attributes["resume"].span) / resume)
                 self.run = replace(run, resume=resume)
 
-    def _evaluate(self, statement: ast.Evaluate) -> None:
+    def _evaluate(self, statement: ast.EvaluateDecl) -> None:
         name = statement.name
         self._once(f"evaluate {name.text}", name.span, another_name(statement))
         self.evaluations[name.text] = lower_evaluation(statement, self.graph, self._read, self.problems)
 
-    def _edge(self, statement: ast.Edge) -> None:
+    def _edge(self, statement: ast.EdgeDecl) -> None:
         if statement.kind == "reshard":
             raise mistake(
                 "bad-value", "a deploy changes no resharding edge", statement.span, "state it in the algorithm"

@@ -17,26 +17,26 @@ from . import ast
 from .dropped import Dropped
 from .expressions import Problems, mistake
 
-T = TypeVar("T", ast.Algorithm, ast.Deploy)
+T = TypeVar("T", ast.AlgorithmDecl, ast.DeployDecl)
 Key = tuple[str, str]  # what is declared, and its name
 # Attributes of a node of which one says what it does.
 EXCLUSIVE_ATTRIBUTES = (frozenset(("call", "keep", "select")), frozenset(("environment", "agent")))
 
 
 def derive(
-    algorithm: ast.Algorithm,
-    known: Mapping[str, ast.Algorithm],
+    algorithm: ast.AlgorithmDecl,
+    known: Mapping[str, ast.AlgorithmDecl],
     problems: Problems,
     broken: bool = False,
     dropped: dict[str, Dropped] | None = None,
-) -> ast.Algorithm | None:
+) -> ast.AlgorithmDecl | None:
     """The algorithm written out; `known` are those of the file and its imports, by name, `broken` says that an import
     failed. None where what it extends cannot be had. What is dropped on the way, and stays so, is added to
     `dropped`."""
     line = lineage(algorithm, known, "algorithm", problems, broken)
     if line is None:
         return None
-    if len(line) == 1 and not any(isinstance(s, ast.Drop) or _patches(s) for s in algorithm.body):
+    if len(line) == 1 and not any(isinstance(s, ast.DropDecl) or _patches(s) for s in algorithm.body):
         return algorithm
     written = _Written()
     for part in reversed(line):
@@ -77,7 +77,7 @@ def lineage(
     return line
 
 
-def _inherited_attributes(old: ast.Node, new: ast.Node) -> list[ast.Attr]:
+def _inherited_attributes(old: ast.NodeDecl, new: ast.NodeDecl) -> list[ast.Attr]:
     """Return the attributes that a restated node keeps: those that it does not state itself.
 
     A node that changes its worker, its verb or its kind of call keeps none.
@@ -90,7 +90,7 @@ def _inherited_attributes(old: ast.Node, new: ast.Node) -> list[ast.Attr]:
 
 
 def _patches(statement: ast.AlgorithmStatement) -> bool:
-    return isinstance(statement, ast.Node) and statement.reads is None
+    return isinstance(statement, ast.NodeDecl) and statement.reads is None
 
 
 class _Written:
@@ -98,7 +98,7 @@ class _Written:
 
     def __init__(self) -> None:
         self.declared: dict[Key, ast.AlgorithmStatement] = {}
-        self.edges: dict[tuple[str, str, str], ast.Edge] = {}
+        self.edges: dict[tuple[str, str, str], ast.EdgeDecl] = {}
         self.doubles: list[ast.AlgorithmStatement] = []
         self.own: set[Key] = set()
         self.dropped: dict[str, Dropped] = {}
@@ -110,25 +110,25 @@ class _Written:
 
     def add(self, statement: ast.AlgorithmStatement) -> None:
         match statement:
-            case ast.Columns():
+            case ast.ColumnsDecl():
                 for column in statement.columns:
-                    self._declare(("name", column.name.text), ast.Columns((column,), column.span))
-            case ast.Param() | ast.Worker():
+                    self._declare(("name", column.name.text), ast.ColumnsDecl((column,), column.span))
+            case ast.ParamDecl() | ast.WorkerDecl():
                 self._declare(("name", statement.name.text), statement)
-            case ast.State():
+            case ast.StateDecl():
                 self._declare(("name", statement.column.name.text), statement)
-            case ast.Source():
+            case ast.SourceDecl():
                 self._declare(("node", "source"), statement)
-            case ast.Node():
+            case ast.NodeDecl():
                 self._node(statement)
-            case ast.Edge():
+            case ast.EdgeDecl():
                 for one in single(statement):
                     # One that is stated again has its place, and the new attributes.
                     self.edges[_ends(one)] = one
-            case ast.Drop(target=ast.Edge() as edge):
+            case ast.DropDecl(target=ast.EdgeDecl() as edge):
                 for one in single(edge):
                     self._drop_edge(one)
-            case ast.Drop(target=ast.Ref() as ref):
+            case ast.DropDecl(target=ast.Ref() as ref):
                 self._drop(ref)
 
     def _declare(self, key: Key, statement: ast.AlgorithmStatement) -> None:
@@ -138,7 +138,7 @@ class _Written:
             self.declared[key] = statement
             self.own.add(key)
             self.dropped.pop(key[1], None)
-            if isinstance(statement, ast.Node | ast.Source):
+            if isinstance(statement, ast.NodeDecl | ast.SourceDecl):
                 self._restate_attributes(key[1], statement.attrs)
 
     def _restate_attributes(self, node: str, attrs: Iterable[ast.Attr]) -> None:
@@ -146,15 +146,15 @@ class _Written:
         for attr in attrs:
             self.dropped.pop(f"{node}.{attr.key.text}", None)
 
-    def _node(self, node: ast.Node) -> None:
+    def _node(self, node: ast.NodeDecl) -> None:
         key = ("node", node_name(node))
         old = self.declared.get(key)
         if node.reads is not None:
-            if isinstance(old, ast.Node) and key not in self.own:
+            if isinstance(old, ast.NodeDecl) and key not in self.own:
                 node = replace(node, attrs=(*_inherited_attributes(old, node), *node.attrs))
             self._declare(key, node)
             return
-        if not isinstance(old, ast.Node):
+        if not isinstance(old, ast.NodeDecl):
             nodes = [name for kind, name in self.declared if kind == "node" and name != "source"]
             help = nearest(key[1], nodes) or "a node of its own states what it reads, in parentheses"
             raise mistake(
@@ -184,12 +184,14 @@ class _Written:
             return
         elif name in self.declared:
             gone = self.declared.pop(name)
-            if isinstance(gone, ast.Worker):
+            if isinstance(gone, ast.WorkerDecl):
                 nodes = {
-                    key[1] for key, s in self.declared.items() if isinstance(s, ast.Node) and s.worker.text == ref.text
+                    key[1]
+                    for key, s in self.declared.items()
+                    if isinstance(s, ast.NodeDecl) and s.worker.text == ref.text
                 }
                 self._drop_nodes(nodes, ref)
-            elif isinstance(gone, (ast.Columns, ast.State)):
+            elif isinstance(gone, (ast.ColumnsDecl, ast.StateDecl)):
                 self._drop_from_lists(ref.text)
         else:
             what = "node" if "." in ref.text else "param, column, state, worker or node"
@@ -201,7 +203,7 @@ class _Written:
 
     def _drop_attribute(self, node: str, key: str, ref: ast.Ref) -> None:
         old = self.declared["node", node]
-        assert isinstance(old, ast.Node | ast.Source)
+        assert isinstance(old, ast.NodeDecl | ast.SourceDecl)
         left = tuple(a for a in old.attrs if a.key.text != key)
         if len(left) == len(old.attrs):
             help = nearest(key, [a.key.text for a in old.attrs])
@@ -212,7 +214,7 @@ class _Written:
     def _drop_nodes(self, names: set[str], ref: ast.Ref) -> None:
         for name in names:
             gone = self.declared.pop(("node", name))
-            assert isinstance(gone, ast.Node)
+            assert isinstance(gone, ast.NodeDecl)
             # Of what is dropped itself that is the cause.
             self.dropped |= {
                 column.text: Dropped(ref.span, name) for column in gone.writes if ("name", column.text) in self.declared
@@ -224,12 +226,12 @@ class _Written:
             return tuple(n for n in names if n.text != name)
 
         for key, s in self.declared.items():
-            if isinstance(s, ast.Source):
+            if isinstance(s, ast.SourceDecl):
                 self.declared[key] = replace(s, writes=without(s.writes))
-            elif isinstance(s, ast.Node):
+            elif isinstance(s, ast.NodeDecl):
                 self.declared[key] = replace(s, reads=without(s.reads or ()), writes=without(s.writes))
 
-    def _drop_edge(self, edge: ast.Edge) -> None:
+    def _drop_edge(self, edge: ast.EdgeDecl) -> None:
         if _ends(edge) not in self.edges:
             _, src, dst = _ends(edge)
             arrow = "->" if edge.kind == "sample" else "=>"
@@ -241,20 +243,20 @@ class _Written:
         del self.edges[_ends(edge)]
 
 
-def node_name(node: ast.Node) -> str:
+def node_name(node: ast.NodeDecl) -> str:
     return node.label.text if node.label else f"{node.worker.text}.{node.verb.text}"
 
 
-def single(edge: ast.Edge) -> list[ast.Edge]:
+def single(edge: ast.EdgeDecl) -> list[ast.EdgeDecl]:
     """An edge for each pair of states."""
     return [
-        ast.Edge(edge.kind, ((src,), (dst,)), edge.attrs, src.span.to(dst.span))
+        ast.EdgeDecl(edge.kind, ((src,), (dst,)), edge.attrs, src.span.to(dst.span))
         for sources, targets in pairwise(edge.groups)
         for src in sources
         for dst in targets
     ]
 
 
-def _ends(edge: ast.Edge) -> tuple[str, str, str]:
+def _ends(edge: ast.EdgeDecl) -> tuple[str, str, str]:
     ((src,), (dst,)) = edge.groups
     return edge.kind, src.text, dst.text

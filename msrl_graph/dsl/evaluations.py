@@ -22,7 +22,7 @@ from .expressions import Problems, mistake
 ReadAttributes = Callable[[tuple[ast.Attr, ...], str, Mapping[str, ValueKind]], dict[str, Expr]]
 
 
-def lower_evaluation(statement: ast.Evaluate, graph: Graph, read: ReadAttributes, problems: Problems) -> Evaluation:
+def lower_evaluation(statement: ast.EvaluateDecl, graph: Graph, read: ReadAttributes, problems: Problems) -> Evaluation:
     """Check a statement against the graph; its data are looked up when all statements are known."""
     name = statement.name.text
     if name == "train":
@@ -55,7 +55,7 @@ def lower_evaluation(statement: ast.Evaluate, graph: Graph, read: ReadAttributes
     return evaluation
 
 
-def another_name(statement: ast.Evaluate) -> str:
+def another_name(statement: ast.EvaluateDecl) -> str:
     """The help for an evaluation whose name another one has."""
     name, data = statement.name.text, statement.name.text
     for attribute in statement.attrs:

@@ -74,9 +74,9 @@ class LoweringFault(Fault):
 class ParsedProgram(NamedTuple):
     """Algorithms, clusters and deploys by name, and whether an import failed."""
 
-    algorithms: dict[str, ast.Algorithm]
-    clusters: dict[str, ast.Cluster]
-    deploys: dict[str, ast.Deploy]
+    algorithms: dict[str, ast.AlgorithmDecl]
+    clusters: dict[str, ast.ClusterDecl]
+    deploys: dict[str, ast.DeployDecl]
     broken: bool
 
 
@@ -94,21 +94,21 @@ def _lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
     deploy = None
     with problems.catching():
         deploy = _choose(file, context)
-    for other in [i for i in file.items if isinstance(i, ast.Deploy) and i is not deploy]:
+    for other in [i for i in file.items if isinstance(i, ast.DeployDecl) and i is not deploy]:
         written_out(other, deploys, algorithms, problems, broken)
     deploy = written_out(deploy, deploys, algorithms, problems, broken) if deploy else None
-    overrides = [Override(s.name, s.value) for s in deploy.body if isinstance(s, ast.Set)] if deploy else []
+    overrides = [Override(s.name, s.value) for s in deploy.body if isinstance(s, ast.SetDecl)] if deploy else []
     for name, text in context.sets.items():
         with problems.catching():
             overrides.append(Override(*parse_set(name, text)))
-    chosen: ast.Algorithm | None = None
+    chosen: ast.AlgorithmDecl | None = None
     if deploy:
         # Of two that have the name, which is told, the file's own is meant.
         assert deploy.algorithm is not None and deploy.cluster is not None
-        own = [i for i in file.items if isinstance(i, ast.Algorithm) and i.name.text == deploy.algorithm.text]
+        own = [i for i in file.items if isinstance(i, ast.AlgorithmDecl) and i.name.text == deploy.algorithm.text]
         chosen = own[0] if own else _named(deploy.algorithm, algorithms, "algorithm", broken, problems)
     elif algorithms:
-        own = [i for i in file.items if isinstance(i, ast.Algorithm)]
+        own = [i for i in file.items if isinstance(i, ast.AlgorithmDecl)]
         chosen = own[-1] if own else list(algorithms.values())[-1]
     elif not broken:
         problems.tell(
@@ -119,7 +119,7 @@ def _lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
     def folder(span: Span) -> Path:
         return context.folder if span.file == file.path else Path(span.file).parent
 
-    for item in [i for i in file.items if isinstance(i, ast.Algorithm) and i is not chosen]:
+    for item in [i for i in file.items if isinstance(i, ast.AlgorithmDecl) and i is not chosen]:
         gone: dict[str, Dropped] = {}
         if (whole := derive(item, algorithms, problems, broken, gone)) is not None:
             before = len(problems.found)
@@ -167,16 +167,16 @@ def _turned(told: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:
 
 def _gather(file: ast.File, context: LoweringContext, problems: Problems) -> ParsedProgram:
     """What the file and its imports have; each file is read once, however often it is imported."""
-    algorithms: dict[str, ast.Algorithm] = {}
-    clusters: dict[str, ast.Cluster] = {}
-    deploys: dict[str, ast.Deploy] = {}
+    algorithms: dict[str, ast.AlgorithmDecl] = {}
+    clusters: dict[str, ast.ClusterDecl] = {}
+    deploys: dict[str, ast.DeployDecl] = {}
     seen: dict[str, bool] = {file.path: False}  # whether the file is read to its end
     broken: list[Diagnostic] = []
 
     def add(part: ast.File) -> None:
         for item in part.items:
             match item:
-                case ast.Import():
+                case ast.ImportDecl():
                     whole = len(problems.found)
                     with problems.catching():
                         other = context.load(item.target, item.is_file, item.span)
@@ -191,16 +191,16 @@ def _gather(file: ast.File, context: LoweringContext, problems: Problems) -> Par
                                 "move what both need to a third file",
                             )
                     broken.extend(problems.found[whole:])
-                case ast.Deploy():
+                case ast.DeployDecl():
                     # Two of one name are told where one is chosen; of an import's and the file's own, its own is meant.
                     deploys.setdefault(item.name.text, item)
                     if part is file:
                         deploys[item.name.text] = item
-                case ast.Algorithm() | ast.Cluster():
-                    known: dict[str, ast.Algorithm] | dict[str, ast.Cluster] = (
-                        algorithms if isinstance(item, ast.Algorithm) else clusters
+                case ast.AlgorithmDecl() | ast.ClusterDecl():
+                    known: dict[str, ast.AlgorithmDecl] | dict[str, ast.ClusterDecl] = (
+                        algorithms if isinstance(item, ast.AlgorithmDecl) else clusters
                     )
-                    what = type(item).__name__.lower()
+                    what = ast.word(item).lower()
                     if item.name.text in known:
                         note = ((known[item.name.text].name.span, "the first one"),)
                         problems.found += mistake(
@@ -218,11 +218,11 @@ def _gather(file: ast.File, context: LoweringContext, problems: Problems) -> Par
     return ParsedProgram(algorithms, clusters, deploys, bool(broken))
 
 
-def _choose(file: ast.File, context: LoweringContext) -> ast.Deploy | None:
+def _choose(file: ast.File, context: LoweringContext) -> ast.DeployDecl | None:
     """The deploy to lower: the one that was asked for, or the only one."""
-    deploys: dict[str, ast.Deploy] = {}
+    deploys: dict[str, ast.DeployDecl] = {}
     for item in file.items:
-        if isinstance(item, ast.Deploy):
+        if isinstance(item, ast.DeployDecl):
             name = item.name
             if name.text in deploys:
                 note = ((deploys[name.text].head, "the first one"),)

@@ -75,9 +75,9 @@ def evaluate_params(
     return {name: values[name] for name in defaults}
 
 
-def unused(algorithm: ast.Algorithm, overrides: Sequence[Override]) -> list[Diagnostic]:
+def unused(algorithm: ast.AlgorithmDecl, overrides: Sequence[Override]) -> list[Diagnostic]:
     """Params that are set and that no statement names, by way of other params either: nothing changes."""
-    params = {s.name.text: s.value for s in algorithm.body if isinstance(s, ast.Param)}
+    params = {s.name.text: s.value for s in algorithm.body if isinstance(s, ast.ParamDecl)}
     wanted = {o.name.text for o in overrides} & params.keys()
     used: set[str] = set()
 
@@ -87,7 +87,7 @@ def unused(algorithm: ast.Algorithm, overrides: Sequence[Override]) -> list[Diag
             for other in ast.words(params[word]):
                 use(other)
 
-    for word in (word for s in algorithm.body if not isinstance(s, ast.Param) for word in ast.words(s)):
+    for word in (word for s in algorithm.body if not isinstance(s, ast.ParamDecl) for word in ast.words(s)):
         if wanted <= used:  # mostly long before the end
             return []
         use(word)

@@ -53,13 +53,13 @@ def parse_type(text: str, file: str) -> ast.Type:
     return _Builder(file).type(_tree(text, file, "type"))
 
 
-def parse_edge(text: str, file: str) -> ast.Edge:
+def parse_edge(text: str, file: str) -> ast.EdgeDecl:
     """The tree of one edge, sample or resharding."""
-    edge: ast.Edge = _Builder(file).statement(_tree(text, file, "edge"))
+    edge: ast.EdgeDecl = _Builder(file).statement(_tree(text, file, "edge"))
     return edge
 
 
-def parse_undo(text: str, file: str) -> ast.Undo:
+def parse_undo(text: str, file: str) -> ast.UndoDecl:
     """The tree of what a deploy drops, as `layout actor.update`."""
     stated, builder = _tree(text, file, "stated"), _Builder(file)
     return builder.undo(stated, builder.span(stated))
@@ -175,106 +175,106 @@ class _Builder:
         }
         return items[tree.data](tree)
 
-    def import_(self, tree: Any) -> ast.Import:
+    def import_(self, tree: Any) -> ast.ImportDecl:
         token = tree.children[0]
         is_file = token.type == "STRING"
-        return ast.Import(self.string(token) if is_file else str(token), is_file, self.span(tree))
+        return ast.ImportDecl(self.string(token) if is_file else str(token), is_file, self.span(tree))
 
-    def algorithm(self, tree: Any) -> ast.Algorithm:
+    def algorithm(self, tree: Any) -> ast.AlgorithmDecl:
         name, extends, *body = tree.children
-        return ast.Algorithm(
+        return ast.AlgorithmDecl(
             self.name(name), self.maybe(extends), tuple(self.statement(s) for s in body), self.span(tree)
         )
 
-    def cluster(self, tree: Any) -> ast.Cluster:
+    def cluster(self, tree: Any) -> ast.ClusterDecl:
         name, attrs = tree.children
-        return ast.Cluster(self.name(name), self.attrs(attrs), self.span(tree))
+        return ast.ClusterDecl(self.name(name), self.attrs(attrs), self.span(tree))
 
-    def deploy(self, tree: Any) -> ast.Deploy:
+    def deploy(self, tree: Any) -> ast.DeployDecl:
         algorithm, cluster, alias, *body = tree.children
         statements = tuple(self.statement(s) for s in body)
-        return ast.Deploy(self.name(algorithm), self.name(cluster), self.maybe(alias), statements, self.span(tree))
+        return ast.DeployDecl(self.name(algorithm), self.name(cluster), self.maybe(alias), statements, self.span(tree))
 
-    def variant(self, tree: Any) -> ast.Deploy:
+    def variant(self, tree: Any) -> ast.DeployDecl:
         name, base, cluster, *body = tree.children
         statements = tuple(self.statement(s) for s in body)
-        return ast.Deploy(None, self.maybe(cluster), self.name(name), statements, self.span(tree), self.name(base))
+        return ast.DeployDecl(None, self.maybe(cluster), self.name(name), statements, self.span(tree), self.name(base))
 
     def statement(self, tree: Any) -> Any:
         return getattr(self, f"_{tree.data}")(*tree.children, span=self.span(tree))
 
-    def _param(self, name: Token, value: Any, span: Span) -> ast.Param:
-        return ast.Param(self.name(name), self.expr(value), span)
+    def _param(self, name: Token, value: Any, span: Span) -> ast.ParamDecl:
+        return ast.ParamDecl(self.name(name), self.expr(value), span)
 
-    def _columns(self, *columns: Any, span: Span) -> ast.Columns:
-        return ast.Columns(tuple(self.column(c) for c in columns), span)
+    def _columns(self, *columns: Any, span: Span) -> ast.ColumnsDecl:
+        return ast.ColumnsDecl(tuple(self.column(c) for c in columns), span)
 
-    def _state(self, column: Any, value: Any, span: Span) -> ast.State:
-        return ast.State(self.column(column), self.expr(value), span)
+    def _state(self, column: Any, value: Any, span: Span) -> ast.StateDecl:
+        return ast.StateDecl(self.column(column), self.expr(value), span)
 
-    def _worker(self, name: Token, kind: Token, frozen: Token | None, attrs: Any, span: Span) -> ast.Worker:
-        return ast.Worker(self.name(name), self.name(kind), frozen is not None, self.attrs(attrs), span)
+    def _worker(self, name: Token, kind: Token, frozen: Token | None, attrs: Any, span: Span) -> ast.WorkerDecl:
+        return ast.WorkerDecl(self.name(name), self.name(kind), frozen is not None, self.attrs(attrs), span)
 
-    def _source(self, _word: Token, count: Any, _arrow: Token, writes: Any, attrs: Any, span: Span) -> ast.Source:
-        return ast.Source(self.expr(count), self.names(writes), self.attrs(attrs), span)
+    def _source(self, _word: Token, count: Any, _arrow: Token, writes: Any, attrs: Any, span: Span) -> ast.SourceDecl:
+        return ast.SourceDecl(self.expr(count), self.names(writes), self.attrs(attrs), span)
 
     def _node(
         self, label: Token | None, worker: Token, verb: Token, signature: Any, attrs: Any, span: Span
-    ) -> ast.Node:
+    ) -> ast.NodeDecl:
         reads, writes = (
             (None, ()) if signature is None else (self.names(signature.children[0]), self.names(signature.children[-1]))
         )
         head = span.to(self.span(verb if signature is None else signature))
-        return ast.Node(
+        return ast.NodeDecl(
             self.maybe(label), self.name(worker), self.name(verb), reads, writes, self.attrs(attrs), span, head
         )
 
-    def _drop(self, target: Any, span: Span) -> ast.Drop:
-        return ast.Drop(self.statement(target) if target.data == "edge" else self.ref(target), span)
+    def _drop(self, target: Any, span: Span) -> ast.DropDecl:
+        return ast.DropDecl(self.statement(target) if target.data == "edge" else self.ref(target), span)
 
-    def _edge(self, *parts: Any, span: Span) -> ast.Edge:
+    def _edge(self, *parts: Any, span: Span) -> ast.EdgeDecl:
         *chain, attrs = parts
         reshard = any(isinstance(p, Token) and p.type == "RESHARD" for p in chain)
         groups = tuple(self.refs(p) for p in chain if isinstance(p, Tree))
-        return ast.Edge("reshard" if reshard else "sample", groups, self.attrs(attrs), span)
+        return ast.EdgeDecl("reshard" if reshard else "sample", groups, self.attrs(attrs), span)
 
-    def _set(self, name: Token, value: Any, span: Span) -> ast.Set:
-        return ast.Set(self.name(name), self.expr(value), span)
+    def _set(self, name: Token, value: Any, span: Span) -> ast.SetDecl:
+        return ast.SetDecl(self.name(name), self.expr(value), span)
 
-    def _model(self, name: Token, target: Token, attrs: Any, span: Span) -> ast.Model:
-        return ast.Model(self.name(name), self.literal(target), self.attrs(attrs), span)
+    def _model(self, name: Token, target: Token, attrs: Any, span: Span) -> ast.ModelDecl:
+        return ast.ModelDecl(self.name(name), self.literal(target), self.attrs(attrs), span)
 
-    def _data(self, name: Token, target: Token, attrs: Any, span: Span) -> ast.Data:
-        return ast.Data(self.name(name), self.literal(target), self.attrs(attrs), span)
+    def _data(self, name: Token, target: Token, attrs: Any, span: Span) -> ast.DataDecl:
+        return ast.DataDecl(self.name(name), self.literal(target), self.attrs(attrs), span)
 
-    def _layout(self, refs: Any, attrs: Any, span: Span) -> ast.Layout:
-        return ast.Layout(self.refs(refs), self.attrs(attrs), span)
+    def _layout(self, refs: Any, attrs: Any, span: Span) -> ast.LayoutDecl:
+        return ast.LayoutDecl(self.refs(refs), self.attrs(attrs), span)
 
-    def _engine(self, refs: Any, name: Token, attrs: Any, span: Span) -> ast.Engine:
-        return ast.Engine(self.refs(refs), self.name(name), self.attrs(attrs), span)
+    def _engine(self, refs: Any, name: Token, attrs: Any, span: Span) -> ast.EngineDecl:
+        return ast.EngineDecl(self.refs(refs), self.name(name), self.attrs(attrs), span)
 
-    def _place(self, refs: Any, together: Token | None, nodes: Any, devices: Any, span: Span) -> ast.Place:
-        return ast.Place(self.refs(refs), together is not None, self.range(nodes), self.range(devices), span)
+    def _place(self, refs: Any, together: Token | None, nodes: Any, devices: Any, span: Span) -> ast.PlaceDecl:
+        return ast.PlaceDecl(self.refs(refs), together is not None, self.range(nodes), self.range(devices), span)
 
-    def _apart(self, refs: Any, span: Span) -> ast.Apart:
-        return ast.Apart(self.refs(refs), span)
+    def _apart(self, refs: Any, span: Span) -> ast.ApartDecl:
+        return ast.ApartDecl(self.refs(refs), span)
 
-    def _options(self, kind: Any, attrs: Any, span: Span) -> ast.Options:
+    def _options(self, kind: Any, attrs: Any, span: Span) -> ast.OptionsDecl:
         word: Any = str(kind)
-        return ast.Options(word, self.attrs(attrs), span)
+        return ast.OptionsDecl(word, self.attrs(attrs), span)
 
-    def _evaluate(self, name: Token, attrs: Any, span: Span) -> ast.Evaluate:
-        return ast.Evaluate(self.name(name), self.attrs(attrs), span)
+    def _evaluate(self, name: Token, attrs: Any, span: Span) -> ast.EvaluateDecl:
+        return ast.EvaluateDecl(self.name(name), self.attrs(attrs), span)
 
-    def _undo(self, stated: Any, span: Span) -> ast.Undo:
+    def _undo(self, stated: Any, span: Span) -> ast.UndoDecl:
         return self.undo(stated, span)
 
-    def undo(self, stated: Any, span: Span) -> ast.Undo:
+    def undo(self, stated: Any, span: Span) -> ast.UndoDecl:
         what, of = [*stated.children, None][:2]
         if isinstance(what, Tree):
-            return ast.Undo("edge", (), self.statement(what), span)
+            return ast.UndoDecl("edge", (), self.statement(what), span)
         names = () if of is None else self.refs(of) if isinstance(of, Tree) else (ast.Ref(str(of), self.span(of)),)
-        return ast.Undo(str(what), names, None, span)
+        return ast.UndoDecl(str(what), names, None, span)
 
     def range(self, tree: Any) -> ast.Range | None:
         if tree is None:
@@ -283,9 +283,9 @@ class _Builder:
         start = self.integer(first)
         return ast.Range(start, start if last is None else self.integer(last), self.span(tree))
 
-    def column(self, tree: Any) -> ast.Column:
+    def column(self, tree: Any) -> ast.ColumnDecl:
         name, kind = tree.children
-        return ast.Column(self.name(name), self.type(kind), self.span(tree))
+        return ast.ColumnDecl(self.name(name), self.type(kind), self.span(tree))
 
     def type(self, tree: Any) -> ast.Type:
         element, dims, per = tree.children

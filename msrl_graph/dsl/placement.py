@@ -29,7 +29,7 @@ class _Group:
 
 
 def lower_pools(
-    statements: Collection[ast.Place | ast.Apart],
+    statements: Collection[ast.PlaceDecl | ast.ApartDecl],
     graph: Graph,
     nodes: Collection[str],
     cluster: ClusterSpec | None,
@@ -39,9 +39,9 @@ def lower_pools(
     `nodes` are all that the algorithm declares."""
     lowering = _Pools(graph, nodes, cluster, problems)
     # What is kept together is known before it is parted, in whatever order the text says so.
-    for statement in sorted(statements, key=lambda s: isinstance(s, ast.Apart)):
+    for statement in sorted(statements, key=lambda s: isinstance(s, ast.ApartDecl)):
         with problems.catching():
-            if isinstance(statement, ast.Place):
+            if isinstance(statement, ast.PlaceDecl):
                 lowering.place(statement)
             else:
                 lowering.apart(statement)
@@ -62,14 +62,14 @@ class _Pools:
         self.graph, self.nodes, self.cluster, self.problems = graph, nodes, cluster, problems
         self.groups: list[_Group] = []
 
-    def place(self, statement: ast.Place) -> None:
+    def place(self, statement: ast.PlaceDecl) -> None:
         if not statement.together and statement.nodes is None:
             help = "add `together`, or `on nodes 0`"
             raise mistake("bad-value", "this `place` says neither where nor with what", statement.span, help)
         members = set[str]().union(*(self._members(ref) for ref in statement.targets))
         self._join(members, statement.span, self._stretch(statement) if statement.nodes else None)
 
-    def apart(self, statement: ast.Apart) -> None:
+    def apart(self, statement: ast.ApartDecl) -> None:
         for ref in statement.targets:
             with self.problems.catching():
                 members = self._members(ref)
@@ -144,7 +144,7 @@ class _Pools:
     def _range(self, stretch: tuple[int, int, int]) -> str:
         return device_range(*stretch, self.cluster.devices_per_node if self.cluster else 1)
 
-    def _stretch(self, statement: ast.Place) -> tuple[int, int, int]:
+    def _stretch(self, statement: ast.PlaceDecl) -> tuple[int, int, int]:
         """First device and number of devices, as the cluster counts them through all hosts; and those of each node, if
         some of several."""
         if self.cluster is None:

@@ -27,18 +27,18 @@ def write(file: ast.File) -> str:
 
 def _item(item: ast.Item) -> Iterator[str]:
     match item:
-        case ast.Import():
+        case ast.ImportDecl():
             yield f"import {_string(item.target) if item.is_file else item.target}"
-        case ast.Cluster():
+        case ast.ClusterDecl():
             yield from _attrs(f"cluster {item.name.text}", item.attrs, lines=True)
-        case ast.Algorithm():
+        case ast.AlgorithmDecl():
             yield f"algorithm {item.name.text}{f' extends {item.extends.text}' if item.extends else ''} {{"
             for i, s in enumerate(item.body):
                 # A blank line between statements of different kinds.
                 yield from [""] if i and type(s) is not type(item.body[i - 1]) else []
                 yield from _indented(_statement(s))
             yield "}"
-        case ast.Deploy():
+        case ast.DeployDecl():
             cluster = f" on {item.cluster.text}" if item.cluster else ""
             if item.extends:
                 yield f"deploy {item.name.text} extends {item.extends.text}{cluster} {{"
@@ -52,56 +52,56 @@ def _item(item: ast.Item) -> Iterator[str]:
 
 def _statement(s: ast.AlgorithmStatement) -> Iterator[str]:
     match s:
-        case ast.Param():
+        case ast.ParamDecl():
             yield f"param {s.name.text} = {_expr(s.value)}"
-        case ast.Columns():
+        case ast.ColumnsDecl():
             yield "columns {"
             # With a comma: without one, a column `per` would belong to the type before it.
             yield from (f"  {_column(c)}," for c in s.columns)
             yield "}"
-        case ast.State():
+        case ast.StateDecl():
             yield f"state {_column(s.column)} = {_expr(s.value)}"
-        case ast.Worker():
+        case ast.WorkerDecl():
             yield from _attrs(f"worker {s.name.text} : {s.kind.text}{' frozen' if s.frozen else ''}", s.attrs)
-        case ast.Source():
+        case ast.SourceDecl():
             yield from _attrs(f"source({_expr(s.count)}) -> {_names(s.writes)}", s.attrs)
-        case ast.Node():
+        case ast.NodeDecl():
             head = f"node {f'{s.label.text}: ' if s.label else ''}{s.worker.text}.{s.verb.text}"
             head += "" if s.reads is None else f"({_names(s.reads)})"
             yield from _attrs(head + (f" -> {_names(s.writes)}" if s.writes else ""), s.attrs)
-        case ast.Drop(target=ast.Ref() as ref):
+        case ast.DropDecl(target=ast.Ref() as ref):
             yield f"drop {ref.text}"
-        case ast.Drop(target=ast.Edge() as edge):
+        case ast.DropDecl(target=ast.EdgeDecl() as edge):
             yield from _attrs(f"drop {_chain(edge)}", edge.attrs)
-        case ast.Edge():
+        case ast.EdgeDecl():
             yield from _attrs(_chain(s), s.attrs)
 
 
 def _deployed(s: ast.DeployStatement) -> Iterator[str]:
     match s:
-        case ast.Set():
+        case ast.SetDecl():
             yield f"set {s.name.text} = {_expr(s.value)}"
-        case ast.Model() | ast.Data():
-            yield from _attrs(f"{type(s).__name__.lower()} {s.name.text} = {_expr(s.target)}", s.attrs)
-        case ast.Layout():
+        case ast.ModelDecl() | ast.DataDecl():
+            yield from _attrs(f"{ast.word(s).lower()} {s.name.text} = {_expr(s.target)}", s.attrs)
+        case ast.LayoutDecl():
             yield from _attrs(f"layout {_names(s.nodes)}", s.attrs, braces=True)
-        case ast.Engine():
+        case ast.EngineDecl():
             yield from _attrs(f"engine {_names(s.nodes)} = {s.name.text}", s.attrs)
-        case ast.Place():
+        case ast.PlaceDecl():
             where = f" on nodes {_range(s.nodes)}" if s.nodes else ""
             where += f" devices {_range(s.devices)}" if s.devices else ""
             yield f"place {_names(s.targets)}{' together' if s.together else ''}{where}"
-        case ast.Apart():
+        case ast.ApartDecl():
             yield f"apart {_names(s.targets)}"
-        case ast.Options():
+        case ast.OptionsDecl():
             yield from _attrs(s.kind, s.attrs, braces=True)
-        case ast.Undo(edge=ast.Edge() as edge):
+        case ast.UndoDecl(edge=ast.EdgeDecl() as edge):
             yield from _attrs(f"drop {_chain(edge)}", edge.attrs)
-        case ast.Undo():
+        case ast.UndoDecl():
             yield f"drop {s.kind}{f' {_names(s.names)}' if s.names else ''}"
-        case ast.Evaluate():
+        case ast.EvaluateDecl():
             yield from _attrs(f"evaluate {s.name.text}", s.attrs, braces=True)
-        case ast.Edge():
+        case ast.EdgeDecl():
             yield from _attrs(_chain(s), s.attrs)
 
 
@@ -124,7 +124,7 @@ def _attrs(head: str, attrs: tuple[ast.Attr, ...], *, braces: bool = False, line
         yield "}"
 
 
-def _chain(edge: ast.Edge) -> str:
+def _chain(edge: ast.EdgeDecl) -> str:
     return (" => " if edge.kind == "reshard" else " -> ").join(_names(group) for group in edge.groups)
 
 
@@ -136,7 +136,7 @@ def _range(r: ast.Range) -> str:
     return str(r.first) if r.first == r.last else f"{r.first}..{r.last}"
 
 
-def _column(column: ast.Column) -> str:
+def _column(column: ast.ColumnDecl) -> str:
     kind = column.type
     dims = ", ".join(f"{'<= ' if d.at_most else ''}{_expr(d.value, SUM)}" for d in kind.dims)
     return (

@@ -20,8 +20,12 @@ PARTING = "place and apart"
 
 
 def written_out(
-    deploy: ast.Deploy, known: Mapping[str, ast.Deploy], algorithms: Collection[str], problems: Problems, broken: bool
-) -> ast.Deploy | None:
+    deploy: ast.DeployDecl,
+    known: Mapping[str, ast.DeployDecl],
+    algorithms: Collection[str],
+    problems: Problems,
+    broken: bool,
+) -> ast.DeployDecl | None:
     """The deploy with all that it extends; `known` are those that can be extended, by name, `broken` says that an
     import failed. None where what it extends cannot be had."""
     base = deploy.extends.text if deploy.extends else ""
@@ -33,7 +37,7 @@ def written_out(
     line = lineage(deploy, known, "deploy", problems, broken, help)
     if line is None:
         return None
-    if len(line) == 1 and not any(isinstance(s, ast.Undo) for s in deploy.body):
+    if len(line) == 1 and not any(isinstance(s, ast.UndoDecl) for s in deploy.body):
         return deploy
     body: Iterable[ast.DeployStatement] = ()
     for part in reversed(line):
@@ -43,14 +47,18 @@ def written_out(
     return replace(deploy, algorithm=algorithm, cluster=cluster, body=tuple(body))
 
 
-def _changed(base: Iterable[ast.DeployStatement], deploy: ast.Deploy, problems: Problems) -> list[ast.DeployStatement]:
+def _changed(
+    base: Iterable[ast.DeployStatement], deploy: ast.DeployDecl, problems: Problems
+) -> list[ast.DeployStatement]:
     """The statements of a base, changed by those of a deploy."""
     there = {statement_key(s, i): s for i, s in enumerate(base)}
     own, doubles = set[Key](), list[ast.DeployStatement]()
-    if any(isinstance(s, ast.Place | ast.Apart) for s in deploy.body):  # which say together how devices are parted
+    if any(
+        isinstance(s, ast.PlaceDecl | ast.ApartDecl) for s in deploy.body
+    ):  # which say together how devices are parted
         there = {key: s for key, s in there.items() if key[0] != PARTING}
     for statement in (one for s in deploy.body for one in split_statement(s)):
-        if isinstance(statement, ast.Undo):
+        if isinstance(statement, ast.UndoDecl):
             with problems.catching():
                 _drop(there, statement, deploy)
             continue
@@ -66,9 +74,9 @@ def _changed(base: Iterable[ast.DeployStatement], deploy: ast.Deploy, problems: 
 def split_statement(statement: ast.DeployStatement) -> Iterator[ast.DeployStatement]:
     """A statement of several nodes or edges as one of each."""
     match statement:
-        case ast.Layout() | ast.Engine():
+        case ast.LayoutDecl() | ast.EngineDecl():
             yield from (replace(statement, nodes=(ref,)) for ref in statement.nodes)
-        case ast.Edge():
+        case ast.EdgeDecl():
             yield from single(statement)
         case _:
             yield statement
@@ -76,20 +84,20 @@ def split_statement(statement: ast.DeployStatement) -> Iterator[ast.DeployStatem
 
 def statement_key(statement: ast.DeployStatement, place: int) -> Key:
     match statement:
-        case ast.Set() | ast.Model() | ast.Data():
-            return type(statement).__name__.lower(), statement.name.text
-        case ast.Evaluate():
+        case ast.SetDecl() | ast.ModelDecl() | ast.DataDecl():
+            return ast.word(statement).lower(), statement.name.text
+        case ast.EvaluateDecl():
             return "evaluate", statement.name.text
-        case ast.Layout() | ast.Engine():
-            return type(statement).__name__.lower(), statement.nodes[0].text
-        case ast.Options():
+        case ast.LayoutDecl() | ast.EngineDecl():
+            return ast.word(statement).lower(), statement.nodes[0].text
+        case ast.OptionsDecl():
             return statement.kind, ""
-        case ast.Edge():
+        case ast.EdgeDecl():
             return "edge", _ends(statement)
     return PARTING, f"{place} {statement.span.line}"
 
 
-def _ends(edge: ast.Edge) -> str:
+def _ends(edge: ast.EdgeDecl) -> str:
     ((src,), (dst,)) = edge.groups
     return f"{src.text} {'->' if edge.kind == 'sample' else '=>'} {dst.text}"
 
@@ -99,15 +107,15 @@ def _merged(old: ast.DeployStatement | None, new: ast.DeployStatement) -> ast.De
     state."""
     if (
         type(old) is not type(new)
-        or not isinstance(new, ast.Options | ast.Evaluate)
-        or not isinstance(old, ast.Options | ast.Evaluate)
+        or not isinstance(new, ast.OptionsDecl | ast.EvaluateDecl)
+        or not isinstance(old, ast.OptionsDecl | ast.EvaluateDecl)
     ):
         return new
     stated = {a.key.text for a in new.attrs}
     return replace(new, attrs=(*(a for a in old.attrs if a.key.text not in stated), *new.attrs))
 
 
-def _drop(there: dict[Key, ast.DeployStatement], undo: ast.Undo, deploy: ast.Deploy) -> None:
+def _drop(there: dict[Key, ast.DeployStatement], undo: ast.UndoDecl, deploy: ast.DeployDecl) -> None:
     """Takes statements away; what is dropped must be there."""
     if deploy.extends is None:
         raise mistake("unknown-name", f"`{deploy.name.text}` extends no deploy, so there is nothing to drop", undo.span)
@@ -115,7 +123,7 @@ def _drop(there: dict[Key, ast.DeployStatement], undo: ast.Undo, deploy: ast.Dep
         del there[key]
 
 
-def check_dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.Undo, owner: str) -> list[Key]:
+def check_dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl, owner: str) -> list[Key]:
     """Return the keys that a `drop` takes away; a Fault where the `owner` does not state one."""
     keys = []
     for what, key, span in _dropped(there, undo):
@@ -127,18 +135,18 @@ def check_dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.Undo, owne
     return keys
 
 
-def _dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.Undo) -> list[tuple[str, Key, Span]]:
+def _dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl) -> list[tuple[str, Key, Span]]:
     """What is dropped: in words, its key, and where it is said."""
     if undo.edge:
         return [(_ends(edge), ("edge", _ends(edge)), edge.span) for edge in single(undo.edge)]
     if undo.kind in ("place", "apart"):
-        found = [key for key, s in there.items() if type(s).__name__.lower() == undo.kind]
+        found = [key for key, s in there.items() if ast.word(s).lower() == undo.kind]
         return [(undo.kind, key, undo.span) for key in found or [(undo.kind, "")]]
     return [(f"{undo.kind} {ref.text}", (undo.kind, ref.text), ref.span) for ref in undo.names] or [
         (undo.kind, (undo.kind, ""), undo.span)
     ]
 
 
-def dropped_keys(undo: ast.Undo) -> list[Key]:
+def dropped_keys(undo: ast.UndoDecl) -> list[Key]:
     """Return the keys of the statements that a `drop` names; of `place` and `apart` there is one for all."""
     return [key for _, key, _ in _dropped({}, undo)]

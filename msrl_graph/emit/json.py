@@ -16,11 +16,14 @@ from .placed_graph import placed
 
 
 def tree_json(root: object) -> str:
-    """A syntax tree: each part an object with its class as `is`."""
+    """A syntax tree: each part an object that says as `is` what it is."""
 
     def walk(part: object) -> object:
         if is_dataclass(part):
-            return {"is": type(part).__name__, **{f.name: walk(getattr(part, f.name)) for f in fields(part)}}
+            return {
+                "is": type(part).__name__.removesuffix("Decl"),
+                **{f.name: walk(getattr(part, f.name)) for f in fields(part)},
+            }
         return [walk(p) for p in part] if isinstance(part, tuple) else part
 
     return _text({"format_version": FORMAT_VERSION, "stage": "ast", "ast": walk(root)})

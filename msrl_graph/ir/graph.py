@@ -81,7 +81,7 @@ class Expr:
 
 
 @dataclass(frozen=True)
-class Dim:
+class Dimension:
     """A dimension of a column: `size` fixed, or at most `size` when ragged, or as long as column `like` of the same
     row."""
 
@@ -97,7 +97,7 @@ class Column:
 
     name: str
     element: str
-    dims: tuple[Dim, ...] = ()
+    dims: tuple[Dimension, ...] = ()
     level: int = 0
     span: Span = NOWHERE
     per: str = ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from msrl_graph.backends import ENGINES
 from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
 from msrl_graph.ir.evaluation import Evaluation
-from msrl_graph.ir.graph import Column, Dim, Edge, Expr, Graph, Node, Worker
+from msrl_graph.ir.graph import Column, Dimension, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.options import Run
 from msrl_graph.ir.plan import DataSource, Deployment, EngineChoice, Plan
 from msrl_graph.model.models import load
@@ -23,7 +23,7 @@ def number(value: float) -> Expr:
 
 
 def graph(prompts: int = 256, group: int = 16, prompt_len: int = 2048, response_len: int = 8192) -> Graph:
-    like = (Dim(like="response"),)
+    like = (Dimension(like="response"),)
     call = {"reward": Expr("call", "math_verify"), "advantage": Expr("call", "group_norm")}
     return Graph(
         name="grpo",
@@ -35,9 +35,9 @@ def graph(prompts: int = 256, group: int = 16, prompt_len: int = 2048, response_
             "kl_coef": 0.001,
         },
         columns=(
-            Column("prompt", "i32", (Dim(prompt_len, True),), 0),
+            Column("prompt", "i32", (Dimension(prompt_len, True),), 0),
             Column("answer", "text", (), 0),
-            Column("response", "i32", (Dim(response_len, True),), 1),
+            Column("response", "i32", (Dimension(response_len, True),), 1),
             Column("old_logp", "f32", like, 1),
             Column("ref_logp", "f32", like, 1),
             Column("reward", "f32", (), 1),

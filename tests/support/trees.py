@@ -95,34 +95,36 @@ def ref(pool: tuple[str, ...]) -> st.SearchStrategy[ast.Ref]:
     return (words | st.just("source")).map(lambda text: ast.Ref(text, NOWHERE))
 
 
-def edges(pool: tuple[str, ...]) -> st.SearchStrategy[ast.Edge]:
+def edges(pool: tuple[str, ...]) -> st.SearchStrategy[ast.EdgeDecl]:
     groups = several(ref(pool), 1)
-    sample = made(ast.Edge, st.just("sample"), several(groups, 2), ATTRS)
-    return sample | made(ast.Edge, st.just("reshard"), st.tuples(groups, groups), ATTRS)
+    sample = made(ast.EdgeDecl, st.just("sample"), several(groups, 2), ATTRS)
+    return sample | made(ast.EdgeDecl, st.just("reshard"), st.tuples(groups, groups), ATTRS)
 
 
 A_NAME = name(ALGORITHM_NAMES)
 TYPE = made(ast.Type, A_NAME, several(made(ast.Dim, st.booleans(), EXPR)), NO_NAME | A_NAME)
-COLUMN = made(ast.Column, A_NAME, TYPE)
+COLUMN = made(ast.ColumnDecl, A_NAME, TYPE)
 A_NAMES = several(A_NAME, 1)
 
 
 @st.composite
-def nodes(draw: st.DrawFn) -> ast.Node:
+def nodes(draw: st.DrawFn) -> ast.NodeDecl:
     reads = draw(st.none() | A_NAMES)
     writes = () if reads is None else draw(several(A_NAME))
-    return ast.Node(draw(NO_NAME | A_NAME), draw(A_NAME), draw(A_NAME), reads, writes, draw(ATTRS), NOWHERE, NOWHERE)
+    return ast.NodeDecl(
+        draw(NO_NAME | A_NAME), draw(A_NAME), draw(A_NAME), reads, writes, draw(ATTRS), NOWHERE, NOWHERE
+    )
 
 
 A_EDGE = edges(NAMES)
 STATEMENTS = st.one_of(
-    made(ast.Param, A_NAME, EXPR),
-    made(ast.Columns, several(COLUMN)),
-    made(ast.State, COLUMN, EXPR),
-    made(ast.Worker, A_NAME, A_NAME, st.booleans(), ATTRS),
-    made(ast.Source, EXPR, A_NAMES, ATTRS),
+    made(ast.ParamDecl, A_NAME, EXPR),
+    made(ast.ColumnsDecl, several(COLUMN)),
+    made(ast.StateDecl, COLUMN, EXPR),
+    made(ast.WorkerDecl, A_NAME, A_NAME, st.booleans(), ATTRS),
+    made(ast.SourceDecl, EXPR, A_NAMES, ATTRS),
     nodes(),
-    made(ast.Drop, ref(NAMES) | A_EDGE),
+    made(ast.DropDecl, ref(NAMES) | A_EDGE),
     A_EDGE,
 )
 RANGE = made(ast.Range, st.integers(0, 9), st.integers(0, 9))
@@ -130,30 +132,30 @@ NAMED_STRING = (name(), literal("string", st.text()), ATTRS)
 REFS = several(ref(NAMES), 1)
 A_REF = st.sampled_from(NAMES).map(lambda text: (ast.Ref(text, NOWHERE),))
 DEPLOYED = st.one_of(
-    made(ast.Set, name(), EXPR),
-    made(ast.Model, *NAMED_STRING),
-    made(ast.Data, *NAMED_STRING),
-    made(ast.Data, st.just(ast.Name("source", NOWHERE)), *NAMED_STRING[1:]),
-    made(ast.Layout, REFS, ATTRS),
-    made(ast.Engine, REFS, name(), ATTRS),
-    made(ast.Place, REFS, st.booleans(), RANGE, st.none() | RANGE),
-    made(ast.Place, REFS, st.booleans(), st.none(), st.none()),
-    made(ast.Apart, REFS),
-    made(ast.Options, st.sampled_from(("dock", "reshard", "run")), ATTRS),
-    made(ast.Evaluate, name(), ATTRS),
-    made(ast.Undo, st.sampled_from(("set", "model", "data", "evaluate")), A_REF, st.none()),
-    made(ast.Undo, st.just("data"), st.just((ast.Ref("source", NOWHERE),)), st.none()),
-    made(ast.Undo, st.sampled_from(("layout", "engine")), REFS, st.none()),
-    made(ast.Undo, st.sampled_from(("place", "apart", "dock", "reshard", "run")), st.just(()), st.none()),
-    made(ast.Undo, st.just("edge"), st.just(()), edges(NAMES)),
+    made(ast.SetDecl, name(), EXPR),
+    made(ast.ModelDecl, *NAMED_STRING),
+    made(ast.DataDecl, *NAMED_STRING),
+    made(ast.DataDecl, st.just(ast.Name("source", NOWHERE)), *NAMED_STRING[1:]),
+    made(ast.LayoutDecl, REFS, ATTRS),
+    made(ast.EngineDecl, REFS, name(), ATTRS),
+    made(ast.PlaceDecl, REFS, st.booleans(), RANGE, st.none() | RANGE),
+    made(ast.PlaceDecl, REFS, st.booleans(), st.none(), st.none()),
+    made(ast.ApartDecl, REFS),
+    made(ast.OptionsDecl, st.sampled_from(("dock", "reshard", "run")), ATTRS),
+    made(ast.EvaluateDecl, name(), ATTRS),
+    made(ast.UndoDecl, st.sampled_from(("set", "model", "data", "evaluate")), A_REF, st.none()),
+    made(ast.UndoDecl, st.just("data"), st.just((ast.Ref("source", NOWHERE),)), st.none()),
+    made(ast.UndoDecl, st.sampled_from(("layout", "engine")), REFS, st.none()),
+    made(ast.UndoDecl, st.sampled_from(("place", "apart", "dock", "reshard", "run")), st.just(()), st.none()),
+    made(ast.UndoDecl, st.just("edge"), st.just(()), edges(NAMES)),
     edges(NAMES),
 )
 ITEMS = st.one_of(
-    st.sampled_from(NAMES).map(lambda target: ast.Import(target, False, NOWHERE)),
-    st.text().map(lambda target: ast.Import(target, True, NOWHERE)),
-    made(ast.Algorithm, A_NAME, NO_NAME | A_NAME, several(STATEMENTS, most=6)),
-    made(ast.Cluster, name(), ATTRS),
-    made(ast.Deploy, name(), name(), NO_NAME | name(), several(DEPLOYED, most=6)),
-    st.builds(ast.Deploy, st.none(), NO_NAME | name(), name(), several(DEPLOYED, most=6), st.just(NOWHERE), name()),
+    st.sampled_from(NAMES).map(lambda target: ast.ImportDecl(target, False, NOWHERE)),
+    st.text().map(lambda target: ast.ImportDecl(target, True, NOWHERE)),
+    made(ast.AlgorithmDecl, A_NAME, NO_NAME | A_NAME, several(STATEMENTS, most=6)),
+    made(ast.ClusterDecl, name(), ATTRS),
+    made(ast.DeployDecl, name(), name(), NO_NAME | name(), several(DEPLOYED, most=6)),
+    st.builds(ast.DeployDecl, st.none(), NO_NAME | name(), name(), several(DEPLOYED, most=6), st.just(NOWHERE), name()),
 )
 FILES = several(ITEMS, 1).map(lambda items: ast.File("p.rlg", items, NOWHERE))

@@ -417,14 +417,4 @@ def _first(message: str, more: str) -> str:
     return head + more + newline + rest
 
 
-__all__ = [
-    "Attempt",
-    "CallbackFailed",
-    "Interrupted",
-    "Outcome",
-    "Result",
-    "RunFailed",
-    "WatchOptions",
-    "prepare",
-    "run",
-]
+__all__ = ["Attempt", "Outcome", "Result", "WatchOptions", "prepare", "run"]
