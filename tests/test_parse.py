@@ -14,7 +14,7 @@ from language import PROGRAMS, diagnose
 
 from msrl_graph import algorithms, codes
 from msrl_graph.diagnostics import Fault, Span
-from msrl_graph.dsl import ast
+from msrl_graph.dsl import ast, tree_text
 from msrl_graph.dsl.parse import _parser, parse, parse_expr
 
 TEXTS = {p.name: p.read_text(encoding="utf-8") for p in [*PROGRAMS, *sorted(algorithms.FOLDER.glob("*.rlg"))]}
@@ -144,7 +144,7 @@ def test_strings_have_four_escapes() -> None:
 
 
 def test_the_tree_can_be_shown() -> None:
-    shown = ast.show(parse('import grpo\ncluster one { device = "cpu", nodes = 2 }', "f.rlg"))
+    shown = tree_text.show(parse('import grpo\ncluster one { device = "cpu", nodes = 2 }', "f.rlg"))
     assert shown == (
         "File path=f.rlg 1:1-2:42\n"
         "  items: Import target=grpo is_file=False 1:1-1:12\n"

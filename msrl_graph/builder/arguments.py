@@ -46,6 +46,11 @@ class Arguments:
     def __init__(self, *parameters: str) -> None:
         self.site: CallSite = caller(Path(__file__).parent.parent, parameters)
 
+    @property
+    def span(self) -> Span:
+        """The place of the call."""
+        return self.site.span
+
     def argument(self, name: str, index: int = 0) -> CallArgument:
         return self.site.argument(name, index)
 
@@ -128,9 +133,9 @@ class Arguments:
             return replace(edge, attrs=(*edge.attrs, *attrs))
         if len(groups) < 2:
             help = 'name both, as in `edge("source -> actor.generate")`'
-            self.fail("an edge leads from one state to another", self.site.span, help)
+            self.fail("an edge leads from one state to another", self.span, help)
         ends = tuple(self.refs("groups", group, i) for i, group in enumerate(groups))
-        return ast.EdgeDecl("sample", ends, attrs, self.site.span)
+        return ast.EdgeDecl("sample", ends, attrs, self.span)
 
     def resharding_edge(self, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.EdgeDecl:
         """The edge of a text with an arrow, or of its two ends."""
@@ -139,8 +144,8 @@ class Arguments:
             return replace(edge, attrs=(*edge.attrs, *attrs))
         if dst is None:
             help = 'name both, as in `reshard("actor.update => actor.generate")`'
-            self.fail("weights go from one state to another", self.site.span, help)
-        return ast.EdgeDecl("reshard", (self.refs("src", src), self.refs("dst", dst)), attrs, self.site.span)
+            self.fail("weights go from one state to another", self.span, help)
+        return ast.EdgeDecl("reshard", (self.refs("src", src), self.refs("dst", dst)), attrs, self.span)
 
     def attrs(
         self, statements: tuple[str, ...], values: Mapping[str, Value], quoted: bool = False

@@ -72,7 +72,7 @@ class Imported(Program):
 
     def __init__(self, name: str, file: str | os.PathLike[str] | None = None) -> None:
         call = Arguments("name", "file")
-        super().__init__(call.site.span)
+        super().__init__(call.span)
         self.name = call.name("name", name).text
         self._file = None if file is None else str(call.path("file", file).value)
 
@@ -113,7 +113,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
 
     def __init__(self, name: str, extends: Algorithm | Imported | str | None = None) -> None:
         call = Arguments("name", "extends")
-        super().__init__(call.site.span)
+        super().__init__(call.span)
         self._name = call.name("name", name)
         self.name = self._name.text
         self._base = None if extends is None else _algorithm(call, "extends", extends)
@@ -128,7 +128,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         """`columns { NAME : TYPE … }`: `columns(prompt="i32[<= prompt_len]", reward="f32")`."""
         call = Arguments()
         columns = [call.column(name, name, kind) for name, kind in types.items()]
-        return self._state(call, *(ast.ColumnsDecl((column,), call.site.span) for column in columns))
+        return self._state(call, *(ast.ColumnsDecl((column,), call.span) for column in columns))
 
     def state(self, name: str, type: str, value: Value) -> Self:
         """`state NAME : TYPE = VALUE`."""
@@ -136,15 +136,14 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         part = call.argument("type")
         column = call.name("name", name)
         declared = ast.ColumnDecl(column, call.type(type, part), column.span.to(part.span))
-        return self._state(call, ast.StateDecl(declared, call.expr(value, call.argument("value")), call.site.span))
+        return self._state(call, ast.StateDecl(declared, call.expr(value, call.argument("value")), call.span))
 
     def worker(self, name: str, kind: str, /, *, frozen: bool = False, **attributes: Value) -> str:
         """`worker NAME : KIND [frozen]`; gives the name."""
         call = Arguments("name", "kind")
         named = call.name("name", name), call.name("kind", kind)
         self._state(
-            call,
-            ast.WorkerDecl(*named, call.flag("frozen", frozen), call.attrs(("worker",), attributes), call.site.span),
+            call, ast.WorkerDecl(*named, call.flag("frozen", frozen), call.attrs(("worker",), attributes), call.span)
         )
         return name
 
@@ -153,7 +152,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         call = Arguments("count", "writes")
         attrs = call.attrs(("source",), attributes)
         value = call.expr(count, call.argument("count"))
-        self._state(call, ast.SourceDecl(value, call.names("writes", writes), attrs, call.site.span))
+        self._state(call, ast.SourceDecl(value, call.names("writes", writes), attrs, call.span))
         return "source"
 
     def node(self, name: str, reads: Names | None = None, writes: Names | None = None, **attributes: Value) -> str:
@@ -174,9 +173,9 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         read = None if reads is None else call.names("reads", reads)
         written = () if writes is None else call.names("writes", writes)
         last = max([part.span, *(n.span for n in (*(read or ()), *written))], key=lambda s: (s.end_line, s.end_column))
-        head = call.site.span.to(last)
+        head = call.span.to(last)
         self._state(
-            call, ast.NodeDecl(label, worker, verb, read, written, call.attrs(NODE, attributes), call.site.span, head)
+            call, ast.NodeDecl(label, worker, verb, read, written, call.attrs(NODE, attributes), call.span, head)
         )
         return label.text if label else f"{worker.text}.{verb.text}"
 
@@ -197,17 +196,17 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         part = call.argument("name")
         call.string(name, "`name` is a str", part.span)
         target = call.edge("name", name) or call.ref(name, at(part, name, 0, len(name)), parts=3)
-        return self._state(call, ast.DropDecl(target, call.site.span))
+        return self._state(call, ast.DropDecl(target, call.span))
 
     def drop_edge(self, *groups: Names) -> Self:
         """`drop A -> B`."""
         call = Arguments("groups")
-        return self._state(call, ast.DropDecl(call.sample_edge(groups, {}), call.site.span))
+        return self._state(call, ast.DropDecl(call.sample_edge(groups, {}), call.span))
 
     def drop_reshard(self, src: Names, dst: Names | None = None) -> Self:
         """`drop A => B`."""
         call = Arguments("src", "dst")
-        return self._state(call, ast.DropDecl(call.resharding_edge(src, dst, {}), call.site.span))
+        return self._state(call, ast.DropDecl(call.resharding_edge(src, dst, {}), call.span))
 
     def _needs(self) -> tuple[Program, ...]:
         return () if self._base is None else (self._base,)
@@ -221,7 +220,7 @@ class Cluster(Program):
 
     def __init__(self, name: str, /, **attributes: Value) -> None:
         call = Arguments("name")
-        super().__init__(call.site.span)
+        super().__init__(call.span)
         self._name, self._attrs = call.name("name", name), call.attrs(("cluster",), attributes)
         self.name = self._name.text
 
@@ -243,21 +242,19 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         extends: Deploy | Imported | None = None,
     ) -> None:
         call = Arguments("algorithm", "on", "name")
-        super().__init__(call.site.span)
+        super().__init__(call.span)
         if (algorithm is None) == (extends is None):
             call.fail(
                 "a deploy is of an algorithm, or extends another deploy",
-                call.site.span,
+                call.span,
                 "give one of `algorithm` and `extends`",
             )
         if extends is not None and not isinstance(extends, Deploy | Imported):
             call.refuse(extends, "`extends` takes a Deploy, or an Imported one", call.argument("extends").span)
         if extends is not None and name is None:
-            call.fail(
-                "a deploy that extends another has a name of its own", call.site.span, 'add `name="…"`', "bad-value"
-            )
+            call.fail("a deploy that extends another has a name of its own", call.span, 'add `name="…"`', "bad-value")
         if not isinstance(on, Cluster | Imported) and (on is not None or extends is None):
-            at = call.site.span if on is None else call.argument("on").span
+            at = call.span if on is None else call.argument("on").span
             call.refuse(on, '`on` takes a Cluster, as in `Cluster("laptop", device="cpu")`, or an Imported one', at)
         self._algorithm = None if algorithm is None else _algorithm(call, "algorithm", algorithm)
         self._base, self._on = extends, on
@@ -267,7 +264,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         self._cluster = None if on is None else ast.Name(on.name, call.argument("on").span)
         self._extends = None if extends is None else ast.Name(extends.name, call.argument("extends").span)
         self._alias = None if name is None else call.name("name", name)
-        self.name: str = (self._alias or self._named or ast.Name("", call.site.span)).text
+        self.name: str = (self._alias or self._named or ast.Name("", call.span)).text
 
     def set(self, /, **values: Value) -> Self:
         """`set NAME = VALUE`, for each: values of params."""
@@ -278,9 +275,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         """`model NAME = "preset or folder"`."""
         call = Arguments("name", "target")
         attrs = call.attrs(("model",), attributes)
-        return self._state(
-            call, ast.ModelDecl(call.name("name", name), call.path("target", target), attrs, call.site.span)
-        )
+        return self._state(call, ast.ModelDecl(call.name("name", name), call.path("target", target), attrs, call.span))
 
     def data(self, name: str, target: str | os.PathLike[str], /, **fields: str) -> Self:
         """`data NAME = "file.jsonl" { column = "field" }`; the name is `source` for the data to train on."""
@@ -289,23 +284,19 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         source = isinstance(name, str) and name == "source"
         named = ast.Name(name, at(call.argument("name"), name, 0, len(name))) if source else call.name("name", name)
         return self._state(
-            call, ast.DataDecl(named, call.path("target", target), call.attrs((), fields, quoted=True), call.site.span)
+            call, ast.DataDecl(named, call.path("target", target), call.attrs((), fields, quoted=True), call.span)
         )
 
     def layout(self, nodes: Names, /, **sizes: Value) -> Self:
         """`layout NODE, … { tp = 8, dp = 2 }`."""
         call = Arguments("nodes")
-        return self._state(
-            call, ast.LayoutDecl(call.refs("nodes", nodes), call.attrs(("layout",), sizes), call.site.span)
-        )
+        return self._state(call, ast.LayoutDecl(call.refs("nodes", nodes), call.attrs(("layout",), sizes), call.span))
 
     def engine(self, nodes: Names, name: str, /, **options: Value) -> Self:
         """`engine NODE, … = NAME { options }`."""
         call = Arguments("nodes", "name")
         named = call.name("name", name)
-        return self._state(
-            call, ast.EngineDecl(call.refs("nodes", nodes), named, call.attrs((), options), call.site.span)
-        )
+        return self._state(call, ast.EngineDecl(call.refs("nodes", nodes), named, call.attrs((), options), call.span))
 
     def place(
         self,
@@ -321,36 +312,36 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         if devices is not None and nodes is None:
             call.fail("`devices` without `nodes`", call.site.key("devices"), "add `nodes = 0`")
         stretch = call.range("nodes", nodes), call.range("devices", devices)
-        return self._state(call, ast.PlaceDecl(call.refs("targets", targets), together, *stretch, call.site.span))
+        return self._state(call, ast.PlaceDecl(call.refs("targets", targets), together, *stretch, call.span))
 
     def apart(self, *targets: Names) -> Self:
         """`apart A, B`."""
         call = Arguments("targets")
         if not targets:
-            call.fail("`apart` names nothing", call.site.span, "name at least one")
+            call.fail("`apart` names nothing", call.span, "name at least one")
         refs = tuple(r for i, group in enumerate(targets) for r in call.refs("targets", group, i))
-        return self._state(call, ast.ApartDecl(refs, call.site.span))
+        return self._state(call, ast.ApartDecl(refs, call.span))
 
     def dock(self, /, **attributes: Value) -> Self:
         """`dock { mode = …, deadline = … }`."""
         call = Arguments()
-        return self._state(call, ast.OptionsDecl("dock", call.attrs(("dock",), attributes), call.site.span))
+        return self._state(call, ast.OptionsDecl("dock", call.attrs(("dock",), attributes), call.span))
 
     def reshard(self, /, **attributes: Value) -> Self:
         """`reshard { mode = …, order = …, bucket = … }`."""
         call = Arguments()
-        return self._state(call, ast.OptionsDecl("reshard", call.attrs(("reshard",), attributes), call.site.span))
+        return self._state(call, ast.OptionsDecl("reshard", call.attrs(("reshard",), attributes), call.span))
 
     def run(self, /, **attributes: Value) -> Self:
         """`run { iterations = …, seed = … }`."""
         call = Arguments()
-        return self._state(call, ast.OptionsDecl("run", call.attrs(("run",), attributes), call.site.span))
+        return self._state(call, ast.OptionsDecl("run", call.attrs(("run",), attributes), call.span))
 
     def evaluate(self, name: str, /, **attributes: Value) -> Self:
         """`evaluate NAME { every = …, report = … }`."""
         call = Arguments("name")
         return self._state(
-            call, ast.EvaluateDecl(call.name("name", name), call.attrs(("evaluate",), attributes), call.site.span)
+            call, ast.EvaluateDecl(call.name("name", name), call.attrs(("evaluate",), attributes), call.span)
         )
 
     def edge(self, *groups: Names, **attributes: Value) -> Self:
@@ -362,7 +353,7 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         """`drop layout NODE`, `drop data NAME`, `drop run`, `drop A -> B` …: what the deploy that it extends states."""
         call = Arguments("statements")
         if not statements:
-            call.fail("`drop` names nothing", call.site.span, "name at least one")
+            call.fail("`drop` names nothing", call.span, "name at least one")
         drops = []
         for i, statement in enumerate(statements):
             part = call.argument("statements", i)
@@ -395,7 +386,7 @@ def tree(*programs: Program) -> ast.File:
     for program in programs:
         if not isinstance(program, Program):
             call = Arguments()
-            call.refuse(program, "a program is an Algorithm, a Cluster or a Deploy", call.site.span)
+            call.refuse(program, "a program is an Algorithm, a Cluster or a Deploy", call.span)
         add(program)
     items: list[ast.Item] = []
     for item in (p._item() for p in order.values()):

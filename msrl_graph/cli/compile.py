@@ -259,7 +259,7 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
     if options.format in PICTURES:
         return _picture(result, stage, options.format)
     if stage == "ast":
-        from ..dsl.ast import show
+        from ..dsl.tree_text import show
 
         return show(result.tree)
     if stage == "ray":
