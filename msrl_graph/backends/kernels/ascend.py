@@ -94,7 +94,7 @@ def _by_rows(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> t
 def _grouped() -> Any:
     import torch
 
-    class Function(torch.autograd.Function):
+    class GroupedRows(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(rows, weights, ends)
@@ -106,7 +106,7 @@ def _grouped() -> Any:
             slope = slopes[0].contiguous()
             return _by_rows(slope, weights.transpose(1, 2), ends), _of_weights(rows, slope, weights, ends), None
 
-    return Function.apply
+    return GroupedRows.apply
 
 
 def _of_weights(rows: torch.Tensor, slope: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torc
 def _summed() -> Any:
     import torch
 
-    class Function(torch.autograd.Function):
+    class RowParallel(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
             ctx.save_for_backward(x, weight)
@@ -164,7 +164,7 @@ def _summed() -> Any:
             slope = slopes[0]
             return slope @ weight, slope.flatten(0, -2).T @ x.flatten(0, -2), None
 
-    return Function.apply
+    return RowParallel.apply
 
 
 KERNELS = Kernels(attention, grouped, rms_norm, swiglu, rotary, summed)

@@ -67,7 +67,7 @@ def stage(
     theirs = whole.model.layers[0].self_attn
     scale = theirs.scaling
 
-    class Norm(torch.nn.RMSNorm):
+    class ChunkNorm(torch.nn.RMSNorm):
         """Megatron's own refuses sequence parallelism; what this one needs for it, the engine does (engine.py)."""
 
         def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
@@ -87,7 +87,7 @@ def stage(
             out, _none = prefix_tree.attend(self, q, k, v, None, prefixes=tree, scaling=scale)
             return out[0].flatten(1)[:, None]
 
-    class Attention(SelfAttention):  # type: ignore[misc]
+    class TreeAttention(SelfAttention):  # type: ignore[misc]
         def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
             both, _none = self.linear_qkv(hidden_states)
             heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
@@ -108,7 +108,7 @@ def stage(
             experts = model.experts
             specs = {e: self._layer(e) for e in (False, True)[: 2 if experts else 1]}
             parts = [specs[experts is not None and number >= experts.first] for number in layers]
-            block = TransformerBlockSubmodules(layer_specs=parts, layer_norm=Norm)
+            block = TransformerBlockSubmodules(layer_specs=parts, layer_norm=ChunkNorm)
             self.decoder = TransformerBlock(config, block, pre_process=first, post_process=last, pg_collection=groups)
             for part in self.decoder.modules():
                 if hasattr(part, "token_dispatcher"):
@@ -130,14 +130,14 @@ def stage(
                 normalization="RMSNorm",
             )
             parts, attention = layer.submodules, layer.submodules.self_attention
-            parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+            parts.input_layernorm = parts.pre_mlp_layernorm = ChunkNorm
             attention.submodules.core_attention = Attend
             if model.latent is not None:
-                latent_attention.put(attention, model, model.latent, theirs, Norm, groups, place)
+                latent_attention.put(attention, model, model.latent, theirs, ChunkNorm, groups, place)
                 return layer
-            attention.module = Attention
+            attention.module = TreeAttention
             if config.qk_layernorm:
-                attention.submodules.q_layernorm = attention.submodules.k_layernorm = Norm
+                attention.submodules.q_layernorm = attention.submodules.k_layernorm = ChunkNorm
             return layer
 
         def set_input_tensor(self, tensors: list[torch.Tensor]) -> None:

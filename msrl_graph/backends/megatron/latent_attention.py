@@ -76,7 +76,7 @@ def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, gr
     if theirs.config.rope_interleave:
         turned = modeling.apply_rotary_pos_emb_interleave
 
-    class Norm(norm):  # type: ignore[misc]
+    class LatentNorm(norm):  # type: ignore[misc]
         """Of latents, whose epsilon is no other norm's."""
 
         def __init__(self, config: Any, hidden_size: int, **_: Any) -> None:
@@ -95,7 +95,7 @@ def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, gr
         def __init__(self, *sizes: int, **more: Any) -> None:
             super().__init__(*sizes, **{**more, "tp_group": tp})
 
-    class Attention(MLASelfAttention):  # type: ignore[misc]
+    class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         def __init__(self, config: Any, *parts: Any, **more: Any) -> None:
             super().__init__(config, *parts, **more)
             if latent.q_rank:
@@ -132,6 +132,6 @@ def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, gr
             # [nodes, 1, heads, size], as Megatron takes them, and the latents, which nobody asks for here.
             return *(x.permute(2, 0, 1, 3) for x in found), None, None
 
-    attention.module = Attention
-    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = Norm
+    attention.module = LatentAttention
+    attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm
     attention.submodules.linear_q_proj = Columns
