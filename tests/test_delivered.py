@@ -136,7 +136,10 @@ def test_what_an_engine_does_not_have_is_told_by_name():
 
 @pytest.mark.usefixtures("alone")
 def test_an_engine_that_lacks_a_tensor_ends_the_run_as_it_is_built_or_as_weights_come(monkeypatch):
-    for engine, method, what in ((hf.Engine, "allocate", None), (fsdp.Engine, "shards", "`actor.update` (line 28")):
+    for engine, method, what in (
+        (hf.HfEngine, "allocate", None),
+        (fsdp.FsdpEngine, "shards", "`actor.update` (line 28"),
+    ):
         with monkeypatch.context() as patch:
             whole = getattr(engine, method)
             patch.setattr(engine, method, lambda self, whole=whole: [s for s in whole(self) if s.name != COLUMNS])
@@ -150,8 +153,8 @@ def test_an_engine_that_lacks_a_tensor_ends_the_run_as_it_is_built_or_as_weights
 
 @pytest.mark.usefixtures("alone")
 def test_a_frozen_generator_that_lacks_a_tensor_ends_the_run_as_it_is_built(monkeypatch):
-    whole = hf.Engine.allocate
-    monkeypatch.setattr(hf.Engine, "allocate", lambda self: whole(self)[1:])
+    whole = hf.HfEngine.allocate
+    monkeypatch.setattr(hf.HfEngine, "allocate", lambda self: whole(self)[1:])
     plan = one_rank(
         ("  actor.update => actor.generate\n", ""), ("actor.generate(prompt)", "reference.generate(prompt)"), *NAMED
     )

@@ -107,8 +107,8 @@ def left(folder, *deaths):
     die in `b`."""
     script = """
         import ctypes, os, pathlib, signal, sys
-        from msrl_graph.runtime.functions.crash_journal import Note, ProcessDied
-        note = Note(pathlib.Path("note"), again=bool(int(sys.argv[1])))
+        from msrl_graph.runtime.functions.crash_journal import CrashJournal, ProcessDied
+        note = CrashJournal(pathlib.Path("note"), again=bool(int(sys.argv[1])))
         with note.at("a"):
             pass
         try:

@@ -66,7 +66,8 @@ def test_a_generator_is_keyed():
 
 def test_a_stream_is_the_same_in_every_process():
     """Whatever Python's hashes are salted with, and for a version of streams: numbers of a recorded or resumed run."""
-    code = "from msrl_graph.noise import Stream; print(Stream(7, 'token', 'actor.generate', 'train').keys(3, [5]))"
+    stream = "RandomStream(7, 'token', 'actor.generate', 'train')"
+    code = f"from msrl_graph.noise import RandomStream; print({stream}.keys(3, [5]))"
     told = {
         subprocess.run([sys.executable, "-c", code], env={"PYTHONHASHSEED": s}, capture_output=True, check=True).stdout
         for s in ("1", "2")

@@ -156,9 +156,9 @@ def test_where_no_group_is_made_beside_a_sleeping_engine_it_is_built_when_all_ar
     def building(what, made):
         return lambda *given, **named: (told.append(what), made(*given, **named))[1]
 
-    monkeypatch.setattr(hf.Engine, "__init__", building("generator", hf.Engine.__init__))
-    monkeypatch.setattr(fsdp.Engine, "__init__", building("trainer", fsdp.Engine.__init__))
+    monkeypatch.setattr(hf.HfEngine, "__init__", building("generator", hf.HfEngine.__init__))
+    monkeypatch.setattr(fsdp.FsdpEngine, "__init__", building("trainer", fsdp.FsdpEngine.__init__))
     monkeypatch.setattr(Engines, "_build_reshard", building("reshard", Engines._build_reshard))
-    monkeypatch.setattr(hf.Engine, "release", building("release", hf.Engine.release))
+    monkeypatch.setattr(hf.HfEngine, "release", building("release", hf.HfEngine.release))
     Training(one_rank(), 0).build()
     assert [*dict.fromkeys(told)] == order

@@ -297,7 +297,7 @@ def test_what_is_shipped_is_loaded_from_there_and_tracebacks_name_the_users_own_
         import json, sys, traceback
         from pathlib import Path
         from msrl_graph.runtime.process import shipped_files
-        from msrl_graph.runtime.process.shipped_files import File
+        from msrl_graph.runtime.process.shipped_files import ShippedFile
         folder = shipped_files.lay({files!r})
         shipped_files.use(str(folder))
         module = shipped_files.module({str(path)!r})

@@ -60,7 +60,7 @@ def test_an_attribute_stands_with_all_that_is_declared_of_it() -> None:
         "by arrival. All rows are learnt from: where it does not divide them, the last step of an epoch has the rest, "
         "so 32 rows with `mini_batch = 12` make steps of 12, 12 and 8 rows. The dp of the layout has to divide it."
     )
-    assert row == facts.Row("mini_batch", "a whole number of 1 or more", "all rows", meaning)
+    assert row == facts.AttributeRow("mini_batch", "a whole number of 1 or more", "all rows", meaning)
 
 
 def test_the_defaults_of_the_package_stand_in_the_calls() -> None:

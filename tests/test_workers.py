@@ -236,11 +236,11 @@ DYING = """
 import sys
 from pathlib import Path
 from test_functions import prepared
-from msrl_graph.runtime.functions.crash_journal import Note
+from msrl_graph.runtime.functions.crash_journal import CrashJournal
 
 source = "import os, signal\\nasync def f(score):\\n    score != 3 or os.kill(os.getpid(), 11)\\n    return score"
 function, batch, task = prepared(Path({folder!r}), source, ("reward",))
-function.of_unit.note = Note(Path({folder!r}, "note"), again=bool(sys.argv[1:]))
+function.of_unit.note = CrashJournal(Path({folder!r}, "note"), again=bool(sys.argv[1:]))
 function(batch, task)
 """
 

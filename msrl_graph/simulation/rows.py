@@ -41,7 +41,7 @@ def keys(prefix: Sequence[int], numbers: range) -> list[int]:
 
 
 def stream(seed: int, purpose: str, name: str) -> int:
-    """The key of a run's stream, as `noise.Stream` makes it; that module needs numpy, which is not loaded here."""
+    """The key of a run's stream, as `noise.RandomStream` makes it; numpy is not loaded here."""
     digest = hashlib.blake2b(f"{purpose}\0{name}".encode(), digest_size=8).digest()
     return key(seed, int.from_bytes(digest, "little"))
 

@@ -164,11 +164,11 @@ def broken(rank, folder, plan, how, out):
 # Engines that keep what is made of weights.
 
 
-class Plain(hf.Engine):
+class Plain(hf.HfEngine):
     """Keeps nothing."""
 
 
-class Copying(hf.Engine):
+class Copying(hf.HfEngine):
     """Computes with a copy of the last norm, as an engine does that brings weights into a form of its own."""
 
     renews = True
@@ -180,7 +180,7 @@ class Copying(hf.Engine):
             norm.forward = lambda x: self.copy * x * (x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
 
 
-class Prefixes(hf.Engine):
+class Prefixes(hf.HfEngine):
     """Keeps keys and values of prompts, but for their last token, for whoever begins alike."""
 
     renews = True
