@@ -197,6 +197,14 @@ def test_ids_where_no_text_is_asked_for_and_values_a_token(tmp_path):
     assert list(out["advantage"].lengths) == [2, 1, 0, 3]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_function_may_fill_one_array_for_all_rows(tmp_path, dtype):
+    source = f"import numpy as np\n\nBUFFER = np.zeros(3, np.{dtype})\n\ndef f(response):\n"
+    source += "    BUFFER[: len(response)] = response\n    return BUFFER[: len(response)]\n"
+    out = call(tmp_path, source, ("advantage",))
+    assert list(out["advantage"].values) == [ord(c) for c in "abcdef"]
+
+
 def test_whole_numbers_and_truths_of_any_type_are_taken(tmp_path):
     out = call(tmp_path, "def f(score):\n    return score * 2, score == 2\n", ("level", "right"))
     assert out["level"].values.tolist() == [2, 4, 6, 8] and out["level"].values.dtype == np.int32

@@ -398,5 +398,5 @@ def same(a: File, b: File) -> bool:
 
 
 def word(part: object) -> str:
-    """Return what a part is: `Node` of a NodeDecl, `Call` of a Call."""
+    """Return the kind of a part: `Node` for a NodeDecl, `Call` for a Call."""
     return type(part).__name__.removesuffix("Decl")

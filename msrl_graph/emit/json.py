@@ -16,7 +16,7 @@ from .placed_graph import placed
 
 
 def tree_json(root: object) -> str:
-    """A syntax tree: each part an object that says as `is` what it is."""
+    """Return a syntax tree as JSON: each part is an object whose `is` names its kind."""
 
     def walk(part: object) -> object:
         if is_dataclass(part):

@@ -114,7 +114,7 @@ class FunctionNode:
                 self.bound += [(signature.rest, c) for c in node.reads if c not in taken]
             ids = {c.name for c in plan.graph.columns if c.element == "i32" and c.dims}
             self.tokens = {c: of_column(plan, c) for p, c in self.bound if p in signature.text and c in ids}
-            # By column that the node writes, those that it must be as long as.
+            # For each written column, the columns whose length it must have.
             self.like = {c: [d.like for d in self.graph.column(c).dims if d.like] for c in node.writes}
 
     def spoilt(self, batch: Batch) -> Array:
@@ -241,7 +241,7 @@ class FunctionNode:
         return Results({self.sieve.column: Verdicts(rows, ColumnData(times))}, rows=len(rows))
 
     def _lengths(self, columns: Sequence[str], batch: Batch, position: int) -> dict[str, int]:
-        """How long some columns of a row are, where the batch has them."""
+        """Return the lengths of some columns in one row, without those that the batch lacks."""
         return {name: len(batch.columns[name][position]) for name in columns if name in batch.columns}
 
 

@@ -198,9 +198,9 @@ def pure_numbers(value: Any, dtype: Any) -> Array:
     try:
         given = _array(value)
         kind = given.dtype.kind
-        if given.dtype == dtype:  # nothing can be lost, and the caller may change its array later
+        if given.dtype == dtype:  # nothing can be lost; a copy, since the function may change its array later
             return given.copy()
-        # As most values are: floats that the dtype can hold. NaN is not below anything, and so goes on.
+        # The common case: finite floats in the range of `dtype`. NaN fails the comparison and is judged below.
         if kind == "f" and np.dtype(dtype).kind == "f" and np.abs(given).max(initial=0) <= np.finfo(dtype).max:
             return given.astype(dtype)
         wrong = np.zeros(given.shape, bool)
