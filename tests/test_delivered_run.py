@@ -24,7 +24,7 @@ module.Resharder.run = broken
 """
 # From version 2 on the copy that is fetched has an old tensor.
 NOT_RENEWED = f"""
-publish = module.Published.publish
+publish = module.WeightPublication.publish
 
 def broken(self, version, told):
     if version == 2:
@@ -34,7 +34,7 @@ def broken(self, version, told):
         ]
     return publish(self, version, told)
 
-module.Published.publish = broken
+module.WeightPublication.publish = broken
 """
 
 

@@ -70,9 +70,9 @@ ASKING = """
 import os, ray, sys
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from msrl_graph.hardware import masks
+from msrl_graph.hardware import visibility_masks
 from msrl_graph.hardware.device_kinds import ASCEND, CUDA
-from msrl_graph.runtime.process import facts
+from msrl_graph.runtime.process import host_facts
 
 has = ASCEND.ray(2) | CUDA.ray(2)
 has.pop("num_cpus")
@@ -82,9 +82,9 @@ ray.init(address="local", include_dashboard=False, logging_level="error", _temp_
 class Rank:
     def told(self, kind):
         asked = dict(packages={}, others={}, files=[], devices="", address="", interface="", variables=[kind.visible])
-        mask, begun = os.environ[kind.visible], facts.look(asked)["variables"]
+        mask, begun = os.environ[kind.visible], host_facts.look(asked)["variables"]
         given = ray.get_runtime_context().get_accelerator_ids()[kind.resource]
-        return f"{kind.name} {given[0]} of {mask} is {masks.index(given, mask)}, {begun[kind.visible]}"
+        return f"{kind.name} {given[0]} of {mask} is {visibility_masks.index(given, mask)}, {begun[kind.visible]}"
 
 ranks = []
 for kind in (ASCEND, CUDA):
