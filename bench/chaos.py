@@ -58,7 +58,9 @@ class Faults:
     """What is done to a run; `points` are those that its processes reach: (process, what, iteration)."""
 
     def __init__(self, place: Place, points: list[str], options: argparse.Namespace, chance: random.Random) -> None:
-        self.place, self.chance, self.options = place, chance, options
+        self.place = place
+        self.chance = chance
+        self.options = options
         self.folder = place.folder / "points"
         self.points = [p for p in points if POINTS.search(p.partition(": ")[2])]
         names = [*TARGETS, BOTH] if options.hosts == 1 else [n for n in TARGETS if n not in SERVERS] + [BOTH, HOST]
@@ -79,7 +81,8 @@ class Faults:
         if name in ("supervisor", BOTH):
             how = KILL
         if name == HOST:
-            how, victims = STOP, self.place.second()
+            how = STOP
+            victims = self.place.second()
         else:
             words = [TARGETS["keeper"], TARGETS["supervisor"]] if name == BOTH else [TARGETS[name]]
             known = [[p for p, c in self.place.processes().items() if word in c] for word in words]
@@ -164,18 +167,22 @@ def chaos(
     reference: Result,
 ) -> int:
     """One run and its faults: how many there were until it ended."""
-    left, chance = wanted, faults.chance
+    left = wanted
+    chance = faults.chance
     count.runs += 1
     (faults.folder / "seen").unlink(missing_ok=True)
     process = place.start(out)
     pending: Fault | None = None
     due = time.monotonic() + chance.uniform(0.0, options.gap)  # starting and starting anew are phases, too
-    seen, changed = -1, time.monotonic()
+    seen = -1
+    changed = time.monotonic()
     while True:
         time.sleep(0.05)
-        now, lines = time.monotonic(), place.lines(out)
+        now = time.monotonic()
+        lines = place.lines(out)
         if lines != seen:
-            seen, changed = lines, now
+            seen = lines
+            changed = now
             if (
                 pending is not None
                 and lines > pending.lines
@@ -196,7 +203,8 @@ def chaos(
                     clean(place, count, out)
                     shutil.rmtree(place.folder / out, ignore_errors=True)
                     process = place.start(out)
-                seen, changed = -1, time.monotonic()
+                seen = -1
+                changed = time.monotonic()
                 continue
             break
         if now - changed > options.patience:

@@ -75,7 +75,8 @@ def skips(nodes: int) -> list[str]:
     writer."""
     lines = []
     for i in range(nodes):
-        column, node = f"c{i - 2}" if i > 1 else "reward", f"host.f{i - 1}" if i else "host.reward"
+        column = f"c{i - 2}" if i > 1 else "reward"
+        node = f"host.f{i - 1}" if i else "host.reward"
         lines += [f"  node host.f{i}({column}) -> c{i} {{ call = shuffle(score = {column}), per = prompt }}"]
         lines += [f"  {node} -> host.f{i}"]
     return lines
@@ -125,7 +126,8 @@ def steps(text: str) -> dict[str, float]:
     found["checks"], _ = timed(lambda: check(lowered.graph, lowered.library, lowered.warnings))
     parsed = ProgramSource(source.name, text, Path(), result.tree)
     found["all but parse"], result = timed(lambda: translate(parsed))
-    plan, verify = Plan(lowered.graph, lowered.cluster, lowered.deploy), 0.0
+    plan = Plan(lowered.graph, lowered.cluster, lowered.deploy)
+    verify = 0.0
     for step in PASSES:
         found[step.name], plan = timed(lambda step=step, plan=plan: step.apply(plan))  # type: ignore[misc]
         # What it brings to light in the program, and what it promises.
@@ -225,7 +227,8 @@ def main() -> None:
     )
     parser.add_argument("--again", type=int, default=AGAIN, help="nodes that are compiled at least, of each size")
     options = smoke.parse(parser, runs=1, rounds=1, shape=["chains"], sizes=[10, 20], again=1)
-    sizes, runs = options.sizes, options.runs if options.smoke else max(11, options.runs)
+    sizes = options.sizes
+    runs = options.runs if options.smoke else max(11, options.runs)
     start, ratio = starts(runs)
     shapes = options.shape or list(SHAPES)
     texts = {(shape, n): program(shape, n) for shape in shapes for n in sizes}

@@ -21,7 +21,8 @@ from msrl_graph.runtime.dock.messages import RowLocation, RowsReady
 from msrl_graph.runtime.dock.readers import ColumnRead, NodeReads
 from msrl_graph.runtime.process.task import Task
 
-FAN, HOSTS = 16, 8
+FAN = 16
+HOSTS = 8
 COLUMNS = ("response", "old_logp", "ref_logp", "advantage")
 READS = (ColumnRead("prompt", 0, "source"), *(ColumnRead(c, 1, "n") for c in COLUMNS))
 SETS = (Rowset(0), Rowset(1, 0, FAN))
@@ -51,8 +52,10 @@ def reader(case: str) -> NodeReads:
 
 def rate(case: str, rows: int, at_once: int, last: int) -> float:
     """Rows a second, of the `last` ones of so many."""
-    found, draw = reader(case), random.Random(0)
-    controller, task = Controller(found), Task("train", 0, rows // FAN)
+    found = reader(case)
+    draw = random.Random(0)
+    controller = Controller(found)
+    task = Task("train", 0, rows // FAN)
     controller.open(task)
     number = iter(range(1 << 40))
 
@@ -66,7 +69,8 @@ def rate(case: str, rows: int, at_once: int, last: int) -> float:
             controller.heard(task.key, news(column, part))
     columns = (*([FILTER.column] if found.passed else []), COLUMNS[-1])
     order = np.random.default_rng(0).permutation(rows)
-    wait, come = order[last:], order[:last]
+    wait = order[last:]
+    come = order[:last]
     if found.passed:
         controller.heard(task.key, news(FILTER.column, np.sort(wait)))
     parts = [np.sort(come[i : i + at_once]) for i in range(0, last, at_once)]

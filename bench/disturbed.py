@@ -112,7 +112,9 @@ class Place:
     """A folder with a program in it and a temporary folder of its own, by which its processes are known."""
 
     def __init__(self, folder: Path, program: str, iterations: int, more: list[tuple[str, str]] | None = None) -> None:
-        self.folder, self.iterations, self.environment = folder, iterations, dict(os.environ)
+        self.folder = folder
+        self.iterations = iterations
+        self.environment = dict(os.environ)
         path, changes, params = PROGRAMS[program]
         self.sets = [word for param in params for word in ("--set", param)]
         text = (EXAMPLES / path).read_text()

@@ -64,7 +64,9 @@ PAUSE = 0.5  # seconds in which what the side before has left to do, such as to 
 DEADLINE = 180.0  # seconds for an answer
 RAW = 25_000_000  # bytes for raw TCP
 # Columns as long as a response: those that a generation writes, and all that nodes read, each time.
-GENERATED, READ, COLUMNS = 2, 9, 5
+GENERATED = 2
+READ = 9
+COLUMNS = 5
 CONTROLLERS, SCALARS = 6, 3  # C and M of the paper's equation 4
 RECEIVE = """import socket, sys, time
 with socket.create_server((sys.argv[1], 5001)) as server:
@@ -240,7 +242,8 @@ def measured(count: int, options: argparse.Namespace, gates: list[dict[str, Any]
     finally:
         hosts.close()
     for name, some in found.items():
-        moved, busiest = statistics.median(some.bytes[0.0]), statistics.median(some.busiest[0.0])
+        moved = statistics.median(some.bytes[0.0])
+        busiest = statistics.median(some.busiest[0.0])
         line = f"{1000 * some.median(0.0):10,.1f} ms {moved / 1e6:8,.2f} MB sent, {busiest / 1e6:8,.2f} on one link"
         print(f"{count} hosts  {name:<12}{line}", flush=True)
     if count == max(map(int, options.hosts.split())) > 1 and "central" in found:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE, PICTURE = DOCS / "performance.md", DOCS / "performance.svg"
+PAGE = DOCS / "performance.md"
+PICTURE = DOCS / "performance.svg"
 NAMES = {
     "ours": "the dock, a warehouse on each host",
     "ours_one": "the dock, one warehouse",

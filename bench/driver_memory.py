@@ -30,7 +30,8 @@ def main() -> None:
         tiny += [("mini_batch = 16", "mini_batch = 4")]
         place = Place(Path(folder), "grpo", options.iterations, tiny)
         place.sets = ["--set", "prompts=2", "--set", "group=2"]
-        process, found = place.start("run"), list[tuple[int, int]]()
+        process = place.start("run")
+        found = list[tuple[int, int]]()
         while process.poll() is None:
             time.sleep(options.poll)
             for pid in place.drivers():
@@ -38,7 +39,8 @@ def main() -> None:
                     found.append((place.lines("run"), psutil.Process(pid).memory_info().rss))
                     if len(found) % 60 == 0:
                         print(f"{found[-1][0]} lines, {found[-1][1] / 1e6:.1f} MB", flush=True)
-        status, late = process.wait(), np.array([x for x in found if x[0] >= options.begin], float)
+        status = process.wait()
+        late = np.array([x for x in found if x[0] >= options.begin], float)
         if len(late) < 3:
             told = (place.folder / "run.log").read_text()[-2000:]
             raise SystemExit(

@@ -51,7 +51,8 @@ def main() -> None:
         f"{sum(ends.values())} programs in {time.monotonic() - begin:.0f} s:",
         ", ".join(f"{n} {end}" for end, n in ends.most_common()),
     )
-    stale, oldest = sum(f.stale for f in found), max((f.oldest for f in found), default=0)
+    stale = sum(f.stale for f in found)
+    oldest = max((f.oldest for f in found), default=0)
     print(json.dumps({"bench": "dry", "programs": len(found), "stale_iterations": stale, "oldest": oldest}))
 
 

@@ -91,7 +91,8 @@ def lines(run: Run, model: Model, folder: Path) -> list[Line]:
     """Of each iteration tokens a second by what is done, seconds, and the share outside of the engines."""
     found = []
     for line in measured(plan_of(run.variant(model), folder), model.warm):
-        phases, response = line["phases"], line["response_tokens"]
+        phases = line["phases"]
+        response = line["response_tokens"]
         whole = line["prompt_tokens"] + response
         found.append(
             {

@@ -59,7 +59,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--iterations", type=int, default=5)
     options = smoke.parse(parser, prompts=32, iterations=1)
-    rows, begin = options.prompts * GROUP, time.monotonic()
+    rows = options.prompts * GROUP
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         text = PROGRAM.format(

@@ -51,7 +51,8 @@ class Faulty:
     """Sums of two numbers, as of the calculator."""
 
     def reset(self, answer: str, rng):
-        self.answer, self.fate = answer, fate(rng)
+        self.answer = answer
+        self.fate = fate(rng)
 
     def step(self, text: str):
         if self.fate in HOSTILE:

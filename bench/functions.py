@@ -90,14 +90,16 @@ def measured(folder: Path, name: str, workers: int, rows: int, rounds: int) -> f
     program = folder / "p.rlg"
     program.write_text(text, encoding="utf-8")
     plan = compile(program)
-    found, reader = plan.graph.node("host.reward"), next(r for r in readers(plan) if r.node == "host.reward")
+    found = plan.graph.node("host.reward")
+    reader = next(r for r in readers(plan) if r.node == "host.reward")
     spec = WorkerSpec("", plan.to_json(), {found.name: reader}, f"{folder}/note")
     function = FunctionNode(found, plan, reader, workers=Workers(workers, spec) if workers > 1 else None)
     numbers = np.arange(rows)
     share = Share(numbers, np.ones(rows, np.int64), numbers, {}, (), rows, rows, {}, 0, True)
     answers = [str(number) for number in range(rows)]
     columns = {"response": ragged([np.ones(4, np.int32)] * rows, np.int32), "answer": texts(answers)}
-    batch, times = Batch(share, numbers, columns), []
+    batch = Batch(share, numbers, columns)
+    times = []
     for number in range(rounds + 1):
         begun = time.perf_counter()
         made = function(batch, Task("train", number, rows // 8))

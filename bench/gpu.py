@@ -56,7 +56,8 @@ def main() -> int:
     few = {"pairs": ["fsdp hf"], "device": "cpu", "iterations": 2, "shape": SMALL, "tokens": 8}
     parser.set_defaults(shape=SHAPE, tokens=512)
     options = smoke.parse(parser, **few)
-    changes, found = changed(options.device, options.tokens), {}
+    changes = changed(options.device, options.tokens)
+    found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)

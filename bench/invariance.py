@@ -144,11 +144,9 @@ def main() -> int:
         reference = Path(folder) / "reference"
         execute(ONE, reference, options.iterations)
         for number, name in enumerate(options.only or CONFIGURATIONS):
-            how, drew, trained = (
-                CONFIGURATIONS[name],
-                Path(folder) / f"{number}-drew",
-                Path(folder) / f"{number}-trained",
-            )
+            how = CONFIGURATIONS[name]
+            drew = Path(folder) / f"{number}-drew"
+            trained = Path(folder) / f"{number}-trained"
             execute(how, drew, 1)
             execute(how, trained, options.iterations, str(reference))
             figures[name] = {"tokens": tokens(drew) == tokens(reference), **compare(trained, reference)}

@@ -55,7 +55,8 @@ class Cluster:
     """Hosts, and what is wrong with them until when."""
 
     def __init__(self, count: int) -> None:
-        self.hosts, self.count = Hosts(count), count
+        self.hosts = Hosts(count)
+        self.count = count
         self.until: dict[int, tuple[str, float]] = {}  # by host
         self.before = set(SHARED.iterdir())
 
@@ -144,7 +145,9 @@ def main() -> None:
     few = {"faults": 1, "each": 1, "hosts": 2, "iterations": 8, "gap": 1.0, "only": ["functions"]}
     options = smoke.parse(parser, **few)
     signal.signal(signal.SIGTERM, _end)
-    count, chance, left = Count(), random.Random(options.seed), options.faults
+    count = Count()
+    chance = random.Random(options.seed)
+    left = options.faults
     with tempfile.TemporaryDirectory(prefix="lost", dir="/tmp") as name:
         folder = Path(name)
         text = (EXAMPLE / "grpo.rlg").read_text()
@@ -183,7 +186,8 @@ def one(
     cluster: Cluster, folder: Path, faults: int, options: argparse.Namespace, chance: random.Random, count: Count
 ) -> int:
     """One run and its faults: how many there were until it ended."""
-    wanted, out = faults, folder / f"run-{count.runs}"
+    wanted = faults
+    out = folder / f"run-{count.runs}"
     count.runs += 1
     main = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
     words = [sys.executable, "-c", main, "p.rlg", "--set", "prompts=8", "--set", "group=4", "--out", str(out)]
@@ -195,14 +199,18 @@ def one(
     }
     with (folder / f"{out.name}.log").open("wb") as log:
         process = subprocess.Popen([*cluster.hosts.on(0, folder), *words], env=environment, stdout=log, stderr=log)
-    seen, changed, due = -1, time.monotonic(), time.monotonic() + chance.uniform(0, options.gap)
+    seen = -1
+    changed = time.monotonic()
+    due = time.monotonic() + chance.uniform(0, options.gap)
     pending: tuple[str, float, int] | None = None
     while process.poll() is None:
         time.sleep(0.1)
-        now, lines = time.monotonic(), _lines(out)
+        now = time.monotonic()
+        lines = _lines(out)
         cluster.mend(now)
         if lines != seen:
-            seen, changed = lines, now
+            seen = lines
+            changed = now
             if pending is not None and lines >= pending[2] + 2:
                 count.recover.setdefault(pending[0], []).append(now - pending[1])
                 pending = None

@@ -28,7 +28,8 @@ def main() -> None:
     parser.add_argument("--moments", action="store_true", help="what a device held at its peak, and the plan's items")
     parser.add_argument("--engines", default="fsdp hf", help="of which cases are measured")
     options = smoke.parse(parser, cases=[CASES[0].name])
-    worst, count = ("", 1.0), 0
+    worst = ("", 1.0)
+    count = 0
     print(f"{'':<40}{'phase':<10}{'place':<8}{'predicted':>14}{'measured':>14}{'ratio':>8}")
     for case in (*CASES, *walk_offloaded.CASES):
         if (options.cases and case.name not in options.cases) or not {*case.engines} <= {*options.engines.split()}:

@@ -30,7 +30,8 @@ PROGRAM = Path(__file__).parent.parent / "examples" / "paper" / "paper.rlg"
 ABLATED = "  dock { mode = central }\n  reshard { mode = naive }\n"
 # Lengths are not in the paper. Reasoning models of this size leave a long tail, cut at 8K: a median of a quarter of the
 # bound.
-LENGTHS, STRAGGLERS = "lognormal(2048, 0.8)", "1% x1.5"
+LENGTHS = "lognormal(2048, 0.8)"
+STRAGGLERS = "1% x1.5"
 K = 1024
 # G, N, PL, n, SL, M; TCV in GiB, seconds at 100 MiB/s and at 1 GiB/s, as the paper prints them.
 TABLE_1 = [
@@ -78,13 +79,15 @@ def shown(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], *wh
 
 def printed(value: float, like: str) -> str:
     """A figure with the digits that the paper prints; it truncates some and rounds others."""
-    number, kilo = like.removesuffix("K"), like.endswith("K")
+    number = like.removesuffix("K")
+    kilo = like.endswith("K")
     digits = len(number.partition(".")[2])
     return f"{value / (1000 if kilo else 1):.{digits}f}{'K' if kilo else ''}"
 
 
 def table_1() -> bool:
-    rows, agree = [], True
+    rows = []
+    agree = True
     for sizes, paper in TABLE_1:
         g, n_responses, pl, n, sl, m = sizes
         volume = central_bytes(g, n_responses, 4, pl, n, sl, m)
@@ -121,7 +124,8 @@ def equation_3() -> float:
 
 
 def figure_7(models: tuple[tuple[str, str], ...]) -> dict[str, float]:
-    rows, ratios = [], {}
+    rows = []
+    ratios = {}
     for deploy, name in models:
         full = plan(deploy)
         layouts = "".join(
@@ -160,7 +164,8 @@ def figure_7(models: tuple[tuple[str, str], ...]) -> dict[str, float]:
 
 
 def figure_9(hosts: tuple[int, ...]) -> dict[str, float]:
-    rows, last = [], {}
+    rows = []
+    last = {}
     for name, more, how in (
         ("MSRL", "", ("", "")),
         ("MSRL", "", (LENGTHS, "")),

@@ -25,7 +25,8 @@ from msrl_graph.diagnostics import Fault
 
 PAGE = (Path(__file__).parent.parent / "tests" / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
 LAYOUTS = [line for line in PAGE.split("\n") if line.strip().startswith("layout ")]
-BAR_LARGE, BAR_SEARCH = 3.0, 5.0
+BAR_LARGE = 3.0
+BAR_SEARCH = 5.0
 DENSE = ["layout actor.update { tp = 8 }", "layout actor.generate { tp = 4 }"]
 SPARSE = ["layout actor.update { tp = 4, pp = 2, ep = 8, etp = 1 }", "layout actor.generate { tp = 2, ep = 16 }"]
 R1 = [
@@ -54,7 +55,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first ones of all")
     options = smoke.parse(parser, rounds=1, cases=1)
-    rounds, cases = options.rounds, CASES[: options.cases]
+    rounds = options.rounds
+    cases = CASES[: options.cases]
     times: dict[str, list[tuple[float, float]]] = {}
     best: dict[str, tuple[float, str]] = {}
     for _ in range(rounds):

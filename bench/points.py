@@ -94,7 +94,8 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         place = Place(Path(folder), options.program, options.iterations, TWO_HOSTS[options.program][1])
-        count, points = Count(), place.folder / "points"
+        count = Count()
+        points = place.folder / "points"
         points.mkdir()
         os.environ["MSRL_POINTS"] = str(points)  # which the raylets' processes inherit
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -104,7 +105,8 @@ def main() -> None:
             place.environment |= {"MSRL_POINTS": str(points), "RAY_ADDRESS": cluster.address}
             process = place.start("quiet")
             assert process.wait() == 0, (place.folder / "quiet.log").read_text()
-            reference, left = place.result("quiet"), found(points / "seen", options)
+            reference = place.result("quiet")
+            left = found(points / "seen", options)
             print(f"{len(left)} points", flush=True)
             while left:
                 left = disturb(place, points, left, options, count, reference)
@@ -158,10 +160,12 @@ def disturb(
         path.touch()
     process = place.start(out)
     pending: dict[Death, float] = {}
-    changed, seen = time.monotonic(), -1
+    changed = time.monotonic()
+    seen = -1
     while process.poll() is None:
         time.sleep(0.05)
-        now, lines = time.monotonic(), place.read(out)
+        now = time.monotonic()
+        lines = place.read(out)
         for path in [p for p in plan if not p.exists()]:
             death = plan.pop(path)
             pending[death] = now
@@ -172,7 +176,8 @@ def disturb(
             if death.point.kind in IN_PLACE and seconds > 10:
                 count.remarks.append(f"{out}: {seconds:.1f} s after {death.file(points).name}")
         if len(lines) != seen:
-            seen, changed = len(lines), now
+            seen = len(lines)
+            changed = now
         if now - changed > options.patience:
             count.hangs += 1
             count.remarks.append(

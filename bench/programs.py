@@ -105,7 +105,8 @@ def wrong(lines: list[dict[str, Any]]) -> str:
 
 def execute(case: Case, folder: Path) -> dict[str, Any]:
     """Compiles and runs one; its figures, and what was `wrong`."""
-    out, program = folder / case.algorithm, folder / f"{case.algorithm}.rlg"
+    out = folder / case.algorithm
+    program = folder / f"{case.algorithm}.rlg"
     program.write_text(text(case))
     begin = time.monotonic()
     try:

@@ -38,14 +38,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="of the digests")
     options = smoke.parse(parser, iterations=LEFT_OUT + 2, rounds=1)
     lines = run(options.iterations)
-    proofs, seconds = [line["phases"]["proof"] for line in lines], [line["seconds"] for line in lines]
+    proofs = [line["phases"]["proof"] for line in lines]
+    seconds = [line["seconds"] for line in lines]
     share = sum(proofs) / sum(seconds)
-    proof, whole = statistics.median(proofs) * 1e3, statistics.median(seconds) * 1e3
+    proof = statistics.median(proofs) * 1e3
+    whole = statistics.median(seconds) * 1e3
     print(f"an iteration {whole:.0f} ms, of it the proof {proof:.1f} ms (medians); {share:.2%} of all seconds")
     told = {"proof_share": round(share, 5)}
     torch.set_num_threads(1)
     for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
-        values, digest = torch.randn(SHAPE).to(dtype), Digest([SHAPE], dtype, "cpu", AT_ONCE["host"])
+        values = torch.randn(SHAPE).to(dtype)
+        digest = Digest([SHAPE], dtype, "cpu", AT_ONCE["host"])
         told[f"digest_{name}_ns"] = nanoseconds(partial(digest.of, [values], digest.at(full(SHAPE))), options.rounds)
         told[f"sum_{name}_ns"] = nanoseconds(values.sum, options.rounds)
     print(json.dumps(told))

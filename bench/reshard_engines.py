@@ -36,7 +36,9 @@ def main() -> None:
     few = {"draws": 1, "ranks": [2], "generators": ["hf"], "trainers": ["fsdp"]}
     options = smoke.parse(parser, **few)
     ranks.Team.PATIENCE = 900.0  # eight ranks may share two cores
-    draw, begin, done = Random(options.seed), time.monotonic(), 0
+    draw = Random(options.seed)
+    begin = time.monotonic()
+    done = 0
     peaks: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as made:
         folder = resharded.written(Path(made))

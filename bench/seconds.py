@@ -170,7 +170,8 @@ def main() -> int:
         prepare(folder)
         here = os.environ["MSRL_HERE"] = options.here or str(folder / "here.json")
         sizes = {"prompts": "64", "group": "8", "prompt_len": "16", "response_len": "16"}
-        probed, plans = compile("grpo", model="tiny", sets=sizes), {n: plan_of(v, folder) for n, v in chosen.items()}
+        probed = compile("grpo", model="tiny", sets=sizes)
+        plans = {n: plan_of(v, folder) for n, v in chosen.items()}
         rounds: dict[str, list[Round]] = {n: [] for n in plans}
         noise = []
         for number, (n, plan) in product(range(options.rounds), plans.items()):
@@ -221,8 +222,10 @@ def report(found: dict[str, list[Round]], noise: float) -> int:
         phases.add_column(heading, justify="right")
     for name, rounds in found.items():
         took = [r.seconds for r in rounds]
-        want, got = statistics.median(r.estimate.iteration_seconds.value for r in rounds), statistics.median(took)
-        seconds[name], ranges[name] = (want, got), (min(took), max(took))
+        want = statistics.median(r.estimate.iteration_seconds.value for r in rounds)
+        got = statistics.median(took)
+        seconds[name] = (want, got)
+        ranges[name] = (min(took), max(took))
         ratios[name] = round(statistics.median(r.ratio for r in rounds), 3)
         table.add_row(
             name,

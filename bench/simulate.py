@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="of each")
     parser.add_argument("--devices", type=int, nargs="+", choices=SIZES, default=[*SIZES])
     options = smoke.parse(parser, runs=1, devices=[384])
-    runs, sizes = max(1, options.runs), {size: SIZES[size] for size in options.devices}
+    runs = max(1, options.runs)
+    sizes = {size: SIZES[size] for size in options.devices}
     plans = {
         size: compile("bench.rlg", text=PROGRAM.format(nodes=nodes, last=some - 1, first=some, end=nodes - 1))
         for size, (nodes, some) in sizes.items()

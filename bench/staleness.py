@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = smoke.parse(parser, programs=2, iterations=20)
     warnings.simplefilter("ignore")
-    draw, began = random.Random(options.seed), time.monotonic()
+    draw = random.Random(options.seed)
+    began = time.monotonic()
     counted: Counter[int] = Counter()
     rows = oldest = allowed = 0
     for _ in range(options.programs):

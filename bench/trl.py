@@ -71,7 +71,8 @@ class Meter(threading.Thread):
 
     def __init__(self, file: Path) -> None:
         super().__init__(daemon=True)
-        self.file, self.done = file, threading.Event()
+        self.file = file
+        self.done = threading.Event()
         self.seen: list[tuple[int, float]] = []  # lines, processor seconds so far
 
     def run(self) -> None:
@@ -187,7 +188,8 @@ def speed(rounds: int, iterations: int, counts: list[int]) -> None:
         medians = {s: {k: statistics.median(x[k] for x in xs) for k in xs[0]} for s, xs in by_side.items()}
         quiet = {s: statistics.quantiles([x["iteration"] for x in xs], n=4)[0] for s, xs in by_side.items()}
         table = Table(title=f"{ranks} rank{'s' * (ranks > 1)} with {THREADS[ranks]} thread{'s' * (THREADS[ranks] > 1)}")
-        table.title_justify, table.box = "left", None
+        table.title_justify = "left"
+        table.box = None
         table.add_column("seconds of an iteration")
         for side in sides:
             table.add_column(side, justify="right")
@@ -213,7 +215,8 @@ Curve = list[tuple[int, float, float]]  # iterations done, minutes, held-out acc
 
 def _our_curve(seed: int, iterations: int, every: int) -> Curve:
     lines, _ = _run(1, iterations, seed, every)
-    seconds, found = 0.0, []
+    seconds = 0.0
+    found = []
     for line in lines:
         if "evaluation" in line:
             found.append((line["after_iterations"], seconds / 60, line["reward"]))

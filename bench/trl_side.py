@@ -80,7 +80,8 @@ class Clock(TrainerCallback):
     stands then."""
 
     def __init__(self, options, tokenizer):
-        self.options, self.tokenizer = options, tokenizer
+        self.options = options
+        self.tokenizer = tokenizer
         self.trainer: Trainer | None = None
         self.lines: list[dict[str, float]] = []
         self.curve: list[tuple[int, float, float]] = []  # iterations, seconds, accuracy
@@ -92,12 +93,15 @@ class Clock(TrainerCallback):
 
     def start(self):
         self.trainer.spent.clear()
-        self.wall, self.cpu = time.perf_counter(), time.process_time()
+        self.wall = time.perf_counter()
+        self.cpu = time.process_time()
 
     def on_step_end(self, args, state, control, **_):
         if state.global_step % STEPS:
             return
-        wall, cpu, spent = time.perf_counter() - self.wall, time.process_time() - self.cpu, self.trainer.spent
+        wall = time.perf_counter() - self.wall
+        cpu = time.process_time() - self.cpu
+        spent = self.trainer.spent
         self.seconds += wall
         phases = {name: spent[name] for name in ("generate", "reward", "reference", "old")}
         phases["update"] = spent["step"] - spent["prepare"] + spent["optimizer"]
@@ -110,10 +114,8 @@ class Clock(TrainerCallback):
     def evaluate(self, done: int) -> None:
         if not self.options.every:
             return
-        model, test = (
-            self.trainer.accelerator.unwrap_model(self.trainer.model),
-            rows(self.options.example / "test.jsonl"),
-        )
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        test = rows(self.options.example / "test.jsonl")
         batch = self.tokenizer([r["prompt"] for r in test], padding=True, return_tensors="pt")
         state = torch.get_rng_state()
         model.eval()

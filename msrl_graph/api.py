@@ -203,7 +203,8 @@ def _guarded(plan: Plan, frame: FrameType | None) -> None:
     for path, name, _ in called(plan):
         loaded.setdefault(os.path.realpath(path), set()).add(name)
     while frame is not None:
-        path, line = frame.f_code.co_filename, frame.f_lineno
+        path = frame.f_code.co_filename
+        line = frame.f_lineno
         if frame.f_code.co_name == "<module>" and (names := loaded.get(os.path.realpath(path))) and is_file(Path(path)):
             source = Path(path).read_text(encoding="utf-8-sig")
             if not _only_as_main(source, line):

@@ -75,7 +75,8 @@ def test_discounted_by_hand():
     got = discounted(
         tokens(2, 1, 0), np.array([2, 0, 9]), rows([1, -1], [2], []), rows([0, 0], [0], []), kl=0.5, gamma=0.5
     )
-    mean, returns = 0.75, (0.75, 2.5, -1.0)
+    mean = 0.75
+    returns = (0.75, 2.5, -1.0)
     scale = math.sqrt((0 + 1.75**2 + 1.75**2) / 2 + 1e-8)
     assert list(np.concatenate(got)) == near([(r - mean) / scale for r in returns]) and [len(g) for g in got] == [
         2,
@@ -88,7 +89,8 @@ def test_gae_by_hand():
     # beta 0.1 and old - ref = (1, 2): rewards -0.1 and 1 - 0.2. V = (0.5, 0.25), gamma 0.9, lambda 0.5.
     d2 = 0.8 - 0.25
     d1 = -0.1 + 0.9 * 0.25 - 0.5
-    a1, a2 = d1 + 0.45 * d2, d2
+    a1 = d1 + 0.45 * d2
+    a2 = d2
     args = (tokens(2), np.array([1.0]), rows([0.5, 0.25]), rows([-1, -1]), rows([-2, -3]), 0.1)
     advantage, returns = gae(*args, gamma=0.9, lam=0.5, whiten=False)
     assert list(advantage[0]) == near([-0.1275, 0.55]) and [a1, a2] == near([-0.1275, 0.55])
@@ -104,7 +106,10 @@ def test_gae_is_the_double_sum_of_its_definition(sizes, gamma, lam, beta, rng):
     def draw():
         return rows(*[[rng.uniform(-2, 2) for _ in range(n)] for n in sizes])
 
-    old, ref, value, score = draw(), draw(), draw(), np.array([rng.uniform(-2, 2) for _ in sizes])
+    old = draw()
+    ref = draw()
+    value = draw()
+    score = np.array([rng.uniform(-2, 2) for _ in sizes])
     advantage, returns = gae(tokens(*sizes), score, value, old, ref, beta, gamma=gamma, lam=lam, whiten=False)
     for i, n in enumerate(sizes):
         assert len(advantage[i]) == len(returns[i]) == n
@@ -140,10 +145,15 @@ def test_a_batch_without_spread_is_whitened_to_zero(sizes):
 
 
 def test_without_log_probabilities_there_is_no_penalty():
-    score, value, ones, zeros = np.array([2.0, -1.0]), rows([0.1, 0.2], [0.3]), rows([1, 1], [1]), rows([0, 0], [0])
-    plain, none = gae(tokens(2, 1), score, value), gae(tokens(2, 1), score, value, ones, zeros, 0.0)
+    score = np.array([2.0, -1.0])
+    value = rows([0.1, 0.2], [0.3])
+    ones = rows([1, 1], [1])
+    zeros = rows([0, 0], [0])
+    plain = gae(tokens(2, 1), score, value)
+    none = gae(tokens(2, 1), score, value, ones, zeros, 0.0)
     assert [list(a) for part in plain for a in part] == [list(a) for part in none for a in part]
-    plain, none = discounted(tokens(2, 1), score), discounted(tokens(2, 1), score, ones, zeros, kl=0.0)
+    plain = discounted(tokens(2, 1), score)
+    none = discounted(tokens(2, 1), score, ones, zeros, kl=0.0)
     assert [list(a) for a in plain] == [list(a) for a in none]
 
 
@@ -176,7 +186,8 @@ def test_tokens_that_a_mask_leaves_out_are_as_if_they_were_not_there(sizes, seed
 
 
 def test_adaptive_kl_by_hand():
-    old, ref = rows([1.0, 0.0], [0.4], []), rows([0.0, 0.0], [0.0], [])
+    old = rows([1.0, 0.0], [0.4], [])
+    ref = rows([0.0, 0.0], [0.0], [])
     # Means 0.5 and 0.4 of two responses, the empty one aside: kl 0.45.
     assert adaptive_kl(old, ref, 0.05, target=0.4, horizon=10) == near(0.05 * (1 + 0.125 * 2 / 10))
     assert adaptive_kl(old, ref, 0.05, target=0.1, horizon=10) == near(0.05 * (1 + 0.2 * 2 / 10))  # 3.5, clipped

@@ -85,7 +85,8 @@ deploy talk on laptop {{
   run {{ seed = 3 }}
 }}
 """
-QUESTIONS, ANSWERS = ["one plus two", "two plus two", "one", "what is three"], ["85", "4", "181", "6"]
+QUESTIONS = ["one plus two", "two plus two", "one", "what is three"]
+ANSWERS = ["85", "4", "181", "6"]
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +130,8 @@ def test_the_trainer_scores_what_the_generator_drew_from_what_it_drew_it(alone, 
     the log-probability that it was drawn with."""
     stage = Stage(program(tmp_path, model))
     written = drawn(stage)
-    mask, logp = written["mask"].values, written["response.logp"].values
+    mask = written["mask"].values
+    logp = written["response.logp"].values
     assert np.array_equal(np.isnan(logp), ~mask)
     text = Tokens(str(model)).decode([written["response"][0]], special=True)[0]
     assert text.startswith("<|start|>system\nbe kind\n<tools>") and "<|start|>user\nmore 0" in text
@@ -248,8 +250,10 @@ def test_all_conversations_of_a_row_are_trained_on_each_by_itself(alone, tmp_pat
         stage = Stage(
             program(tmp_path, model, SEVERAL, f"conversations = {most},", changes=[("<= 300", f"<= {bound}")])
         )
-        written, sums = drawn(stage), stage.told.sums
-        mask, logp = written["mask"].values, written["response.logp"].values
+        written = drawn(stage)
+        sums = stage.told.sums
+        mask = written["mask"].values
+        logp = written["response.logp"].values
         assert ("response.begins" in written) == (most > 1)
         assert np.array_equal(np.isnan(logp), ~mask)
         infer = stage.act("actor.infer", written)

@@ -62,7 +62,8 @@ def batch(questions):
 async def played(agents, questions):
     """The places of each batch that was handed out, and what comes of it all; each draw is one token."""
     await agents.begin(batch(questions))
-    found, batches = await agents.next(SampleReplies()), []
+    found = await agents.next(SampleReplies())
+    batches = []
     while not isinstance(found, AgentsFinished):
         batches.append([w.place for w in found])
         drawn = [SampleReply(w.number, np.array([7], np.int32), np.zeros(1, np.float32)) for w in found]

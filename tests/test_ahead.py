@@ -205,7 +205,8 @@ def test_a_run_that_is_gone_on_with_begins_with_its_first_version(folder: Path) 
     """Which is that of the checkpoint; from there on it takes what the first would have taken."""
     made = plan(folder, 3, every=4, run=", save = 6, deterministic = true")
     (edge,), pool = fetched(made), made.placement("actor.generate").pool
-    whole, later = Sends(made), Sends(made, 6)
+    whole = Sends(made)
+    later = Sends(made, 6)
     assert [v for v in range(13) if whole.sends(edge, v)] == [0, 4, 6, 8, 12]
     assert [v for v in range(6, 13) if later.sends(edge, v)] == [6, 8, 12]
     assert [whole.after(pool, n) for n in range(13)] == [0, 0, 0, 0, 4, 4, 6, 6, 6, 6, 8, 8, 12]
@@ -357,7 +358,8 @@ TOGETHER = "place actor.generate, reference on nodes 0..5\nplace actor.update on
 def test_what_a_generation_keeps_counts_while_others_compute_on_its_devices(engine: str) -> None:
     """Its weights, and the cache that it gives back with them."""
     places = f"{TOGETHER}\n  engine actor.generate = {engine}"
-    each, seldom = far(places, 1, "cpu", "tiny"), far(places, 1, "cpu", "tiny", every=2)
+    each = far(places, 1, "cpu", "tiny")
+    seldom = far(places, 1, "cpu", "tiny", every=2)
     assert seldom.placement("actor.generate").pool == seldom.placement("reference.infer").pool
 
     def kept(made: Plan, phase: str) -> dict[str, int]:
@@ -411,7 +413,8 @@ def test_the_json_of_a_plan_with_pools_ahead() -> None:
 @pytest.mark.parametrize(("name", "devices"), [*zip(PLACES, (12, 2, 4), strict=True)])
 def test_what_is_said_of_staleness_that_is_not_stated_is_what_it_then_takes(name: str, devices: int) -> None:
     places = f"{PLACES[name]}\n  layout actor.update {{ dp = {devices} }}"
-    plain, stated = far(places, 0), far(places, 1)
+    plain = far(places, 0)
+    stated = far(places, 1)
     assert plain.estimate is not None and stated.estimate is not None and stated.estimate.staleness is not None
     then, now = (p.estimate.iteration_seconds.value for p in (stated, plain) if p.estimate is not None)
     (said,) = (n.text for n in plain.notes if n.about == "staleness")
@@ -430,7 +433,8 @@ def test_why_pools_are_apart_where_nothing_is_stated_but_staleness(golden: Calla
     found = far("", 1)
     golden("stale_open.why.txt", why_text(found))
     assert found.search is not None and found.search.rival is not None and found.estimate is not None
-    behind, rival = found.estimate.staleness, found.search.rival
+    behind = found.estimate.staleness
+    rival = found.search.rival
     assert behind is not None and (behind.mean.value, behind.bound) == (rival.mean, rival.bound) == (1.0, 1)
     nodes = "actor.generate, actor.infer, actor.update, reference.infer"
     together = far(f"place {nodes} together", 0).search

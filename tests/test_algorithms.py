@@ -13,7 +13,8 @@ from msrl_graph import algorithms
 from msrl_graph.ir.graph import Expr, Node
 from msrl_graph.runtime.rank import loss
 
-clip, kl = algorithms.load("loss", "clip"), algorithms.load("loss", "kl")
+clip = algorithms.load("loss", "clip")
+kl = algorithms.load("loss", "kl")
 group_norm = algorithms.load("function", "group_norm")
 
 
@@ -22,7 +23,8 @@ def f64(*values):
 
 
 def test_clip_by_hand():
-    logp, old = f64(math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5), 0.1), f64(0, 0, 0, 0, 0)
+    logp = f64(math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5), 0.1)
+    old = f64(0, 0, 0, 0, 0)
     advantage = f64(2, -2, 2, -2, 0)
     # r = 1.5 and 0.5, clipped at 1.2 and 0.8; the worse of the two counts.
     assert torch.allclose(clip(logp, advantage, old)[0], f64(-2.4, 3.0, -1.0, 1.6, 0.0), rtol=1e-12)

@@ -293,10 +293,12 @@ def _at(part: Any, path: tuple[Any, ...]) -> Any:
 
 def edited(plan: Any, rng: random.Random) -> Any:
     """A plan with a part of it deleted, replaced by another, or changed."""
-    plan, depth = copy.deepcopy(plan), rng.choice((2, 3, 4, 5, 9))
+    plan = copy.deepcopy(plan)
+    depth = rng.choice((2, 3, 4, 5, 9))
     places = [p for p in _paths(plan) if 0 < len(p) <= depth]
     path = rng.choice(places)
-    owner, key = _at(plan, path[:-1]), path[-1]
+    owner = _at(plan, path[:-1])
+    key = path[-1]
     match owner[key], rng.randrange(3):
         case _, 0:
             del owner[key]

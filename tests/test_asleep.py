@@ -10,7 +10,9 @@ from msrl_graph.backends import devices
 from msrl_graph.backends.vllm.core import views
 from msrl_graph.backends.vllm.memory import SleepingMemory
 
-HIDDEN, INNER, EXPERTS = 4, 3, 2
+HIDDEN = 4
+INNER = 3
+EXPERTS = 2
 
 
 class Layer(torch.nn.Module):

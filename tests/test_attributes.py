@@ -71,7 +71,8 @@ def test_the_default_is_what_the_reference_shows(of, name, attribute):
         assert shown == "must be given"
     elif attribute.shown is None or re.fullmatch(r"[\d.]+", shown):
         if of == "cluster" and name == "network":
-            shown, default = shown.removesuffix(" (assumed)"), attribute.default.value
+            shown = shown.removesuffix(" (assumed)")
+            default = attribute.default.value
         else:
             default = attribute.default
         text = shown.strip("`")
@@ -195,7 +196,8 @@ def written(kind):
         case NumericKind(low, high, whole=True):
             return st.integers(int(low), int(min(high, 10**6))).map(lambda n: (str(n), n))
         case NumericKind(low, high):
-            low, high = max(low, 0), min(high, 100)
+            low = max(low, 0)
+            high = min(high, 100)
             return (
                 st.floats(low, high, exclude_min=kind.above)
                 .filter(lambda x: x == 0 or x > 1e-6)
@@ -238,7 +240,8 @@ LEAVE = {"generate": NEED, "dock": ("mode",)}
 def test_what_is_stated_is_what_is_said(given):
     texts = {of: ", ".join(f"{name} = {text}" for name, (text, _) in some.items()) for of, some in given.items()}
     found = lowered(program(**texts))
-    graph, deploy = found.graph, found.deploy
+    graph = found.graph
+    deploy = found.deploy
     edges = {(e.kind, e.src, e.dst): e for e in graph.edges}
     said = {
         "generate": GenerateAttributes.of(graph.node("actor.generate")),

@@ -119,7 +119,8 @@ def test_a_reader_predicts_after_the_text_in_its_own_tokens(tmp_path: Path, alon
     tokenizer alone."""
     from transformers import AutoModelForCausalLM
 
-    stage, tokens = Stage(program(tmp_path)), Tokens(str(tmp_path / "critic"))
+    stage = Stage(program(tmp_path))
+    tokens = Tokens(str(tmp_path / "critic"))
     net = AutoModelForCausalLM.from_pretrained(tmp_path / "critic")
     prompts = ["50+13=", "2+2=", "7+1=", "9+9="]
     given = {"prompt": texts(prompts), "said": texts(SAID)}
@@ -146,7 +147,8 @@ def test_a_text_that_is_learnt_ends_with_the_end_token_of_its_reader(tmp_path: P
         text = text.replace(gone, "")
     text = text.replace("critic.generate -> critic.infer, host.length", "critic.generate -> host.length")
     text = text.replace("  critic.infer, host.others -> critic.update", "  host.others -> critic.update")
-    stage, tokens = Stage(program(tmp_path, text)), Tokens(str(tmp_path / "critic"))
+    stage = Stage(program(tmp_path, text))
+    tokens = Tokens(str(tmp_path / "critic"))
     stage.act("critic.update", {"prompt": texts(["50+13="] * 4), "said": texts(SAID)})
     ids = tokens.encode(SAID)
     assert tokens.ends == (2, 0) and stage.told.sums["loss/sft"][1] == sum(len(i) + 1 for i in ids if len(i))

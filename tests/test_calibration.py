@@ -143,7 +143,8 @@ def test_what_a_program_states_comes_before_what_was_measured(file: Path) -> Non
 
 
 def test_more_ranks_than_were_measured_share_what_there_is() -> None:
-    most, more = FOUND.of(4), FOUND.of(8)
+    most = FOUND.of(4)
+    more = FOUND.of(8)
     assert FOUND.of(3) == most
     assert more.launch == 2 * most.launch and more.curves["f32"][0] == (1e3, 0.5e9)
     assert more.collectives["broadcast"] == (2e-4, 1e9)

@@ -69,7 +69,8 @@ def report(states=None, drawn=(), prompts_drawn=0, prompts_kept=0):
 def test_prompts_go_on_where_the_last_iteration_ended(states):
     """With a refill by as many as were drawn; the next iteration is known beforehand where there is neither that nor a
     state."""
-    plain, refilling = RunState(planned(states), 10), RunState(planned(states, refill=True), 10)
+    plain = RunState(planned(states), 10)
+    refilling = RunState(planned(states, refill=True), 10)
     assert plain.known is not states and not refilling.known
     positions: list[tuple[int, int]] = []
     for i, rounds in enumerate((1, 3, 2)):
@@ -91,8 +92,10 @@ def test_the_last_prompt_of_a_row_counts_whoever_tells_of_it_first():
 
 
 def test_what_is_begun_early_draws_by_older_states_and_waits_for_those_of_the_iteration_before():
-    carried, begun = RunState(planned(states=True), 10), report({"level": ([0], [7.0])}, drawn=[4, 8, 4])
-    first, second = carried.task(0), carried.task(1)
+    carried = RunState(planned(states=True), 10)
+    begun = report({"level": ([0], [7.0])}, drawn=[4, 8, 4])
+    first = carried.task(0)
+    second = carried.task(1)
     assert not carried.knows(1) and (second.draws, second.states) == ({"level": 2.0}, {})
     assert carried.tables(1).states == {} and carried.tables(1).draws["rate"].tolist() == [0.5] * 10
     carried.learn(0, [begun, report({"rate": ([0], [0.1])})])  # its functions have ended, its update has not
@@ -108,7 +111,8 @@ def test_a_checkpoint_holds_no_state_of_functions_that_are_ahead(tmp_path):
     tasks = [carried.task(i) for i in range(2)]
     carried.after(tasks[0], [report({"level": ([0], [3.0])}, drawn=[0])])
     carried.learn(1, [report({"level": ([0], [4.0])}, drawn=[0])])
-    path, again = saved(carried, tmp_path, 1), RunState(planned(states=True), 10)
+    path = saved(carried, tmp_path, 1)
+    again = RunState(planned(states=True), 10)
     again.restore(path, checkpoint.manifest_of(path))
     assert again.task(1).states == {"level": 3.0}
 
@@ -165,7 +169,8 @@ def test_a_changed_program_reads_on_where_the_old_one_ended(tmp_path):
 
 def drawn_on_average(size, target, share, most):
     """Prompts that rounds of a size draw until so many have passed, and what rounds cost, over random draws."""
-    draw, rounds = np.random.default_rng(0), -(-most // size)
+    draw = np.random.default_rng(0)
+    rounds = -(-most // size)
     passed = np.cumsum(draw.binomial(size, share, (4000, rounds)), axis=1)
     needed = np.minimum(1 + (passed < target).sum(axis=1), rounds)
     return float((needed * size + (needed - 1) * target / 4).mean())
@@ -189,7 +194,8 @@ def test_an_adaptive_draw_where_nearly_all_is_known():
 def test_an_adaptive_draw_follows_the_share_that_passed_and_a_checkpoint_holds_it(tmp_path):
     plan = planned(refill=True, adaptive=True)
     carried = RunState(plan, 100)
-    sizes, expected = [], []
+    sizes = []
+    expected = []
     passed = drawn = 0.0
     for i, (part, rounds) in enumerate([(1, 1), (0.84, 2), (0.8, 1), (1, 1), (1, 1), (0.9, 1)]):
         expected.append(prompts_for(3, passed / drawn if drawn else 1.0, 9))
@@ -200,8 +206,10 @@ def test_an_adaptive_draw_follows_the_share_that_passed_and_a_checkpoint_holds_i
         metrics = Report("functions", drawn=np.zeros(task.prompts * rounds, np.int64))
         carried.count(i, [metrics])
         assert metrics.sums["refill/prompts"] == (task.prompts, 1)
-        position, kept = carried.position, round(part * task.prompts * rounds)
-        passed, drawn = 0.8 * passed + kept, 0.8 * drawn + task.prompts * rounds
+        position = carried.position
+        kept = round(part * task.prompts * rounds)
+        passed = 0.8 * passed + kept
+        drawn = 0.8 * drawn + task.prompts * rounds
         carried.after(task, [report(prompts_drawn=task.prompts * rounds, prompts_kept=kept)])
         assert carried.position == position + task.prompts * rounds
     assert sizes == expected and sizes[:2] == [3, 3] and len({*sizes}) > 1

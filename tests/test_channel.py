@@ -52,7 +52,9 @@ class False_(threading.Thread):
 
     def __init__(self, hello, bomb):
         super().__init__(daemon=True)
-        self.hello, self.bomb, self.got = hello, bomb, b""
+        self.hello = hello
+        self.bomb = bomb
+        self.got = b""
         self.listening = socket.create_server(("127.0.0.1", 0))
 
     def run(self):
@@ -107,7 +109,10 @@ class Relay(threading.Thread):
 
     def __init__(self, to):
         super().__init__(daemon=True)
-        self.to, self.act, self.passed, self.ends = to, {}, {"in": [], "out": []}, []
+        self.to = to
+        self.act = {}
+        self.passed = {"in": [], "out": []}
+        self.ends = []
         self.listening = socket.create_server(("127.0.0.1", 0))
 
     def run(self):
@@ -255,7 +260,8 @@ def descriptors():
 
 @pytest.mark.parametrize("says", [b"", HELLO])
 def test_a_flood_of_strangers_keeps_no_process_of_the_run_out(place, says):
-    over, held = threading.Event(), []
+    over = threading.Event()
+    held = []
 
     def flood():
         while not over.is_set():

@@ -54,7 +54,8 @@ def save(run, plan, iteration, keep=9, written=None, copy=True):
     `written` is what the manifest says in place of the truth."""
     import torch
 
-    partial, true = begin(run, iteration), {"iteration": iteration, "lines": iteration, "position": 8 * iteration}
+    partial = begin(run, iteration)
+    true = {"iteration": iteration, "lines": iteration, "position": 8 * iteration}
     says = checkpoint.said(**true, program=program(plan)) | checkpoint.taken({"actor.update": iteration})
     shards = [Shard("w", ((2 * r, 2 * r + 2), (0, 3)), torch.arange(6.0).view(2, 3) + r) for r in range(2)]
     files = [
@@ -220,7 +221,8 @@ DAMAGE = {
 @pytest.mark.parametrize("how", DAMAGE)
 def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_sound(tmp_path, plan, how):
     damage, message = DAMAGE[how]
-    older, path = save(tmp_path, plan, 10), save(tmp_path, plan, 20)
+    older = save(tmp_path, plan, 10)
+    path = save(tmp_path, plan, 20)
     damage(path)
     with pytest.raises(CorruptCheckpoint, match=message):
         sound(path)
@@ -329,7 +331,9 @@ def read_whole(run, plan):
     import torch
 
     found = resumed(plan, str(run), NOWHERE)
-    path, manifest, warnings = found.path, found.manifest, found.warnings
+    path = found.path
+    manifest = found.manifest
+    warnings = found.warnings
     tensor = CheckpointSource(path, manifest).read("actor/weights/w", ((0, 4), (0, 3)), torch.float32)
     return (
         manifest,
@@ -371,7 +375,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, plan):
     path = save(tmp_path, plan, 1)
     model = replace(plan.deploy.models["policy"], hidden=96, tensors=plan.deploy.models["policy"].tensors[1:])
     other = replace(plan, deploy=replace(plan.deploy, models={"policy": model}))
-    hidden, tensors = plan.deploy.models["policy"].hidden, len(plan.deploy.models["policy"].tensors)
+    hidden = plan.deploy.models["policy"].hidden
+    tensors = len(plan.deploy.models["policy"].tensors)
     assert refusal(other, tmp_path) == (
         f"the checkpoint {path} is of another program: models.policy.hidden was {hidden}, is 96; "
         f"models.policy.tensors was {tensors}, is {tensors - 1}"

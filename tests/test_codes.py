@@ -62,7 +62,8 @@ def test_what_a_run_tells_is_shown(code: str) -> None:
 def test_every_code_in_the_source_has_its_page_and_no_other_has() -> None:
     """A code is the first argument of what makes a diagnostic; a few stand elsewhere in the source, as constants all
     the same."""
-    told, constants = set(), set()
+    told = set()
+    constants = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):

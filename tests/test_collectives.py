@@ -97,7 +97,8 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 def test_parts_of_experts_are_handed_what_arrives() -> None:
     """Megatron's dispatcher sends a rank's own tokens over ep, and what arrives to all of etp; within vLLM's tp nothing
     travels but the sum that ends a layer."""
-    model, layout = load("qwen3-30b-a3b", Path()), Layout(tp=2, dp=4, ep=4, etp=2)
+    model = load("qwen3-30b-a3b", Path())
+    layout = Layout(tp=2, dp=4, ep=4, etp=2)
     each = 1000 / 2 * 8 * model.hidden * 2 * model.layers
     found = of(layout, "qwen3-30b-a3b").experts(1000, 1).value
     assert found == pytest.approx(2 * each * 3 / 4 / NEAR + 2 * each / NEAR)

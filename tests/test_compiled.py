@@ -24,11 +24,14 @@ def test_compiled_layers_compute_the_same(layout, tmp_path):
 
 
 def _alike(rank, _, folder, layout):
-    of, at = model(Path(folder) / str(rank), torch.float32), engines.mesh(layout)
-    found, stats = [], torch._dynamo.utils.counters["stats"]
+    of = model(Path(folder) / str(rank), torch.float32)
+    at = engines.mesh(layout)
+    found = []
+    stats = torch._dynamo.utils.counters["stats"]
     for compiled in ("none", "layers"):
         engine = engines.built("fsdp", of, layout, rank, at, adamw(lr=0.0), compile=compiled)
-        graphs, logps = stats["unique_graphs"], []
+        graphs = stats["unique_graphs"]
+        logps = []
 
         def told(made, i, logps=logps):
             logps.append(made.logp.detach())

@@ -37,7 +37,8 @@ def working(rank):
     groups = {}
     for size in (1, 2, 3, 4):
         # All ranks have as many groups: by their number torch names those that only their ranks make.
-        groups[size], _ = dist.new_group(range(size)), dist.new_group(range(size, 4)) if size < 4 else None
+        groups[size] = dist.new_group(range(size))
+        _ = dist.new_group(range(size, 4)) if size < 4 else None
 
     def attend(rows, size, ulysses, kv_heads, window, kernels, dtype=torch.float64):
         """How far attention divided over the first so many ranks is from attending alone."""

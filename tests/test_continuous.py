@@ -40,7 +40,8 @@ class Watched(SequenceBatch):
 
     def __init__(self, *of):
         super().__init__(*of)
-        self.under_way, self.ended = [], []
+        self.under_way = []
+        self.ended = []
 
     def step(self):
         found = super().step()
@@ -105,8 +106,10 @@ def test_stretches_end_to_end_are_the_response(generator, prompts, samples, micr
     generator.micro_batch = 0
     whole, logps = collected(generator.generate(prompts, rows, said))
     generator.micro_batch = micro_batch
-    parts, theirs = [[] for _ in rows], [[] for _ in rows]
-    live, count = set(range(len(rows))), 0
+    parts = [[] for _ in rows]
+    theirs = [[] for _ in rows]
+    live = set(range(len(rows)))
+    count = 0
     drawn = generator.generate(prompts, rows, said, stretch=stretch)
     while live and not (cut and count == 1):
         count += 1
@@ -137,7 +140,8 @@ def test_what_goes_on_is_not_beside_what_begins(generator, monkeypatch):
         widths.append(tuple(mask.shape))
         return logits(self, ids, mask, position, cache)
 
-    said, begun = sampling(samples=1, max_tokens=40, temperature=9.0), np.array([30, 0, 31, 0, 0])
+    said = sampling(samples=1, max_tokens=40, temperature=9.0)
+    begun = np.array([30, 0, 31, 0, 0])
     prompts = [np.arange(i, 3 + i + b, dtype=np.int32) % 12 + 3 for i, b in enumerate(begun)]
     generator.micro_batch = 0
     whole, _ = collected(generator.generate(prompts, np.arange(5), said, begun))

@@ -42,7 +42,8 @@ class Program:
         answer = self.conversations.chat(asked.messages, None, asked.more)
         tokens = np.concatenate([self.speech.encode(c) for c in text]) if text else NONE
         tokens = np.append(tokens, self.speech.tokens.ends[0])[: answer.most] if ended else tokens[: answer.most]
-        answer.tokens, answer.logps = tokens.astype(np.int32), -np.arange(1.0, len(tokens) + 1, dtype=np.float32)
+        answer.tokens = tokens.astype(np.int32)
+        answer.logps = -np.arange(1.0, len(tokens) + 1, dtype=np.float32)
         self.draws.append((answer.prefix, answer.tokens))
         said, calls = self.speech.read(answer.tokens, asked.tools)
         made = ChatReply(said, tuple(calls), "stop", answer.tokens, (), answer.logps, answer.prefix, 0, answer.number)
@@ -99,10 +100,12 @@ ACTS = st.lists(
 def test_whatever_a_program_does_what_is_trained_on_was_drawn_from_what_stands_before_it(
     speeches, name, acts, with_tools, context
 ):
-    speech, tools = speeches[name], [TOOL] if with_tools and name != "plain" else []
+    speech = speeches[name]
+    tools = [TOOL] if with_tools and name != "plain" else []
     begin = speech.begun([USER], **({"tools": tools} if tools else {}))
     made = program(speech, context=begin if context else NONE, tools=tools)
-    messages, tried = [USER], []
+    messages = [USER]
+    tried = []
     for act, text, ended in [("on", "one", True), *acts]:
         if act == "back" and tried:
             messages = tried[len(tried) // 2]
@@ -131,7 +134,8 @@ def test_whatever_a_program_does_what_is_trained_on_was_drawn_from_what_stands_b
 def test_by_a_template_that_preserves_prefixes_a_conversation_is_one_response(speeches, name, texts):
     """With all that was drawn in it, however the template would write it."""
     tools = [] if name == "plain" else [TOOL]
-    made, messages = program(speeches[name], tools=tools), [USER]
+    made = program(speeches[name], tools=tools)
+    messages = [USER]
     for text, ended in texts:
         _, message = made.ask(messages, f"{text}.", ended)
         calls = message.get("tool_calls", [])
@@ -190,7 +194,8 @@ def test_thoughts_stay_where_no_user_asks_again(speeches):
 def test_empty_thoughts_that_a_template_adds_to_a_last_answer_begin_no_conversation(speeches, role):
     """As Qwen3 does: in the whole conversation the answer stands as it was drawn."""
     speech = speeches["empty thoughts"]
-    made, messages = program(speech), [USER]
+    made = program(speech)
+    messages = [USER]
     for _ in range(3):
         answer, message = made.ask(messages, "one")
         messages = [*messages, message, {"role": role, "content": "more"}]

@@ -119,7 +119,8 @@ deploy grpo on pod {{
 @pytest.mark.parametrize("device", [d for d in DEVICES if d != "here"])
 def test_a_stated_figure_counts_as_the_presets_same_figure(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MSRL_HERE", "")
-    preset, alone = DEVICES[device], stated(device)
+    preset = DEVICES[device]
+    alone = stated(device)
     assert alone.estimate is not None
     known = {name: figure for name in SHARES if (figure := preset.figure(name))}
     assert {"memory_bandwidth", "device_link", "host_link", "flops_bf16"} <= known.keys()
@@ -138,7 +139,8 @@ def test_a_stated_figure_counts_as_the_presets_same_figure(device: str, monkeypa
 def test_all_presets_of_one_kind_of_figure_have_one_nature() -> None:
     """What no data sheet tells of the 910B is a peak, as its like of the 910C is: both decode as fast, where their
     figures are the same."""
-    like, other = DEVICES["ascend-910b"], DEVICES["ascend-910c-die"]
+    like = DEVICES["ascend-910b"]
+    other = DEVICES["ascend-910c-die"]
     assert like.peaks == other.peaks
     assert like.rate("memory_bandwidth", 0).value == other.rate("memory_bandwidth", 0).value == 0.7 * 1.6e12
     assert (
@@ -178,7 +180,8 @@ def _on_this_host(**engines: str) -> dict[str, Costs]:
 
 def test_operators_of_megatron_and_vllm_count_on_a_host() -> None:
     """By operators a large engine takes about as much as a light one, or more; rows that are alike less than others."""
-    light, large = _on_this_host(update="fsdp", generate="hf"), _on_this_host(update="megatron", generate="vllm")
+    light = _on_this_host(update="fsdp", generate="hf")
+    large = _on_this_host(update="megatron", generate="vllm")
     rows = Rows.alike(512, 6, 5, samples=8)
     twins = replace(rows, alike_response=1000, twins=200)
     for node in ("infer", "update"):

@@ -187,7 +187,8 @@ def test_the_same_rows_are_the_same_data_in_either_file(tmp_path_factory, questi
     other = Dataset(parquet(folder / "rows.parquet", rows, row_group_size=part), plan(), tokenizer())
     assert (len(one), one.too_long) == (len(other), other.too_long)
     for position in (0, 4):
-        mine, theirs = one.rows(position, 4), other.rows(position, 4)
+        mine = one.rows(position, 4)
+        theirs = other.rows(position, 4)
         for name in PAIRS:
             assert mine[name].lengths.tolist() == theirs[name].lengths.tolist()
             assert mine[name].values.tobytes() == theirs[name].values.tobytes()

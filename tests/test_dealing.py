@@ -79,7 +79,8 @@ def test_what_moves_is_what_takes_the_least():
 
 
 def test_groups_take_turns_where_units_do_not_go_round():
-    had, counts = [0.0] * 3, [0] * 3
+    had = [0.0] * 3
+    counts = [0] * 3
     for _ in range(30):
         for group, part in enumerate(deal(Units([0, 1], [0, 0]), [0, 0, 0], had=had)):
             had[group] += len(part)

@@ -55,8 +55,10 @@ def test_parts_of_any_layout_sum_to_what_ranks_of_any_other_hold(data):
     tensors = [
         replace(t, name=f"{i}") for i, t in enumerate(data.draw(st.lists(layouts.tensors(), min_size=1, max_size=4)))
     ]
-    source, target = data.draw(layouts.sides(), "source"), data.draw(layouts.sides(), "target")
-    target, dtype = replace(target, divided=False), data.draw(st.sampled_from(FLOATS))
+    source = data.draw(layouts.sides(), "source")
+    target = data.draw(layouts.sides(), "target")
+    target = replace(target, divided=False)
+    dtype = data.draw(st.sampled_from(FLOATS))
     whole = {t.name: filled(t.shape, i) for i, t in enumerate(tensors)}
     of = digest(tensors, dtype, data.draw(st.integers(1, 100)))
     ends = [Delivery(tensors, (source, target), (rank, -1), of) for rank in range(source.devices)]
@@ -85,17 +87,21 @@ def boxes(tensor, side):
 def test_any_change_of_an_element_and_any_exchange_show(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     dtype = data.draw(st.sampled_from(FLOATS))
-    of, box = Digest([shape], dtype, "cpu", data.draw(st.integers(1, 50))), full(tuple(shape))
+    of = Digest([shape], dtype, "cpu", data.draw(st.integers(1, 50)))
+    box = full(tuple(shape))
     values = filled(shape, data.draw(st.integers(0, 99))).to(dtype)
     before = int(of.of([values], of.at(box)))
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     place = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    other, size = values.clone(), 8 * dtype.itemsize
+    other = values.clone()
+    size = 8 * dtype.itemsize
     bit = data.draw(st.integers(0, size - 1))
     other.view(bits)[place] ^= 1 << bit if bit < size - 1 else torch.iinfo(bits).min
     assert int(of.of([other], of.at(box))) != before
-    there, exchanged = tuple(data.draw(st.integers(0, n - 1)) for n in shape), values.clone()
-    exchanged[place], exchanged[there] = values[there], values[place]
+    there = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    exchanged = values.clone()
+    exchanged[place] = values[there]
+    exchanged[there] = values[place]
     assert (int(of.of([exchanged], of.at(box))) == before) == bool(values[place] == values[there])
     dim = data.draw(st.integers(0, len(shape) - 1))
     order = torch.arange(shape[dim])
@@ -122,7 +128,8 @@ def test_signs_alone_show_where_elements_change_places(dtype):
 
 def test_what_an_engine_does_not_have_is_told_by_name():
     declared = {"a": ((0, 2), (0, 3)), "b": ((1, 3),)}
-    a, b = Shard("a", declared["a"], torch.zeros(2, 3)), Shard("b", declared["b"], torch.zeros(2))
+    a = Shard("a", declared["a"], torch.zeros(2, 3))
+    b = Shard("b", declared["b"], torch.zeros(2))
     nothing = Shard("of another stage", ((0, 0),), torch.zeros(0))
     assert unbound(declared, [a, b, nothing]) == ""
     assert unbound(declared, [a]) == "1 tensors where its layout declares 2: `b` is missing"
@@ -174,7 +181,8 @@ def reshard(stage, number=0):
 @pytest.mark.parametrize(("share", "probed"), [(-1.0, [0, 1, 101]), (1e9, [*range(110)])])
 def test_probes_are_as_many_as_time_allows_and_one_of_so_many_at_least(share, probed, monkeypatch):
     monkeypatch.setattr(weight_proof, "SHARE", share)
-    stage, found = Stage(one_rank()), []
+    stage = Stage(one_rank())
+    found = []
     (one,) = stage.proofs.values()
     for number in range(110):
         assert reshard(stage, number).seconds["proof"] > 0
@@ -250,5 +258,8 @@ def test_a_delivery_is_probed_where_the_proof_stays_within_its_share_with_that_a
 ):
     monkeypatch.setattr(weight_proof.time, "perf_counter", lambda: 101.0)
     one = object.__new__(weight_proof.WeightProof)
-    one.began, one.spent, one.probing, one.since = 1.0, spent, probing, since
+    one.began = 1.0
+    one.spent = spent
+    one.probing = probing
+    one.since = since
     assert one._affords() == probed

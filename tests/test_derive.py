@@ -115,7 +115,8 @@ def derived(base: list[str], own: list[str]) -> Graph:
     st.sets(st.sampled_from(range(len(MORE)))),
 )
 def test_what_is_derived_is_what_would_have_been_written(where: list[str], more: set[int]) -> None:
-    base, own = list[str](), list[str]()
+    base = list[str]()
+    own = list[str]()
     for (right, other), place in zip(PIECES, where, strict=True):
         base += {"base": [right], "own": [], "replaced": [other]}[place]
         own += {"base": [], "own": [right], "replaced": [right]}[place]
@@ -137,7 +138,8 @@ def test_a_patch_changes_only_what_it_names() -> None:
             "node host.reward { call = math_verify() }",
         ],
     )
-    update, reward = graph.node("actor.update"), graph.node("host.reward")
+    update = graph.node("actor.update")
+    reward = graph.node("host.reward")
     assert str(update.attributes["loss"]) == "clip(low = 0.3)" and UpdateAttributes.of(update).epochs == 2
     assert (
         str(update.attributes["optimizer"]) == "adamw(lr = 1e-06)" and reward.attributes["call"].value == "math_verify"
@@ -156,7 +158,8 @@ def test_a_node_that_reads_more_keeps_the_attributes_that_it_does_not_state() ->
             "node actor.generate(prompt) -> response",
         ],
     )
-    update, before = graph.node("actor.update"), base.node("actor.update")
+    update = graph.node("actor.update")
+    before = base.node("actor.update")
     assert str(update.attributes["loss"]) == "clip(low = 0.3)" and update.reads[-1] == "more"
     assert str(update.attributes["optimizer"]) == str(before.attributes["optimizer"])
     advantage = graph.node("host.advantage")

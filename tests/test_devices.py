@@ -17,7 +17,9 @@ PACKAGE = Path(__file__).parent.parent / "msrl_graph"
 
 
 def test_what_is_said_of_each_kind():
-    gloo, nccl, hccl = ("GLOO_SOCKET_IFNAME={}", "NCCL_SOCKET_IFNAME=={}", "HCCL_SOCKET_IFNAME=={}")
+    gloo = "GLOO_SOCKET_IFNAME={}"
+    nccl = "NCCL_SOCKET_IFNAME=={}"
+    hccl = "HCCL_SOCKET_IFNAME=={}"
     names = "name torch resource collectives asked_as interfaces visible rising files cards plugin kernels"
     facts = "is_host shares_host_memory runs_ahead groups_beside_sleep group_bytes"
     cpu = ("cpu", "cpu", "CPU", "gloo", "num_cpus", (gloo,), "", False, "", (), "", "torch_native")
@@ -131,9 +133,11 @@ def test_no_other_file_names_a_kind():
     said = [
         (k.name, k.torch, k.resource, k.collectives, k.visible, k.plugin, *k.interfaces) for k in DEVICE_KINDS.values()
     ]
-    words, found = {word for names in said for word in names} - {""}, {}
+    words = {word for names in said for word in names} - {""}
+    found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        here, text = str(path.relative_to(PACKAGE)), path.read_text()
+        here = str(path.relative_to(PACKAGE))
+        text = path.read_text()
         strings = [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant)]
         constants = {s for s in strings if isinstance(s, str)}
         if here not in ("hardware/device_kinds.py", "backends/devices.py"):
@@ -148,7 +152,8 @@ def test_the_hosts_memory():
     free, total = device.memory()
     assert 0 < free <= total == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     device.reset_peak()
-    before, size = device.peak(), 64 << 20
+    before = device.peak()
+    size = 64 << 20
     x = torch.ones(size, dtype=torch.uint8)
     high = device.peak()
     assert 0.9 * size < high - before < 1.5 * size

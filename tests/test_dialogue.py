@@ -125,7 +125,8 @@ def test_what_was_drawn_stays_and_the_template_writes_the_rest(plans, name, ende
     for told in parts[2::2]:
         closes = speech.decode(told, special=True).startswith("<|stop|>")
         assert closes == (not ended) or name == "plain"
-    text, rendered = speech.decode(np.concatenate(parts), special=True), speech.tokens.rendered(conversation, True)
+    text = speech.decode(np.concatenate(parts), special=True)
+    rendered = speech.tokens.rendered(conversation, True)
     assert "".join(text.split()) == "".join(rendered.split()) or name == "plain"
 
 
@@ -203,7 +204,8 @@ def test_what_the_refusals_name_helps(models, tmp_path, name, reset, step, drawn
 def test_a_generation_with_an_environment_of_messages(models, tmp_path, alone):  # noqa: F811
     """What is drawn is in the response after what it was drawn from, and the trainer finds its log-probabilities."""
     made = plan(tmp_path, models["qwen"], more='turns = 3, max_tokens = 260, stop = "e",')
-    stage, tokens = Stage(made), Tokens(str(models["qwen"]))
+    stage = Stage(made)
+    tokens = Tokens(str(models["qwen"]))
     columns = {"question": texts(QUESTIONS), "answer": texts(ANSWERS)}
     written = stage.act("actor.generate", columns, np.arange(4))
     infer = stage.act("actor.infer", {**written, "response.logp": written["response.logp"]})
@@ -225,7 +227,8 @@ def test_what_an_environment_says_has_no_blank_before_it(alone, tmp_path):  # no
     model = folder_of_pieces(tmp_path, "llama")
     path = tool(tmp_path)
     stage = Stage(program(path, ('model policy  = "./model"', f'model policy  = "{model}"'), more='stop = ["1"],'))
-    written, tokens = drawn_by(stage), Tokens(str(model))
+    written = drawn_by(stage)
+    tokens = Tokens(str(model))
     said = 0
     for ids, own in zip(lists(written["response"]), lists(written["mask"]), strict=True):
         whole = tokens.decode([np.array(ids)], special=True)[0]

@@ -76,8 +76,10 @@ def test_no_differences_are_told() -> None:
 
 
 def test_the_other_way_round_signs_are_opposite() -> None:
-    old, new = changed("grpo_page"), changed("grpo_page", ("tp = 4, dp = 4", "tp = 2, dp = 8"))
-    there, back = difference(old, new), difference(new, old)
+    old = changed("grpo_page")
+    new = changed("grpo_page", ("tp = 4, dp = 4", "tp = 2, dp = 8"))
+    there = difference(old, new)
+    back = difference(new, old)
 
     def key(*of: object) -> str:
         return repr(of)
@@ -138,7 +140,9 @@ def silent(path: tuple[Any, ...]) -> bool:
 def test_nothing_changes_unseen() -> None:
     plan = compile(PROGRAMS / "apart_four.rlg")
     whole = json.loads(plan.to_json())
-    seen, broken, unseen = 0, [], []
+    seen = 0
+    broken = []
+    unseen = []
     for path in leaves(whole):
         if silent(path):
             continue
@@ -160,7 +164,8 @@ def test_nothing_changes_unseen() -> None:
 
 
 def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
-    page, old = str(PROGRAMS / "grpo_page.rlg"), tmp_path / "old.json"
+    page = str(PROGRAMS / "grpo_page.rlg")
+    old = tmp_path / "old.json"
     assert compile_main([page, "--format", "json", "-o", str(old)]) == 0
     assert compile_main([page, "--diff", str(old)]) == 0
     assert capsys.readouterr().out.startswith("No differences from ")

@@ -55,7 +55,8 @@ class Taker:
     """Takes each share of a controller once."""
 
     def __init__(self, controller):
-        self.controller, self.counts = controller, [0] * len(controller.reader.at)
+        self.controller = controller
+        self.counts = [0] * len(controller.reader.at)
 
     def all(self, key):
         found = []
@@ -76,7 +77,8 @@ def hear(controller, key, *news):
 
 def play(r, prompts, fan, random, warehouses=1, iteration=0):
     controller, key = opened(r, prompts, iteration)
-    found, taker = [], Taker(controller)
+    found = []
+    taker = Taker(controller)
     for column, row, warehouse in arrivals(prompts, fan, random, warehouses):
         hear(controller, key, column, np.array([row]), np.array([row % 5 + 1]), warehouse)
         found += taker.all(key)
@@ -118,7 +120,8 @@ def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, cut,
     prompts, fan = sizes
     r = reader(fan, groups=groups, **cut)
     controller, key = opened(r, prompts)
-    there, taker = set(), Taker(controller)
+    there = set()
+    taker = Taker(controller)
     for column, row, _ in arrivals(prompts, fan, random):
         there.add((column, row))
         hear(controller, key, column, np.array([row]), np.array([1]), 0)
@@ -193,10 +196,12 @@ def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, cu
 
 
 def _rebuilt(r, prompts, fan, random, data, warehouses):
-    groups, update = len(r.at), r.update
+    groups = len(r.at)
+    update = r.update
     controller, key = opened(r, prompts, 4)
     taker = Taker(controller)
-    found, news = [], []
+    found = []
+    news = []
     cells = arrivals(prompts, fan, random, 2)
     death = data.draw(st.integers(0, len(cells)), label="death")
     lost = data.draw(st.booleans(), label="lost: it dies between hearing and handing")
@@ -246,7 +251,8 @@ def test_another_iteration_or_epoch_cuts_other_mini_batches():
         )
         return [tuple(s.units) for _, s in found]
 
-    a, b = first(0), first(1)
+    a = first(0)
+    b = first(1)
     assert a[0] != b[0] and a[0] != a[4]
 
 
@@ -316,12 +322,15 @@ def test_a_warehouse_gives_back_what_it_was_given(values, random):
 
 
 def _gives_back(warehouse, values, random):
-    order, at, names = list(range(len(values))), {}, iter("abc")
+    order = list(range(len(values)))
+    at = {}
+    names = iter("abc")
     random.shuffle(order)
     cut = random.randint(0, len(order))
     for part in (order[:cut], order[cut:], order[:1]):  # the first row is written twice
         if part:
-            column, name = ragged([np.array(values[i]) for i in part], np.int32), next(names)
+            column = ragged([np.array(values[i]) for i in part], np.int32)
+            name = next(names)
             scalars = ColumnData(np.array(part, np.float32))
             written(
                 warehouse, name, {"c": ColumnRows(np.array(part), column), "s": ColumnRows(np.array(part), scalars)}
@@ -350,12 +359,14 @@ def test_verdicts_stay_verdicts_in_a_warehouse_and_on_the_way(parts):
 
 
 def _stay_verdicts(files, parts):
-    warehouse, times = Warehouse(3, files), {}
+    warehouse = Warehouse(3, files)
+    times = {}
     for i, part in enumerate(parts):
         rows, verdicts = (np.array(x) for x in zip(*part, strict=True))
         written(warehouse, str(i), {"n.times": Verdicts(rows, ColumnData(verdicts.astype(np.int32)))})
         times |= dict(part)
-    known, whole = warehouse.known(Task("k", 0, 3)), warehouse.whole("k/0")["n.times"]
+    known = warehouse.known(Task("k", 0, 3))
+    whole = warehouse.whole("k/0")["n.times"]
     told = [
         (n.column, n.place, n.verdicts, row, times)
         for n in known.news

@@ -69,7 +69,8 @@ def test_what_a_machine_is_asked(tmp_path):
 
 def test_commands_that_hang_are_left_together():
     """With the children that they have started, and though they do not heed being asked to end."""
-    begin, deaf = time.monotonic(), "trap '' TERM; sleep 60 & wait; sleep 60"
+    begin = time.monotonic()
+    deaf = "trap '' TERM; sleep 60 & wait; sleep 60"
     asked = asking(commands=[run("sh", "-c", f"{deaf} # {i}", seconds=0.5) for i in range(8)])
     seen = look(Machine(), asked)
     assert {said["status"] for said in seen["said"].values()} == {"hung"} and len(seen["said"]) == 8

@@ -37,7 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def expected(found: dry.Dry, task: Task, node: str) -> Counter[object] | None:
     """The rows that a node is to be handed in a task, by key; None where prompts never suffice."""
-    truth, reader = found.truth(task), found.readers[node]
+    truth = found.truth(task)
+    reader = found.readers[node]
     if not task.trains:
         numbers = reader.numbers(task)
         return Counter(truth.under(range(numbers.size[0]), reader.rows, reader.failing, numbers.fans))
@@ -59,10 +60,13 @@ class Outcome(NamedTuple):
 def carried_on(plan: Plan, found: dry.Dry, node: str) -> None:
     """Of a partial rollout: each iteration has as many prompts as the source begins, and each prompt of the data comes
     once and in time, or leaves where it is overdue. Of prompts that others leave out before there may be fewer."""
-    said, takes, end = GenerateAttributes.of(plan.graph.node(node)), plan.graph.rows[0], 0
+    said = GenerateAttributes.of(plan.graph.node(node))
+    takes = plan.graph.rows[0]
+    end = 0
     leave = bool(rowsets(plan.graph).sieves.keys() & plan.graph.flow.before(node))
     for i in range(plan.deploy.run.iterations):
-        rows, task = found.taken[i], found.begun[i]
+        rows = found.taken[i]
+        task = found.begun[i]
         assert len(set(rows)) == len(rows) and task.position == end
         assert len(rows) == takes or (leave and len(rows) < takes)
         end += task.prompts - len(task.cut)
@@ -93,7 +97,8 @@ def in_order(plan: Plan, found: dry.Dry) -> None:
 def as_old_as_may_be(plan: Plan, found: dry.Dry) -> None:
     """With `deterministic` the weights that an iteration generates with follow from the program."""
     sends = Sends(plan)
-    waits, growing = awaits(plan, sends.leads), any(node.cuts for node in plan.graph.nodes)
+    waits = awaits(plan, sends.leads)
+    growing = any(node.cuts for node in plan.graph.nodes)
     for edge, versions in found.versions.items():
         pool = plan.placement(edge[1]).pool
         for i in range(plan.deploy.run.iterations):
@@ -106,9 +111,12 @@ def as_old_as_may_be(plan: Plan, found: dry.Dry) -> None:
 
 def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
     """Runs a plan; fails where it does not end, or a row is not handed out once to each reader."""
-    found, prompts, growing = dry.Dry(plan, seed, kindness), plan.graph.rows[0], ""
+    found = dry.Dry(plan, seed, kindness)
+    prompts = plan.graph.rows[0]
+    growing = ""
     for node in (n for n in plan.graph.verb("generate") if n.cuts):
-        prompts, growing = GenerateAttributes.of(node).under_way(prompts), node.name
+        prompts = GenerateAttributes.of(node).under_way(prompts)
+        growing = node.name
     iterations = plan.deploy.run.iterations
     adaptive = any(CallAttributes.of(n).adaptive for n in plan.graph.nodes)
     lacking = [i for i in range(iterations) if found.truth(Task("train", i, prompts)).rounds(prompts) is None]
@@ -141,7 +149,8 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
             "source"
         }
         for name in nodes:
-            reader, shares = found.readers[name], found.handed[task.key, name]
+            reader = found.readers[name]
+            shares = found.handed[task.key, name]
             if not UpdateAttributes.of(plan.graph.node(name)).due(task.number):
                 assert not shares, (name, task.key)
                 continue
@@ -199,7 +208,8 @@ def test_rows_have_a_place_where_the_least_capacity_says_so_and_are_refused_belo
     if made is None or made.plan is None or unready(made.plan):
         return
     plan = made.plan
-    free, hosts = dry.Dry(plan, seed, 1.0), len(plan.docks.warehouses)
+    free = dry.Dry(plan, seed, 1.0)
+    hosts = len(plan.docks.warehouses)
     free.run(DATA)
     need = max(free.stored.values())
 

@@ -33,7 +33,8 @@ def of_page() -> Plan:
 def test_the_fixture_is_the_pages_program() -> None:
     # The same plan from the text and from the hand-built graph, but for spans, options that no pass reads, and the
     # order of nodes.
-    ours, theirs = page.plan(page.start()), of_page()
+    ours = page.plan(page.start())
+    theirs = of_page()
     assert {p.node: (str(p.layout), p.layout.inner, p.engine.options, p.reason) for p in ours.placements} == {
         p.node: (str(p.layout), p.layout.inner, p.engine.options, p.reason) for p in theirs.placements
     }

@@ -31,10 +31,15 @@ class Served:
 
     def __init__(self, folder, bound=2000, turns=None):
         self.speech = ChatTemplate(Tokens(str(folder)))
-        self.texts, self.wait, self.stops, self.bound, self.turns = [], 0.0, [], bound, turns
+        self.texts = []
+        self.wait = 0.0
+        self.stops = []
+        self.bound = bound
+        self.turns = turns
         self.endpoint = Endpoint("policy", self.speech, ("#",), self.draw)
         self.loop = asyncio.new_event_loop()
-        self.thread, self.clients = threading.Thread(target=self.loop.run_forever, daemon=True), []
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.clients = []
         self.thread.start()
         self.run(self.endpoint.start())
 
@@ -225,7 +230,8 @@ def test_what_is_not_there_is_refused_by_name(served, more, error, code, says):
 
 
 HALF = rb"half \ud83d"  # as JSON has it
-CHAT, COMPLETION = "chat/completions", "completions"
+CHAT = "chat/completions"
+COMPLETION = "completions"
 
 
 def post(served, row, path, body, charset="utf-8"):
@@ -306,7 +312,8 @@ def test_a_full_response_and_a_last_turn_are_told_as_openai_tells_them(serve):
 
 
 def test_a_key_is_of_one_row_and_ends_with_it(served):
-    one, other = served.row(), served.row()
+    one = served.row()
+    other = served.row()
     served.texts = ["one", "two"]
     ask(served.client(one))
     assert len(one.conversations.answers) == 1 and not other.conversations.answers
@@ -320,7 +327,8 @@ def test_a_key_is_of_one_row_and_ends_with_it(served):
 
 
 def test_a_client_that_tries_again_gets_the_answer_that_it_did_not_wait_for(served):
-    served.texts, served.wait = ["one", "two"], 0.6
+    served.texts = ["one", "two"]
+    served.wait = 0.6
     row = served.row()
     answer = ask(served.client(row, timeout=0.4, max_retries=1))
     assert answer.choices[0].message.content == "one"
@@ -328,9 +336,11 @@ def test_a_client_that_tries_again_gets_the_answer_that_it_did_not_wait_for(serv
 
 
 def test_two_requests_at_once_are_two_draws(served):
-    served.texts, served.wait = ["one", "two"], 0.3
+    served.texts = ["one", "two"]
+    served.wait = 0.3
     row = served.row()
-    client, begin = served.client(row), time.monotonic()
+    client = served.client(row)
+    begin = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         found = {a.choices[0].message.content for a in pool.map(lambda _: ask(client), range(2))}
     assert found == {"one", "two"} and time.monotonic() - begin < 2

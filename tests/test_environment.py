@@ -41,7 +41,8 @@ def wanted(made, device):
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
 def test_each_pool_wants_what_its_devices_and_its_engines_want():
     made = plan()
-    generate, update = wanted(made, 0), wanted(made, 8)
+    generate = wanted(made, 0)
+    update = wanted(made, 8)
     late = f"{made.deploy.dock.deadline + 60:.0f}"
     assert update == {
         "HCCL_BUFFSIZE": "200",
@@ -78,7 +79,8 @@ def test_text_and_script_say_them_with_why():
 
 
 def test_what_the_user_has_set_stays_and_is_told(monkeypatch):
-    mine, theirs = Setting("A", "1", "it must be", "a page"), Setting("B", "2", "so", "a page")
+    mine = Setting("A", "1", "it must be", "a page")
+    theirs = Setting("B", "2", "so", "a page")
     assert applied([mine, theirs], {"A": "7"}) == {"B": "2"}
     assert differing([mine, theirs], {"A": "7", "B": "2"}) == [(mine, "7")]
 

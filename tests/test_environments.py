@@ -18,7 +18,9 @@ from msrl_graph.runtime.data.row_files import check
 from msrl_graph.runtime.data.tokens import Tokens
 from msrl_graph.runtime.process.task_report import RunError
 
-BOUND, TURNS, GROUP = 24, 3, 2
+BOUND = 24
+TURNS = 3
+GROUP = 2
 ANSWERS = ["85", "7", "181", "4"]
 TOOL = """
 import time
@@ -81,17 +83,20 @@ def naive(stage, path, bound=BOUND):
     """Row by row: tokens, mask and log-probabilities, by another loop than the runtime's."""
     space = {}
     exec(path.read_text(), space)
-    tokens, found = Tokens(stage.plan.model("actor.generate").path), []
+    tokens = Tokens(stage.plan.model("actor.generate").path)
+    found = []
     from msrl_graph.noise import RandomStream
 
     keys = RandomStream(0, "token", "actor.generate", "train").keys(3, np.arange(8))
     rngs = RandomStream(0, "function", "actor.generate", "train")
     for row in range(len(PROMPTS) * GROUP):
-        instance, prompt = space["Tool"](), PROMPTS[row // GROUP]
+        instance = space["Tool"]()
+        prompt = PROMPTS[row // GROUP]
         rng = rngs.generator(3, row)
         said = instance.reset(answer=ANSWERS[row // GROUP], rng=rng)
         ids = tokens.encode([said or ""])[0].tolist()
-        mask, logps = [False] * len(ids), [None] * len(ids)
+        mask = [False] * len(ids)
+        logps = [None] * len(ids)
         for turn in range(TURNS):
             sampling = Sampling(1, bound, 1.0, 1.0, 0, tokens.ends)
             begun = np.array([len(ids)])
@@ -103,7 +108,9 @@ def naive(stage, path, bound=BOUND):
             answer = tokens.encode([said])[0].tolist()
             if over or turn + 1 == TURNS or len(ids) + len(answer) >= bound:
                 break
-            ids, mask, logps = ids + answer, mask + [False] * len(answer), logps + [None] * len(answer)
+            ids = ids + answer
+            mask = mask + [False] * len(answer)
+            logps = logps + [None] * len(answer)
         found.append((ids, mask, logps, *values))
     return found
 
@@ -112,8 +119,10 @@ def test_a_response_is_truncated_where_its_own_last_text_was_cut(alone, tmp_path
     """What the environment says has the stop string in it, and so do turns of the policy before the last: neither ends
     a response that the bound cuts."""
     stage = Stage(program(tool(tmp_path), ("temperature = 1.0", "temperature = 5.0"), more='stop = ["+"], ', bound=14))
-    written, tokens = drawn(stage), Tokens(stage.plan.model("actor.generate").path)
-    responses, masks = lists(written["response"]), lists(written["mask"])
+    written = drawn(stage)
+    tokens = Tokens(stage.plan.model("actor.generate").path)
+    responses = lists(written["response"])
+    masks = lists(written["mask"])
     own = [r[len(m) - m[::-1].index(False) if False in m else 0 :] for r, m in zip(responses, masks, strict=True)]
     texts_of = [tokens.decode([np.array(some)], special=True)[0] for some in (*own, *responses)]
     full = [len(r) == 14 and r[-1] not in tokens.ends for r in responses]
@@ -126,7 +135,8 @@ def test_a_response_is_truncated_where_its_own_last_text_was_cut(alone, tmp_path
 def test_episodes_are_those_of_single_rows(bound, alone, tmp_path):
     path = tool(tmp_path)
     stage = Stage(program(path, bound=bound))
-    written, expected = drawn(stage), naive(stage, path, bound)
+    written = drawn(stage)
+    expected = naive(stage, path, bound)
     assert lists(written["response"]) == [e[0] for e in expected]
     assert lists(written["mask"]) == [e[1] for e in expected]
     assert written["reward"].values.tolist() == [e[3] for e in expected]
@@ -199,7 +209,8 @@ def test_the_trainer_finds_the_log_probabilities_of_the_policys_tokens(alone, tm
 
 
 def test_what_the_environment_wrote_teaches_nothing(alone, tmp_path):
-    plan, results = program(tool(tmp_path)), []
+    plan = program(tool(tmp_path))
+    results = []
     for noise in (0.0, 7.0):
         stage = Stage(plan)
         columns = sampled(stage)
@@ -253,11 +264,9 @@ def test_waits_overlap(alone, tmp_path):
     assert 0.25 < stage.told.seconds["environment"] < 8 * 0.25
 
 
-FIRST, ONE, LAST = (
-    "row 0, the beginning of iteration 3: ",
-    "row 0, turn 1 of iteration 3: ",
-    "row 0, the last turn of iteration 3: ",
-)
+FIRST = "row 0, the beginning of iteration 3: "
+ONE = "row 0, turn 1 of iteration 3: "
+LAST = "row 0, the last turn of iteration 3: "
 ANSWER = "where a tuple of 4 belongs: what it says, reward, said, whether the episode is over"
 OVER = "where true or false belongs: whether the episode is over"
 

@@ -53,7 +53,8 @@ def shop(place):
 def test_a_policy_in_a_shop(shop):
     """On two ranks that share their rows, and on two that share the model: the same episodes, and what was said in them
     is masked."""
-    found, place = [], shop
+    found = []
+    place = shop
     for layout in ("tp = 2", "dp = 2"):
         (place.folder / "p.rlg").write_text(
             PROGRAM.format(agent=ROOT / "tests" / "programs" / "agent.rlg", layout=layout)
@@ -224,7 +225,8 @@ def test_the_environment_of_messages_of_the_docs(place):
     text = (ROOT / "docs" / "functions.md").read_text().partition("### Environments that speak in messages")[2]
     code, program = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL)[1] for kind in ("python", "rlg"))
     (place.folder / "guess.py").write_text(code)
-    model, bound = chat.model(place.folder / "talks", QWEN), 120
+    model = chat.model(place.folder / "talks", QWEN)
+    bound = 120
     made = program.replace("4096", str(bound)).replace("turns = 4", 'turns = 3, stop = "e"')
     (place.folder / "p.rlg").write_text(CHAT.format(body=made, model=model))
     rows = [
@@ -235,10 +237,12 @@ def test_the_environment_of_messages_of_the_docs(place):
     status, out, err = place.run("p.rlg", "--out", "out", "--record")
     assert status == 0, err
     place.assert_clean()
-    tokens, again = Tokens(str(model)), "<|start|>user\nThat is not it. Try again.<|stop|>\n<|start|>assistant\n"
+    tokens = Tokens(str(model))
+    again = "<|start|>user\nThat is not it. Try again.<|stop|>\n<|start|>assistant\n"
     told = 0
     for line in (x for x in metrics(place.folder / "out") if "iteration" in x):
-        table, cut = rows_of(place.folder / "out", line["iteration"]), 0
+        table = rows_of(place.folder / "out", line["iteration"])
+        cut = 0
         for ids, mask in zip(*(table.column(c).to_pylist() for c in ("response", "mask")), strict=True):
             asked = np.flatnonzero(~np.array(mask))
             others = tokens.decode([np.array(ids)[asked]], special=True)[0]

@@ -96,7 +96,8 @@ def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(place, how):
     place.write(*changes, *SAVED, SAMPLED)
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "ran")
     assert code == 0, err
-    told, before = numbers(place.folder / "ran"), untouched(place.folder / "ran")
+    told = numbers(place.folder / "ran")
+    before = untouched(place.folder / "ran")
     assert [line["after_iterations"] for line in told] == [0, 1, 2]
     code, out, err = place.run("p.rlg", *SMALL, "--evaluate", "--resume", "ran/checkpoints/000001", "--out", "one")
     assert code == 0, err

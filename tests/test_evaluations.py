@@ -236,8 +236,10 @@ def test_rows_are_parted_by_a_column_of_the_source(folder: Path) -> None:
     (folder / "p.rlg").write_text(parted(program(stated, given=True)))
     plan = compile(folder / "p.rlg")
     (evaluation,) = plan.deploy.evaluations
-    rewards, even = np.float32([1, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1]), np.float32([np.nan] * 4 + [1, 0, 1, 1] + [0] * 4)
-    rows, kinds = np.arange(12), ["long", "short", "long"]
+    rewards = np.float32([1, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0, 1])
+    even = np.float32([np.nan] * 4 + [1, 0, 1, 1] + [0] * 4)
+    rows = np.arange(12)
+    kinds = ["long", "short", "long"]
     pieces = {
         "reward": ColumnRows(rows, ColumnData(rewards)),
         "even": ColumnRows(rows, ColumnData(even)),
@@ -280,7 +282,9 @@ def test_a_function_returns_none_where_its_figure_does_not_apply_and_nobody_read
         returned.checked("reward", None, {})
     with pytest.raises(BadResult, match="it returned nan for `even`"):
         returned.checked("even", float("nan"), {})
-    report, watch, node = Report("host"), NumericsWatch(plan), plan.graph.node("host.even")
+    report = Report("host")
+    watch = NumericsWatch(plan)
+    node = plan.graph.node("host.even")
     watch.results(node, Task("train", 0, 2), report, "even", np.arange(2), ColumnData(np.float32([np.nan, 1])))
     assert report.sums == {"without/even": (1, 0)} and not report.remarks
 
@@ -438,7 +442,8 @@ def test_a_run_reports_what_its_recorded_rows_say(place: Place, ranks: int) -> N
         attempts = [(reward, answer.encode()) for reward, answer in zip(table["reward"], table["given"], strict=True)]
         votes = [voted(attempts[first : first + 4]) for first in range(0, len(attempts), 4)]
         assert line["reward/maj@4"] == pytest.approx(np.mean(votes))
-        kinds, even = np.array(table["kind"]), np.array([int(answer) % 2 == 0 for answer in table["answer"]])
+        kinds = np.array(table["kind"])
+        even = np.array([int(answer) % 2 == 0 for answer in table["answer"]])
         assert {*kinds} == {"long", "short"}
         for kind in ("long", "short"):
             assert line[f"reward/kind={kind}"] == pytest.approx(np.array(table["reward"])[kinds == kind].mean())

@@ -62,7 +62,8 @@ def test_other_engines_learn_as_the_light_ones_do():
     for name in CURVES["by_engines"]():
         found = [run for key, run in runs.items() if key.split()[0] == name]
         last = found[0]["points"][-1][0]
-        own, others = [r["last"] for r in found], [dict(r["points"])[last] for r in light]
+        own = [r["last"] for r in found]
+        others = [dict(r["points"])[last] for r in light]
         open_by = 3 * math.sqrt((statistics.variance(own) + statistics.variance(others)) / 3)
         assert len(found) == 3 and abs(statistics.mean(own) - statistics.mean(others)) <= open_by
 

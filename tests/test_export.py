@@ -135,7 +135,8 @@ def told(capsys, *arguments):
 
 
 def test_what_cannot_be_exported_is_refused_and_nothing_is_written(tmp_path, capsys):
-    run, plan = tmp_path / "run", plan_of(EXAMPLE / "model")
+    run = tmp_path / "run"
+    plan = plan_of(EXAMPLE / "model")
     assert told(capsys, "--export", run) == ("bad-checkpoint", f"there is no folder {run} to export from", None)
     run.mkdir()
     code, message, help = told(capsys, "--export", run)

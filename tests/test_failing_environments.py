@@ -93,7 +93,9 @@ def test_a_row_that_fails_leaves_and_the_others_are_what_they_were(way, on_failu
     gone = failed if on_failure == "drop_row" else [4, 5]
     reason, told = WAYS[way]
     alone = reason in ("raised", "rubbish") or "MemoryError" in told or told.endswith("`timeout`")
-    episodes, report, going = begun(planned(path, on_failure)), Report("rank"), np.arange(8)
+    episodes = begun(planned(path, on_failure))
+    report = Report("rank")
+    going = np.arange(8)
     assert [over for _, over in episodes.reset()] == [False] * 8
     for turn in (1, 2):
         said = episodes.step(going, [f"{i} in {turn}" for i in going], turn)
@@ -202,7 +204,8 @@ def test_all_rows_may_fail_and_none_is_drawn_then(alone, tmp_path):
 
 
 def test_what_failed_is_told_of_all_ranks_together(alone, tmp_path):
-    plan, reports = stage(tool(tmp_path), "drop_row").plan, [Report("rank 0"), Report("rank 1"), Report("function")]
+    plan = stage(tool(tmp_path), "drop_row").plan
+    reports = [Report("rank 0"), Report("rank 1"), Report("function")]
     for i, report in enumerate(reports[:2]):
         report.count("failed", i, 0)
         report.count("kept/actor.generate", 4 - i, 4)

@@ -102,7 +102,8 @@ def test_a_function_host_and_the_controllers_are_started_again_at_once(place):
     """The next iteration's functions are asked for already where they die in one: `make chaos` dies everywhere."""
     program(place, *ONE_RANK, iterations=10)
     (points := place.folder / "points").mkdir()
-    functions, controllers = "functions of host 0", "dock of host 0"
+    functions = "functions of host 0"
+    controllers = "dock of host 0"
     deaths = [
         points_file(points, functions, "share of host.reward in train/2"),
         points_file(points, functions, "before put of host.advantage in train/4"),

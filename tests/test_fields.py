@@ -7,7 +7,9 @@ from msrl_graph.data.chat import messages
 from msrl_graph.data.fields import Misfit, take
 from msrl_graph.ir.graph import Column, Dimension
 
-MOST, FOUR, LIKE = Dimension(9, ragged=True), Dimension(4), Dimension(like="chosen")
+MOST = Dimension(9, ragged=True)
+FOUR = Dimension(4)
+LIKE = Dimension(like="chosen")
 CHAT = [{"role": "user", "content": "hello"}]
 HALF_MESSAGE = "half a character (U+D800), where text, messages or token ids belong"
 

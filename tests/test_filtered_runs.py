@@ -84,7 +84,8 @@ def test_the_same_rows_on_one_rank_and_four_and_after_a_resume(place):
         line = metrics(place.folder / "four")[iteration]
         assert line["kept/host.pairs"] == line["distinct/host.pairs"] == 16 / 40 and line["kept/host.filter"] == 1
         assert line["distinct/host.filter"] == sum(n is not None and n > 0 for n in one["host_filter_times"]) / 16
-    lines, resumed = told(place.folder / "one"), told(place.folder / "resumed")
+    lines = told(place.folder / "one")
+    resumed = told(place.folder / "resumed")
     assert resumed == lines and len({line["kl_coef"] for line in lines}) == 2
     assert lines[0]["kl_coef"] == 0.05 and lines[0]["rows"] == 16 * 3 and lines[0]["updates"] == 2 + 4
     assert [line["kl_coef"] for line in told(place.folder / "four")] == pytest.approx(
@@ -131,7 +132,8 @@ def test_an_adaptive_refill_draws_about_as_many_as_are_needed_the_same_on_any_la
     ran(place, "--out", "plain")
     (place.folder / "p.rlg").write_text(adaptive)
     ran(place, "--out", "two", "--record")
-    plain, two = metrics(place.folder / "plain"), metrics(place.folder / "two")
+    plain = metrics(place.folder / "plain")
+    two = metrics(place.folder / "two")
     assert two[0]["refill/prompts"] == 24 and all(line["rows"] == 192 for line in (*plain, *two))
     for line in two:
         assert line["prompts_drawn"] == line["refill/prompts"] * (1 + line["refills"]) and line["prompts_kept"] >= 24

@@ -128,7 +128,9 @@ class Flow:
     """Every node of a plan, each group of its processes: takes shares as they come, and writes what they write."""
 
     def __init__(self, plan, truth, random, size=0):
-        self.plan, self.truth, self.random = plan, truth, random
+        self.plan = plan
+        self.truth = truth
+        self.random = random
         self.task = Task("train", 7, size or plan.graph.rows[0], wanted=plan.graph.rows[0])
         self.readers = {r.node: r for r in readers(plan)}
         self.controllers = {n: Controller(r) for n, r in self.readers.items()}
@@ -161,7 +163,9 @@ class Flow:
 
     def work(self, name, share):
         """What a process does with a share."""
-        node, reader, sets = self.plan.graph.node(name), self.readers[name], self.truth.rows
+        node = self.plan.graph.node(name)
+        reader = self.readers[name]
+        sets = self.truth.rows
         self.handed[name].append(share)
         if not len(share.rows):
             return
@@ -247,7 +251,8 @@ def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindnes
             units = {u for u, n in zip(s.units, s.sizes, strict=True) if n}
             assert len(units) == sum(1 for _ in itertools.groupby(above))
         for parts in flow.parts[node].values():  # what each share tells of its round: rows and tokens of all groups
-            rows, elements = np.concatenate([s.rows for s in parts]), {}
+            rows = np.concatenate([s.rows for s in parts])
+            elements = {}
             for r in reader.reads:
                 above = flow.numbers.above(rows, reader.rows, r.rows)
                 elements[r.column] = len(rows) if r.writer == "source" else int((above % 5 + 1).sum())

@@ -259,7 +259,8 @@ def test_a_weight_that_the_config_says_nothing_of_is_told(
     for change in changes:
         change(folder / "model")
     assert compile_main([str(folder / "p.rlg"), "--check"]) == 0
-    program, file = folder / "p.rlg", folder / "model" / "model.safetensors"
+    program = folder / "p.rlg"
+    file = folder / "model" / "model.safetensors"
     line = program.read_text(encoding="utf-8").split("\n").index('  model policy = "./model"') + 1
     what = f"{file} holds {name}, which nothing computes with: the config.json beside it has no such"
     told = f"""warning[unused-weight]: {what}

@@ -231,7 +231,8 @@ def test_every_value_of_an_average_is_that_of_a_float64_one(alone, dtype, offloa
         for name, value in moved(stage, number).items():
             expected[name] = 0.99 * expected[name] + 0.01 * value
         stage.followers["reference"].follow(number)
-    found, exact = own(stage), {s.name: s.tensor for s in stage.followers["reference"].averages}
+    found = own(stage)
+    exact = {s.name: s.tensor for s in stage.followers["reference"].averages}
     assert (dtype == "bf16") == bool(exact)
     for name, value in expected.items():
         kept = exact.get(name, found[name]).double()
@@ -284,7 +285,8 @@ def test_a_checkpoint_holds_it_and_a_resume_goes_on_as_if_nothing_had_happened(a
     for which in (stage, again):
         moved(which, 9)
         which.followers["reference"].follow(3)
-    one, other = own(stage), own(again)
+    one = own(stage)
+    other = own(again)
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -312,7 +314,8 @@ def _follows(rank, folder, layout, dtype):
         for name, value in moved(stage, number).items():
             expected[name] = 0.9 * expected[name] + 0.1 * value
         stage.followers["teacher"].follow(number)
-    found, exact = own(stage, "teacher"), {s.name: s.tensor for s in stage.followers["teacher"].averages}
+    found = own(stage, "teacher")
+    exact = {s.name: s.tensor for s in stage.followers["teacher"].averages}
     assert (dtype == "bf16") == bool(exact)
     for name, value in expected.items():
         assert torch.allclose(exact.get(name, found[name]).double(), value, rtol=1e-4, atol=1e-6), name

@@ -63,7 +63,9 @@ def mutated(text: str, gap: Callable[[str, bool, bool], str]) -> str:
     """The program with other white space between its tokens: `gap` gives it from the old one, whether two words meet,
     and whether a new line is needed."""
     tree = parse_tokens(text, "mutated")
-    lines, out, end = begun(tree), list[str](), 0
+    lines = begun(tree)
+    out = list[str]()
+    end = 0
     for token in leaves(tree):
         assert token.start_pos is not None and token.end_pos is not None
         words = end > 0 and all(re.match(r"\w", c) for c in (text[end - 1], token[0]))
@@ -260,7 +262,8 @@ def test_a_line_has_room_to_the_last_column() -> None:
     assert format(BODY % edge(WIDTH), "p") == BODY % f"{edge(WIDTH)}\n"
     assert format(BODY % edge(WIDTH + 1), "p") == BODY % f"  a\n      -> {'b' * (WIDTH + 1 - 7)}\n"
     # The brace belongs to the line.
-    deploy, long = "deploy a on b {\n  layout x,%s%s {\n    tp = 1\n  }\n}\n", "b" * (WIDTH - len("  layout x,  {"))
+    deploy = "deploy a on b {\n  layout x,%s%s {\n    tp = 1\n  }\n}\n"
+    long = "b" * (WIDTH - len("  layout x,  {"))
     assert format(deploy % (" ", long), "p") == deploy % (" ", long)
     assert format(deploy % (" ", long + "b"), "p") == deploy % ("\n      ", long + "b")
 

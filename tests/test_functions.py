@@ -107,7 +107,8 @@ def prepared(
     model = replace(models.load("./model", EXAMPLE), path="letters")
     plan = Plan(graph, laptop(), Deployment("d", {"policy": model}, {}, {}, {}, run=Run(seed=4, on_nan=on_nan)))
     rows = rowsets(graph)
-    at, unit = rows.nodes[node.name], rows.units[node.name]
+    at = rows.nodes[node.name]
+    unit = rows.units[node.name]
     reads = tuple(ColumnRead(c, rows.columns[c], "x") for c in READS)
     reader = NodeReads(node.name, reads, tuple(rows.sets), at, unit, per == "batch", (0,))
     units = np.arange(4) if per == "row" else np.arange(prompts) if per == "prompt" else np.zeros(1, int)
@@ -480,7 +481,8 @@ def test_json_goes_in_and_out_as_values(tmp_path):
 
 def test_a_function_of_one_row_gives_a_value_for_the_row_above_where_that_has_one(tmp_path):
     """`per = prompt`, and one response to each: what it gets is the row's, not a list of one."""
-    keys, matches = (("pattern", Expr("string", "ab|def")),), "matches"
+    keys = (("pattern", Expr("string", "ab|def")),)
+    matches = "matches"
     made = results(tmp_path, "", ("difficulty",), "prompt", keys, named=matches, prompts=4)
     assert list(made.columns["difficulty"].rows) == [0, 1, 2, 3] and list(made.columns["difficulty"].column.values) == [
         1,

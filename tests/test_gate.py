@@ -50,7 +50,9 @@ def visitors(gate, sources):
 
 def test_of_too_many_the_oldest_leaves_of_the_source_that_has_most():
     gate = Gate(most=4)
-    a, b, c = "127.0.0.1", "127.0.0.2", "127.0.0.3"
+    a = "127.0.0.1"
+    b = "127.0.0.2"
+    c = "127.0.0.3"
     with visitors(gate, [a, b, b, c, b, b]) as found:
         assert ended([made for made, _ in found]) == [False, True, True, False, False, False]
         gate.prove(found[4][1].fileno())

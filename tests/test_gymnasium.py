@@ -61,7 +61,8 @@ def planned(path, reward="f32", more=""):
 
 def played(plan):
     """Two turns: what was said in each, and the columns."""
-    episodes, rows = begun(plan), np.arange(len(PROMPTS) * GROUP)
+    episodes = begun(plan)
+    rows = np.arange(len(PROMPTS) * GROUP)
     first = episodes.reset()
     one, two = (episodes.step(rows, ["1" if i % 2 else "12"[:turn] for i in rows], turn) for turn in (1, 2))
     stay = episodes.end({"response": np.full(len(rows), 8)})

@@ -58,7 +58,8 @@ def beating(folder, **does):
 
 
 def look(watch, seconds, pause=0.25):
-    found, until = [], time.monotonic() + seconds
+    found = []
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(pause)
         found += watch.look(pause)
@@ -168,7 +169,9 @@ def test_who_gets_no_processor_is_not_silent(tmp_path):
         slow = f"import os, signal, time\nwhile True:\n    os.kill({pid}, 19)\n    time.sleep(0.19)\n"
         slow += f"    os.kill({pid}, 18)\n    time.sleep(0.01)"
         with subprocess.Popen([sys.executable, "-c", slow]) as holding:
-            watch, told, until = HeartbeatWatch(tmp_path, Limits(3600, 1.0)), [], time.monotonic() + 60
+            watch = HeartbeatWatch(tmp_path, Limits(3600, 1.0))
+            told = []
+            until = time.monotonic() + 60
             while not told and time.monotonic() < until:
                 told = look(watch, 0.5)
             holding.kill()

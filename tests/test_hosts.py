@@ -21,7 +21,10 @@ class Process:
     """A process that does one call after the other, those of one that died no more."""
 
     def __init__(self, world, again):
-        self.world, self.again, self.queue, self.dead = world, again, deque(), False
+        self.world = world
+        self.again = again
+        self.queue = deque()
+        self.dead = False
 
     def __getattr__(self, method):
         return self if method == "run" else super().__getattribute__(method)
@@ -51,7 +54,10 @@ class Process:
 
 class World:
     def __init__(self, restarts=1000, hosts=1):
-        self.calls, self.ended, self.done, self.processes = 0, {}, [], []
+        self.calls = 0
+        self.ended = {}
+        self.done = []
+        self.processes = []
         self.hosts = FunctionHosts(
             hosts, restarts, self.start, lambda asked: {r: self.ended[r] for r in asked if r in self.ended}
         )
@@ -66,7 +72,8 @@ class World:
 def test_whenever_a_process_dies_tasks_are_done_in_their_order(events):
     """Each task needs those before it, as an iteration's rows need the last one's weights: one before its turn would
     wait for ever."""
-    world, asked = World(), []
+    world = World()
+    asked = []
     for event in events:
         if event == "ask":
             asked.append(world.hosts.ask(0, "run", len(asked)))
@@ -90,7 +97,8 @@ def test_whenever_a_process_dies_tasks_are_done_in_their_order(events):
 
 def test_a_process_that_died_once_too_often_is_told_and_only_its_own_calls_are_made_again():
     world = World(restarts=1, hosts=2)
-    other, mine = world.hosts.ask(0, "run", 0), world.hosts.ask(1, "run", 0)
+    other = world.hosts.ask(0, "run", 0)
+    mine = world.hosts.ask(1, "run", 0)
     kept = other.reference
     world.processes[1].die()
     assert world.hosts.mend() == ["functions of host 1"] and other.reference == kept and mine.reference == 3

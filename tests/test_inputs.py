@@ -284,7 +284,8 @@ def test_a_pipe_in_a_models_folder_holds_nobody(tmp_path):
 
 
 def test_what_the_samples_do_not_show_is_reported_when_the_file_is_digested_whole(tmp_path):
-    path, said = large(tmp_path / "model.safetensors"), []
+    path = large(tmp_path / "model.safetensors")
+    said = []
     name = "model policy: model.safetensors"
 
     def digested(before):

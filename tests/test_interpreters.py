@@ -52,7 +52,8 @@ def test_a_pool_has_the_interpreter_that_one_of_its_engines_states(tmp_path):
 
 
 def test_two_interpreters_of_a_pool_are_told_and_either_help_is_true():
-    first, other = 'engine actor.generate = hf { python = "/a" }', 'engine actor.update = fsdp { python = "/b" }'
+    first = 'engine actor.generate = hf { python = "/a" }'
+    other = 'engine actor.update = fsdp { python = "/b" }'
     told = refused(first, other)
     assert (told.code, told.span.line) == ("bad-value", 7)
     assert told.message == (
@@ -70,7 +71,8 @@ def test_packages_that_cannot_be_beside_each_other_are_told_and_an_interpreter_i
     generator = replace(GENERATOR, needs=("ray-ascend",), options=("dtype",))
     monkeypatch.setitem(backends.ENGINES, "likeliest", generator)
     monkeypatch.setitem(backends.ENGINES, "pairs", replace(TRAINER, needs=("megatron-bridge",)))
-    generates, trains = "engine actor.generate = likeliest", "engine actor.update = pairs"
+    generates = "engine actor.generate = likeliest"
+    trains = "engine actor.update = pairs"
     told = refused(generates, trains)
     assert (told.code, told.span.line) == ("clashing-packages", 7)
     assert told.message.startswith("`ray-ascend` and `megatron-bridge` cannot be in one environment: of Python ray-")
@@ -78,10 +80,8 @@ def test_packages_that_cannot_be_beside_each_other_are_told_and_an_interpreter_i
         'give `actor.update` an interpreter of its own: `engine actor.update = pairs { python = "…" }`, on devices of '
         "its own: `apart actor.generate, actor.update`"
     )
-    apart, alone = (
-        "apart actor.generate, actor.update",
-        'engine actor.update = pairs { python = "/opt/bridge/bin/python" }',
-    )
+    apart = "apart actor.generate, actor.update"
+    alone = 'engine actor.update = pairs { python = "/opt/bridge/bin/python" }'
     assert refused(generates, alone).message.startswith(  # in one pool one interpreter is no way out
         "`ray-ascend` and `megatron-bridge` cannot be in one environment (/opt/bridge/bin/python): "
     )

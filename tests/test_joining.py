@@ -95,12 +95,14 @@ def ended(process):
 def test_a_host_that_lacks_what_cannot_be_shipped_is_told_and_what_can_be_is(place, command):
     """Of a cluster whose hosts' names have the address of the loopback, and whose ranks speak by an interface that the
     program states."""
-    shared, own = place.folder / "shared", place.folder / "own"
+    shared = place.folder / "shared"
+    own = place.folder / "own"
     shutil.copytree(EXAMPLE / "model", own / "model")
     place.function("import beside\n    return beside.score(response, answer)")
     (place.folder / "mine.py").rename(own / "mine.py")
     (own / "beside.py").write_text("def score(response, answer):\n    return float(response == answer)\n")
-    once, mine = ["--iterations", "1"], ("call = exact_match()", 'call = "own/mine.py:score"')
+    once = ["--iterations", "1"]
+    mine = ("call = exact_match()", 'call = "own/mine.py:score"')
     place.write(*TWO, ('"./model"', '"./own/model"'), evaluated=False)
     made = Hosts(2, hidden=[own], twice=True)
     try:
@@ -146,7 +148,9 @@ def test_a_host_that_lacks_what_cannot_be_shipped_is_told_and_what_can_be_is(pla
 def test_two_runs_on_a_cluster_do_not_meet_and_who_finds_no_devices_is_told_who_has_them(place, command):
     """One is driven from a host that has no devices, the other from a host that is not the head."""
     place.write(*ONE_RANK, evaluated=False)
-    made, long, short = Hosts(3, cpus=(1, 1, 0)), place.folder / "long", place.folder / "short"
+    made = Hosts(3, cpus=(1, 1, 0))
+    long = place.folder / "long"
+    short = place.folder / "short"
     try:
         first = command(made, 2, "--iterations", "100000", "--out", str(long), **made.environment)
         place.wait_for_lines("long", 2)

@@ -118,7 +118,8 @@ def test_grouped_products_are_the_formula(table, counts, inside, outside, dtype)
 @few
 @given(st.integers(1, 4), st.integers(1, 9), dtypes)
 def test_norms_are_the_formula(tokens, size, dtype):
-    x, weight = random(0, dtype, 1, tokens, size), random(1, dtype, size)
+    x = random(0, dtype, 1, tokens, size)
+    weight = random(1, dtype, size)
     with Operators().there():
         agree(ascend.rms_norm, reference.rms_norm, (x, weight), 1e-3)
 
@@ -154,8 +155,10 @@ def test_what_transformers_computes_itself_are_the_formulas_too():
     feed = theirs.LlamaMLP(LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=2))
     joined = torch.cat([feed.gate_proj(x), feed.up_proj(x)], dim=-1)
     torch.testing.assert_close(feed(x), feed.down_proj(reference.swiglu(joined)))
-    q, k = random(1, torch.float32, 1, 4, 3, 8), random(2, torch.float32, 1, 2, 3, 8)
-    cos, sin = random(3, torch.float32, 1, 3, 8), random(4, torch.float32, 1, 3, 8)
+    q = random(1, torch.float32, 1, 4, 3, 8)
+    k = random(2, torch.float32, 1, 2, 3, 8)
+    cos = random(3, torch.float32, 1, 3, 8)
+    sin = random(4, torch.float32, 1, 3, 8)
     found = theirs.apply_rotary_pos_emb(q, k, cos, sin)
     torch.testing.assert_close(found, tuple(reference.rotary(h, cos[:, None], sin[:, None]) for h in (q, k)))
 
@@ -233,7 +236,8 @@ def share(rank, folder, size, dtype):
 
     from msrl_graph.backends.kernels.modules import divide_rows
 
-    mesh, found = DeviceMesh("cpu", torch.arange(size)), []
+    mesh = DeviceMesh("cpu", torch.arange(size))
+    found = []
     for bias in (False, True):
         for kernel in (None, ascend.summed):
             linear = torch.nn.Linear(8, 6, bias=bias, dtype=dtype)
@@ -312,7 +316,8 @@ def refused(name, *arguments, **named):
 
 
 def test_what_an_operator_is_documented_not_to_take_is_refused():
-    q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
+    q = torch.randn(1, 4, 3, 8)
+    k = torch.randn(1, 2, 3, 8)
     later = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
     attention = partial(refused, "npu_fusion_attention", input_layout="BNSD")
     attention(q, k, k, 4, sparse_mode=3)  # without a mask it would see everything
@@ -321,7 +326,8 @@ def test_what_an_operator_is_documented_not_to_take_is_refused():
     attention(q, k, k, 2, sparse_mode=3, atten_mask=later)
     attention(q, k, k[..., :4], 4, sparse_mode=3, atten_mask=later)
     attention(q, k.bfloat16(), k, 4, sparse_mode=3, atten_mask=later)
-    rows, weights = torch.randn(4, 8), torch.randn(2, 8, 8)
+    rows = torch.randn(4, 8)
+    weights = torch.randn(2, 8, 8)
     ends = torch.tensor([1, 4])
     grouped = partial(refused, "npu_grouped_matmul", split_item=2, group_type=0)
     with torch.no_grad():

@@ -11,7 +11,9 @@ from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.runtime.rank.packing import distinct
 
-PROMPTS, SAMPLES, TOKENS = 48, 8, 5
+PROMPTS = 48
+SAMPLES = 8
+TOKENS = 5
 
 
 def responses(spread: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -27,7 +29,8 @@ def responses(spread: float) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 def of(prompts: list[np.ndarray], found: list[np.ndarray]) -> Rows:
     """As runtime/metrics/predicted.py makes them of a run's metrics."""
-    prompt, response = sum(map(len, prompts)), sum(map(len, found))
+    prompt = sum(map(len, prompts))
+    response = sum(map(len, found))
     beginnings, _ = distinct(prompts, np.zeros(len(prompts), int))
     tokens, rows = distinct(found, np.arange(len(found)) // SAMPLES)
     return Rows(len(found), prompt, response, 0.0, 0.0, prompt - beginnings, response - tokens, len(found) - rows)

@@ -125,7 +125,8 @@ def test_levels_side_by_side() -> None:
     }
     """
     graph = lowered(text).graph
-    ours, theirs = graph.column("response").level, graph.column("other").level
+    ours = graph.column("response").level
+    theirs = graph.column("other").level
     assert {ours, theirs} == {1, 2}
     assert graph.under == (-1, 0, 0)
     assert graph.common(ours, theirs) == 0
@@ -147,7 +148,8 @@ def _logits(plan: Plan, node: str) -> int:
 
 
 def test_a_value_has_a_head_of_one_number(ppo: Plan) -> None:
-    actor, critic = ppo.model("actor.update"), ppo.model("critic.update")
+    actor = ppo.model("actor.update")
+    critic = ppo.model("critic.update")
     assert actor.parameters - critic.parameters == (152064 - 1) * 3584
     assert critic.outputs == 1
     assert [t.name for t in critic.tensors][-2:] == ["model.norm.weight", "score.weight"]

@@ -53,7 +53,8 @@ def test_what_is_lost_on_one_line_is_sent_again_while_another_answer_is_waited_f
     try:
         lines = RpcConnections(lambda name: {"there": place, "other": other}[name].address, HERE, KEY)
         lines.to("there").send("echo", 0).get()
-        heard, answer = [], lines.to("there").send("wait")
+        heard = []
+        answer = lines.to("there").send("wait")
 
         def restarts():
             time.sleep(0.2)
@@ -85,7 +86,8 @@ def test_what_is_lost_on_one_line_is_sent_again_while_another_answer_is_waited_f
 
 def test_what_is_raised_is_raised_where_it_was_asked(place):
     line = place.line()
-    bad, good = line.send("fail", "rows are gone"), line.send("echo", 1)
+    bad = line.send("fail", "rows are gone")
+    good = line.send("echo", 1)
     assert good.get() == 1
     with pytest.raises(RunError, match="rows are gone"):
         bad.get()
@@ -96,7 +98,8 @@ def test_what_is_raised_is_raised_where_it_was_asked(place):
 def test_a_call_without_an_answer_is_made_again_on_a_new_line(place):
     line = place.line()
     assert line.send("echo", 0).get() == 0
-    waits, after = line.send("wait"), line.send("echo", 1)
+    waits = line.send("wait")
+    after = line.send("echo", 1)
     place.end()
     place.start()
     place.loop.call_soon_threadsafe(place.served.gate.set)
@@ -112,7 +115,8 @@ def test_a_call_without_an_answer_is_made_again_on_a_new_line(place):
 def test_a_call_that_waits_goes_with_the_next_one(place):
     line = place.line()
     first, second = (line.send("echo", i, wait=True) for i in range(2))
-    bad, third = line.send("fail", "no", wait=True), line.send("echo", 2)
+    bad = line.send("fail", "no", wait=True)
+    third = line.send("echo", 2)
     assert third.get() == 2 and place.server.messages == 1
     assert first.get() == 0 and second.get() == 1
     with pytest.raises(RunError):
@@ -125,7 +129,8 @@ def test_a_call_that_waits_goes_with_the_next_one(place):
 
 
 def test_each_thread_has_a_line_of_its_own(place):
-    lines, done = RpcConnections(place.find, HERE, KEY), []
+    lines = RpcConnections(place.find, HERE, KEY)
+    done = []
     place.lines.append(lines.to("there"))
     waits = lines.to("there").send("wait")
 

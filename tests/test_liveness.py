@@ -32,7 +32,9 @@ def test_a_batch_starves_where_it_is_larger_than_an_iteration(
     prompts: int, group: int, one: int, two: int, three: int
 ) -> None:
     every = prompts * group
-    mini, rows, groups = every + one, every + two, prompts + three
+    mini = every + one
+    rows = every + two
+    groups = prompts + three
     streams = (
         f"actor.generate -> actor.infer {{ stream = {rows} }}\n  host.reward -> host.advantage {{ stream = {groups} }}"
     )

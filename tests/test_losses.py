@@ -30,7 +30,9 @@ def same(got, *expected):
 
 def test_dual_clip_by_hand():
     # A = -2 and r = 6: -A r = 12 unbounded, 2 * 3 = 6 with dual = 3; where A > 0 it changes nothing.
-    logp, advantage, old = f64(math.log(6), math.log(6), math.log(1.1)), f64(-2, 2, -2), f64(0, 0, 0)
+    logp = f64(math.log(6), math.log(6), math.log(1.1))
+    advantage = f64(-2, 2, -2)
+    old = f64(0, 0, 0)
     assert same(clip(logp, advantage, old), 12, -2.4, 2.2)
     assert same(clip(logp, advantage, old, dual=3.0), 6, -2.4, 2.2)
 
@@ -38,11 +40,9 @@ def test_dual_clip_by_hand():
 @pytest.mark.parametrize("ratio", ["token", "sequence"])
 def test_a_ratio_that_overflows_counts_as_clipped_where_the_loss_is_bounded(ratio):
     logp = torch.tensor([0.0, 0.0, -1.0], requires_grad=True)  # in float32 the exponential of 200 is infinite
-    old, advantage, lengths = (
-        torch.tensor([-200.0, -200.0, -1.0]),
-        torch.tensor([2.0, 0.0, 1.0]),
-        torch.tensor([1, 1, 1]),
-    )
+    old = torch.tensor([-200.0, -200.0, -1.0])
+    advantage = torch.tensor([2.0, 0.0, 1.0])
+    lengths = torch.tensor([1, 1, 1])
     loss, figures = clip(logp, advantage, old, lengths, ratio=ratio)
     loss.sum().backward()
     assert loss.tolist() == [pytest.approx(-2.4), 0, -1] and logp.grad.tolist() == [0, 0, -1]
@@ -58,7 +58,9 @@ def test_a_ratio_that_overflows_counts_as_clipped_where_the_loss_is_bounded(rati
 
 def test_how_far_the_policy_has_gone_by_hand():
     # r = 2, 1 and 0.5: r - 1 - log r, of each token's own r also where the row has one ratio.
-    logp, advantage, old = f64(math.log(2), 0, -math.log(2)), f64(1, 1, -1), f64(0, 0, 0)
+    logp = f64(math.log(2), 0, -math.log(2))
+    advantage = f64(1, 1, -1)
+    old = f64(0, 0, 0)
     expected = 1 - math.log(2), 0, math.log(2) - 0.5
     assert same(clip(logp, advantage, old)[1]["kl"], *expected)
     assert same(clip(logp, advantage, old, torch.tensor([2, 1]), ratio="sequence")[1]["kl"], *expected)
@@ -69,10 +71,13 @@ def test_how_far_the_policy_has_gone_by_hand():
 
 def test_the_ratio_of_a_sequence_by_hand():
     # Two rows of 2 and 1 tokens and an empty one: mean log-ratios (0.3 - 0.1) / 2 = 0.1 and -0.5.
-    logp, old = f64(-0.7, -1.1, -1.5).requires_grad_(), f64(-1, -1, -1)
-    advantage, lengths = f64(2, 2, 1), torch.tensor([2, 0, 1])
+    logp = f64(-0.7, -1.1, -1.5).requires_grad_()
+    old = f64(-1, -1, -1)
+    advantage = f64(2, 2, 1)
+    lengths = torch.tensor([2, 0, 1])
     loss = clip(logp, advantage, old, lengths, low=0.9, high=0.9, ratio="sequence")[0]
-    one, two = math.exp(0.1), math.exp(-0.5)
+    one = math.exp(0.1)
+    two = math.exp(-0.5)
     assert same(loss.detach(), -2 * one, -2 * one, -two)
     # The mean of each row's mean has the gradient -A r / length for each of its tokens (arXiv:2507.18071, eq. 10),
     # halved for two rows.
@@ -86,7 +91,9 @@ def test_the_ratio_of_a_sequence_by_hand():
 
 def test_the_tokens_that_a_covariance_chooses_by_hand():
     # logp - mean and A - mean: (2, 0, -2) and (1, 0, -1), so covariances 2, 0 and 2: of equals the first.
-    logp, advantage, old = f64(-1, -3, -5), f64(2, 1, 0), f64(-1.5, -3, -5)
+    logp = f64(-1, -3, -5)
+    advantage = f64(2, 1, 0)
+    old = f64(-1.5, -3, -5)
     r = math.exp(0.5)
     loss, told = kl_cov(logp, old, advantage, share=0.5, coef=0.1)
     assert same(loss, -2 * r + 0.05, -1, 0) and told["chosen"].tolist() == [1, 0, 0]
@@ -186,7 +193,8 @@ def test_dpo_of_large_margins_and_of_no_rows():
 
 def test_bradley_terry_by_hand():
     """Margins of 2 and of -0.5; chosen is favoured by sigmoid(margin)."""
-    chosen, rejected = f64(1.5, -1, 1e5).requires_grad_(), f64(-0.5, -0.5, -1e5)
+    chosen = f64(1.5, -1, 1e5).requires_grad_()
+    rejected = f64(-0.5, -0.5, -1e5)
     loss, figures = bradley_terry(chosen, rejected)
     assert same(loss.detach(), math.log(1 + math.exp(-2)), math.log(1 + math.exp(0.5)), 0)
     loss.sum().backward()
@@ -228,7 +236,8 @@ def test_a_policy_that_is_its_reference_has_no_margin(rows, beta, form, seed):
 
 def test_distil_by_hand():
     # Two best of probabilities 0.6 and 0.2, the policy's 0.3 and 0.3: over the two, (3/4, 1/4) and (1/2, 1/2).
-    teacher, policy = torch.log(f64(0.6, 0.2)).reshape(1, 2), torch.log(f64(0.3, 0.3)).reshape(1, 2)
+    teacher = torch.log(f64(0.6, 0.2)).reshape(1, 2)
+    policy = torch.log(f64(0.3, 0.3)).reshape(1, 2)
     assert same(distil(teacher, policy), 0.75 * math.log(1.5) + 0.25 * math.log(0.5))
     assert same(distil(teacher, policy, form="reverse"), 0.5 * math.log(1 / 1.5) + 0.5 * math.log(2))
 

@@ -37,7 +37,8 @@ def grpo() -> LoweredProgram:
 
 
 def test_the_page_has_the_graph_that_it_says(grpo: LoweredProgram) -> None:
-    graph, expected = grpo.graph, page.graph()
+    graph = grpo.graph
+    expected = page.graph()
     assert graph.name == "grpo"
     assert graph.params == expected.params
     assert graph.rows == (256, 4096)
@@ -96,7 +97,8 @@ def test_the_page_has_the_deploy_that_it_says(grpo: LoweredProgram) -> None:
 
 def test_every_statement_of_a_deploy_arrives() -> None:
     result = lowered(SMALL)
-    deploy, cluster = result.deploy, result.cluster
+    deploy = result.deploy
+    cluster = result.cluster
     assert deploy is not None and cluster is not None
     assert deploy.name == "try" and result.graph.params["group"] == 4
     assert result.graph.rows == (8, 32)
@@ -275,7 +277,8 @@ algorithm tracked extends grpo {
         ("rate", "f32", "prompt", 0.5),
         ("steps", "i32", "", 0),
     ]
-    track, rate = graph.node("host.track"), graph.node("host.rate")
+    track = graph.node("host.track")
+    rate = graph.node("host.rate")
     assert (track.reads, track.states, track.writes, track.gives, track.sets) == (
         ("reward",),
         ("rate", "steps"),
@@ -334,7 +337,8 @@ def test_a_whole_number_is_one_however_it_is_written() -> None:
 
 
 def test_lowering_twice_gives_the_same() -> None:
-    first, second = lowered(SMALL), lowered(SMALL)
+    first = lowered(SMALL)
+    second = lowered(SMALL)
     assert (first.graph, first.cluster, first.deploy) == (second.graph, second.cluster, second.deploy)
     assert isinstance(first.graph, Graph)
 

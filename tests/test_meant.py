@@ -85,7 +85,8 @@ def test_of_two_writers_the_one_that_the_names_tell_is_meant_to_write_the_other_
     head, column = right.rsplit(" ", 1)
     program = change(PROGRAM, ("".join(lines), "".join(reversed(lines)))) if turned else PROGRAM
     program = change(program, ("reference", name))
-    head, node = head.replace("reference", name), node.replace("reference", name)
+    head = head.replace("reference", name)
+    node = node.replace("reference", name)
     told = only(change(program, (f"{head} {column}", f"{head} {other}")))
     assert told.help == f"let `{node}` write `{column}`, which is read and nobody writes"
     assert (writer(program, "old_logp"), writer(program, "ref_logp")) == ("actor.infer", f"{name}.infer")

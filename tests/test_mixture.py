@@ -64,7 +64,8 @@ def test_latent_attention_trains_alike_and_its_corrections_stay(tmp_path):
     alone = run(tmp_path / "alone", *ONE_RANK, made=latent)
     found = run(tmp_path / "run", ("dp = 2, zero = 3", "tp = 2, ep = 2"), made=latent)
     assert_alike(alone, found)
-    begun, saved = load_file(tmp_path / "run" / "model" / "model.safetensors"), weights(found)
+    begun = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    saved = weights(found)
     corrections = [name for name in begun if name.endswith("e_score_correction_bias")]
     assert len(corrections) == 2 and all((saved[name] == begun[name]).all() for name in corrections)
     module = AutoModelForCausalLM.from_pretrained(found / "weights" / "actor")
@@ -80,6 +81,7 @@ def test_a_correction_is_read_in_float32_whatever_the_weights_are(tmp_path):
     assert held.keys() == {t.name for t in of.fixed} and len(held) == 2
     begun = load_file(tmp_path / "model.safetensors")
     assert all(v.dtype == torch.float32 and (v.numpy() == begun[n]).all() for n, v in held.items())
-    prompts, responses = (ragged([np.arange(3, 9)] * 2, np.int32), ragged([np.arange(4, 8)] * 2, np.int32))
+    prompts = ragged([np.arange(3, 9)] * 2, np.int32)
+    responses = ragged([np.arange(4, 8)] * 2, np.int32)
     made = engine.score([pack([prompts], [responses], np.arange(2))], ForwardRequest(1.0))
     assert torch.isfinite(made[0].logp).all()

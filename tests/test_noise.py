@@ -59,7 +59,8 @@ def test_it_is_uniform_and_uncorrelated():
 
 
 def test_a_generator_is_keyed():
-    one, other = RandomStream(1, "function", "a"), RandomStream(1, "function", "b")
+    one = RandomStream(1, "function", "a")
+    other = RandomStream(1, "function", "b")
     assert one.generator(1, 2).integers(1 << 60) == one.generator(1, 2).integers(1 << 60)
     assert len({s.generator(1, i).integers(1 << 60) for s in (one, other) for i in (2, 3)}) == 4
 

@@ -56,7 +56,8 @@ def iteration(number: int, **more: object) -> dict[str, object]:
 
 
 def test_each_iteration_is_told_once_though_a_run_is_restarted(tmp_path: Path) -> None:
-    metrics, told = tmp_path / METRICS, []
+    metrics = tmp_path / METRICS
+    told = []
     follower = MetricsFollower(metrics, told.append, 0)
     follower.attempt(0)
     follower.look()
@@ -78,7 +79,8 @@ def test_each_iteration_is_told_once_though_a_run_is_restarted(tmp_path: Path) -
 
 
 def test_lines_that_a_resumed_run_replaces_are_not_told(tmp_path: Path) -> None:
-    metrics, told = tmp_path / METRICS, []
+    metrics = tmp_path / METRICS
+    told = []
     write(metrics, *map(iteration, range(6)))
     follower = MetricsFollower(metrics, told.append, 2)
     follower.attempt(2)

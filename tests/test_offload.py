@@ -12,7 +12,8 @@ from msrl_graph.diagnostics import Fault, ProgramWarning
 from msrl_graph.ir.plan import Plan
 
 PROGRAMS = Path(__file__).parent / "programs"
-R1, PAGE = PROGRAMS / "two_deploys.rlg", PROGRAMS / "grpo_page.rlg"
+R1 = PROGRAMS / "two_deploys.rlg"
+PAGE = PROGRAMS / "grpo_page.rlg"
 # With whole experts on a rank, of which there are two copies then: more than fits beside the rest.
 WHOLE = R1.read_text(encoding="utf-8").replace("ep = 16,", "ep = 16, etp = 1,")
 TEXT = """import grpo
@@ -56,7 +57,8 @@ def chosen(plan: Plan) -> dict[str, object]:
 
 def test_each_phase_holds_what_it_computes_with() -> None:
     none, away = (planned(how, how) for how in ("none", "all"))
-    reference, optimizer = "reference.infer weights", "actor optimizer"
+    reference = "reference.infer weights"
+    optimizer = "actor optimizer"
     for phase, held in items(none, "device").items():
         assert held[reference] == WEIGHTS and held.get(optimizer) == (None if phase == "load" else OPTIMIZER)
     for phase, held in items(away, "device").items():
@@ -100,7 +102,8 @@ def test_activations_are_on_the_host_while_logits_are_here() -> None:
         text = text.replace("response_len = 512", "response_len = 8192")
         plans[stated] = compile("offload.rlg", text=text.format(memory=4000, update="", reference=""))
     for how in ("none", "full"):
-        kept, away = plans[how], plans[f"{how}, activations = offload"]
+        kept = plans[how]
+        away = plans[f"{how}, activations = offload"]
         held, left = (items(p, "device")["update"]["activations"] for p in (kept, away))
         stored = items(away, "host")["update"]["actor.update activations"] // 2  # of two devices
         assert left == held - stored

@@ -7,7 +7,8 @@ from offloaded import frozen_turns, same_gradients, same_steps
 
 from msrl_graph.sharding.layout import Layout
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32 = torch.float32
+BF16 = torch.bfloat16
 OPTIMIZERS = {
     1: [(Layout(), "adamw", F32), (Layout(), "sgd", BF16), (Layout(), "muon", F32)],
     2: [

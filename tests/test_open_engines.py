@@ -30,7 +30,8 @@ def choices(plan: Plan) -> list[list[str]]:
     return [[e.name for e in engines(plan, o, ENGINES)] for o in owners(plan, divide(plan))]
 
 
-DENSE, LATENT = "qwen2.5-7b", "deepseek-r1-671b"
+DENSE = "qwen2.5-7b"
+LATENT = "deepseek-r1-671b"
 
 
 @pytest.mark.parametrize(

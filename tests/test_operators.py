@@ -62,7 +62,8 @@ def test_a_generator_calls_as_many_operators_as_its_spec_says() -> None:
     def generate(tokens: int) -> int:
         return operators(lambda: collected(engine.generate(prompts, np.arange(4), Sampling(2, tokens, 1.0, 1.0, 0))))
 
-    one, five = generate(1), generate(5)
+    one = generate(1)
+    five = generate(5)
     assert one == pytest.approx(counted("hf", "prefill", model.layers), rel=0.1)
     assert (five - one) / 4 == pytest.approx(counted("hf", "decode", model.layers), rel=0.1)
 

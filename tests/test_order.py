@@ -44,7 +44,8 @@ def test_rows_without_weight_come_last_and_weights_are_relative(weights, iterati
 
 
 def test_draws_are_in_proportion_to_the_weights():
-    weights, times = np.array([1.0, 2, 0, 3, 4]), 4000
+    weights = np.array([1.0, 2, 0, 3, 4])
+    times = 4000
     drawn = np.array([data_order.drawn(RandomStream(7, "weighted"), i, weights, 0, 2) for i in range(times)])
     share = weights / weights.sum()
     # One row after another: the first by the shares, the second by the shares of those that are left.

@@ -69,7 +69,8 @@ def test_a_generator_gets_new_weights_and_is_told_of_them():
     )
     generator.filled()
     columns = stage.sampled()
-    response, drawn = columns["response"], columns["response.logp"]
+    response = columns["response"]
+    drawn = columns["response.logp"]
     assert [list(response[i]) for i in (0, 1)] == [list(response[0])] * 2, "samples of one prompt are alike"
     assert response[0][0] == generator.next[PROMPTS[0][-1]] and drawn[0][0] == generator.logp[PROMPTS[0][-1]]
     before = [s.tensor.clone() for s in generator.held]

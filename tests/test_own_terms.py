@@ -62,7 +62,8 @@ def test_a_term_of_rows_has_the_log_probabilities_of_pairs(tmp_path):
     (tmp_path / "mine.py").write_text(SIMPO)
     call = f'"{tmp_path / "mine.py"}:simpo"(beta = 0.5)'
     stage, columns = built(PAIRS, ("dpo(0.1)", call))
-    model, expected = net(stage, "actor"), []
+    model = net(stage, "actor")
+    expected = []
     for i in range(8):
         scored = [token_logps(model, columns, i, c) for c in ("chosen", "rejected")]
         better, worse = (float(whole.gather(1, tokens).detach().mean()) for whole, tokens in scored)
@@ -183,7 +184,8 @@ def test_a_kink_where_log_probabilities_are_equal_has_no_slope_of_rounding(tmp_p
     (-(logp - logp.detach()).exp() * torch.from_numpy(columns["advantage"].values)).mean().backward()
     named = dict(model.named_parameters())
     exact = torch.cat([named[t.name].grad.flatten().float() for t in stage.plan.model("actor.update").tensors])
-    trainer, found = stage.trainers["actor"], []
+    trainer = stage.trainers["actor"]
+    found = []
     trainer.step = lambda *_: found.append(gradient(trainer)) or 1.0  # looks at the gradient, and takes no step
     for micro in (0, 1, 2, 5):
         stage.plan.placement("actor.update").engine.options["micro_batch"] = micro

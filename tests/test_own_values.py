@@ -75,7 +75,8 @@ def episodes(plan, prompts):
     units = np.array(prompts)
     batch = Batch(share(units, len(units), len(units), {}), units, columns)
     rows = (units[:, None] * GROUP + np.arange(GROUP)).reshape(-1)
-    played, going = environment.begin(batch, rows, Task("train", 3, 4)), np.arange(len(rows))
+    played = environment.begin(batch, rows, Task("train", 3, 4))
+    going = np.arange(len(rows))
     said = [played.reset(), *(played.step(going, ["x"] * len(rows), turn) for turn in (1, 2))]
     stay = played.end({"response": np.full(len(rows), 8)})
     assert stay.all() and [over for _, over in said[-1]] == [True] * len(rows)

@@ -33,7 +33,8 @@ def test_all_are_here():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lr_is_the_rate_of_what_is_trained(name):
-    before, after = graph(name), graph(name, lr=PROBE)
+    before = graph(name)
+    after = graph(name, lr=PROBE)
     kinds = {w.name: w.kind for w in before.workers}
     for node, other in zip(before.verb("update"), after.verb("update"), strict=True):
         was, now = (UpdateAttributes.of(n).rate.value for n in (node, other))

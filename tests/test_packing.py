@@ -24,7 +24,8 @@ def test_each_token_is_asked_for_at_the_position_before_it(rows, data):
     asked = list(zip(*(packed[name].tolist() for name in ("row", "position", "token")), strict=True))
     expected = []
     for i, r in enumerate(chosen):
-        before, answer = rows[r][0] + rows[r][1], rows[r][2]
+        before = rows[r][0] + rows[r][1]
+        answer = rows[r][2]
         for j, token in enumerate(answer):
             start = int(packed["offsets"][i])
             seen = packed["ids"][start : start + len(before) + j].tolist()
@@ -38,7 +39,8 @@ def test_a_token_that_is_scored_itself_is_asked_for_at_its_own_position(rows):
     """The last one at the end of the sequence, where a row that is scored as a whole is, too."""
     context, response = (ragged([np.array(r[i], np.int32) for r in rows], np.int32) for i in (0, 1))
     every = np.arange(len(rows))
-    packed, whole = pack([context], [response], every, after=True), pack([context, response], [], every)
+    packed = pack([context], [response], every, after=True)
+    whole = pack([context, response], [], every)
     assert packed["ids"].tolist() == whole["ids"].tolist()
     assert packed["position"].tolist() == [len(a) + i for a, b in rows for i in range(len(b))]
     ends = np.cumsum([len(b) for _, b in rows]) - 1

@@ -201,7 +201,8 @@ def test_a_mutated_program_survives(name: str, rng: random.Random, changes: int)
     """Words replaced, dropped, doubled and swapped: most of these get past the parser."""
     words = TEXTS[name].split(" ")
     for _ in range(changes):
-        i, j = rng.randrange(len(words)), rng.randrange(len(words))
+        i = rng.randrange(len(words))
+        j = rng.randrange(len(words))
         change = rng.randrange(4)
         if change == 0:
             words[i] = rng.choice(PIECES)

@@ -42,8 +42,10 @@ def recorded(place, out):
 def test_every_token_is_of_the_version_that_is_told_and_no_older_than_it_may_be(place, way):
     written(place, way)
     ran(place, *OPTIONS, "--out", "out")
-    behind, lines = int("ahead" in way), metrics(place.folder / "out")
-    rows, prompts = recorded(place, "out"), Counter()
+    behind = int("ahead" in way)
+    lines = metrics(place.folder / "out")
+    rows = recorded(place, "out")
+    prompts = Counter()
     for number, some in enumerate(rows):
         taken = [row for row in some if row["response"] is not None]
         assert len(taken) == 32 and len({row["prompt_row"] for row in taken}) == 8
@@ -106,7 +108,8 @@ def test_a_recording_is_replayed_on_another_layout_and_gone_on_with(place):
     """The prompts that the recorded run took, and those that it cut in the same order."""
     written(place, "on one pool, two groups")
     ran(place, *OPTIONS, "--out", "first")
-    lines, replay = metrics(place.folder / "first"), ["--record", "--replay", "first"]
+    lines = metrics(place.folder / "first")
+    replay = ["--record", "--replay", "first"]
     written(place, "on one pool, one group")
     ran(place, *SMALL, "--iterations", "3", *replay, "--out", "second")
     ran(place, *SMALL, "--iterations", "6", *replay, "--resume", "second")

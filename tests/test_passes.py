@@ -113,7 +113,8 @@ def test_infers_of_one_worker_share_what_is_stated_for_one_of_them() -> None:
     placed = PlaceNodes(ENGINES).apply(
         again(layouts={**page.DEPLOY.layouts, "second": Layout(tp=4, dp=0, zero=3)}, engines=engines)
     )
-    first, second = placed.placement("reference.infer"), placed.placement("second")
+    first = placed.placement("reference.infer")
+    second = placed.placement("second")
     assert first.layout == second.layout == Layout(tp=4, dp=4, zero=3)
     assert first.engine.options == {"dtype": "f32", "micro_batch": 1} and second.engine.options["micro_batch"] == 2
     assert layout_check.check(placed, ENGINES) == sharing_check.check(placed) == []

@@ -140,7 +140,9 @@ def whitened_as_verl(ours, raw):
     """verl's masked mean divides by n + 1e-8, in the mean and in the variance, where we divide by n: one linear map of
     all tokens."""
     x = np.concatenate(raw)
-    n, mean, variance = len(x), x.mean(), x.var(ddof=1)
+    n = len(x)
+    mean = x.mean()
+    variance = x.var(ddof=1)
     off = mean * 1e-8 / (n + 1e-8)
     theirs = n / (n + 1e-8) * (variance + n / (n - 1) * off**2)
     return [a * math.sqrt((variance + 1e-8) / (theirs + 1e-8)) + off / math.sqrt(theirs + 1e-8) for a in ours]
@@ -210,7 +212,8 @@ def adaptive_kl(batch, kl_coef, target, horizon):
 @check("compute_policy_loss_vanilla", "clip")
 def clip(batch, name, low, high, dual):
     """verl clamps log-ratios to +-20."""
-    logp, advantage = differentiable(batch, "logp"), flat(batch["advantage"])
+    logp = differentiable(batch, "logp")
+    advantage = flat(batch["advantage"])
     old = bounded(batch, "logp", "old_logp", -20, 20)
     ours, figures = told_by("clip", logp, advantage, old, low=low, high=high, dual=dual)
     inside = (flat(batch["logp"]) - flat(batch["old_logp"])).abs() <= 20
@@ -220,7 +223,8 @@ def clip(batch, name, low, high, dual):
 @check("compute_policy_loss_gspo", "clip")
 def gspo(batch, name, low, high, dual):
     """verl clamps a sequence's log-ratio to 10 from above."""
-    logp, advantage = differentiable(batch, "logp"), flat(batch["advantage"])
+    logp = differentiable(batch, "logp")
+    advantage = flat(batch["advantage"])
     lengths = torch.tensor(batch["lengths"])
     rows = zip(arrays(batch["logp"]), arrays(batch["old_logp"]), strict=True)
     over = flat([[max(0.0, (new - old).mean() - 10)] * len(new) if len(new) else [] for new, old in rows])
@@ -232,7 +236,8 @@ def gspo(batch, name, low, high, dual):
 @check("compute_policy_loss_cispo", "cispo")
 def cispo(batch, name, low, high, dual):
     """verl clamps log-ratios to +-20."""
-    logp, advantage = differentiable(batch, "logp"), flat(batch["advantage"])
+    logp = differentiable(batch, "logp")
+    advantage = flat(batch["advantage"])
     ours, figures = told_by("cispo", logp, bounded(batch, "logp", "old_logp", -20, 20), advantage, low=low, high=high)
     return {"tokens": ours, "gradient": gradient(logp, ours.sum()), "clipped": share(figures["clipped"])}
 
@@ -292,7 +297,8 @@ def reduce(batch, mode, dp_size=1, batch_num_tokens=None, global_batch_size=None
     """verl's mean over a row's n tokens divides by n + 1e-8, it multiplies by the number of ranks, whose gradients it
     then averages, and with no number of rows given it leaves out empty ones (its trainer gives it, and counts them, as
     we do)."""
-    lengths, per_token = batch["lengths"], flat(batch["advantage"])
+    lengths = batch["lengths"]
+    per_token = flat(batch["advantage"])
     rows = global_batch_size or sum(n > 0 for n in lengths)
     if mode == "token-mean":
         found = reduced(per_token, lengths, "tokens", tokens=batch_num_tokens)
@@ -377,10 +383,12 @@ def grpo(batch, loss_type, level, low, high, delta, beta, entropy):
 def dpo(batch, loss_type, beta, smoothing):
     """trl's smoothed loss of a single pair is the one that it calls `aot`. Its margins are times beta, and with IPO too
     of sums."""
-    chosen, rejected = differentiable(batch, "chosen"), differentiable(batch, "rejected")
+    chosen = differentiable(batch, "chosen")
+    rejected = differentiable(batch, "rejected")
     lengths = [torch.tensor(batch[f"{side}_lengths"]) for side in ("chosen", "rejected")]
     if loss_type == "sft":
-        rows, total = [], reduced(term("sft", chosen), batch["chosen_lengths"], "tokens")
+        rows = []
+        total = reduced(term("sft", chosen), batch["chosen_lengths"], "tokens")
         told = {}
     else:
         given = (chosen, rejected, *tensors(batch, "ref_chosen", "ref_rejected"), *lengths)

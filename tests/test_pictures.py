@@ -69,7 +69,8 @@ def nasty() -> Picture:
 
 
 def tokens(text: str) -> list[str]:
-    found, at = [], 0
+    found = []
+    at = 0
     while text[at:].strip():
         match = TOKEN.match(text, at)
         assert match, f"no token of Graphviz's: {text[at : at + 40]!r}"
@@ -291,7 +292,8 @@ def test_ten_thousand_devices_take_no_longer_page_than_sixteen() -> None:
     many = many.replace("{ tp = 4, dp = 4 }", "{ tp = 4, dp = 2500 }").replace(
         "prompts      = 256", "prompts      = 10000"
     )
-    small, large = compile("small.rlg", text=text), compile("large.rlg", text=many)
+    small = compile("small.rlg", text=text)
+    large = compile("large.rlg", text=many)
     assert large.cluster.devices == 10_000
     pages = [plan_html(p, timeline(p)) for p in (small, large)]
     assert "hosts 0..1249, 1250 alike" in pages[1]

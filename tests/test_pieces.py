@@ -271,7 +271,8 @@ BOUNDED = {"llama", "mistral", "gemma", "gpt2", "roberta", "qwen", "deepseek"}
 def test_a_text_of_which_a_beginning_is_too_long_is_too_long(
     kind: str, parts: list[str], times: int, tokens: int
 ) -> None:
-    pieces, text = Pieces(made(kind)), "".join(parts) * times
+    pieces = Pieces(made(kind))
+    text = "".join(parts) * times
     beginning = pieces.beginning(text, tokens)
     assert text.startswith(beginning)
     if len(beginning) == len(text):

@@ -58,7 +58,8 @@ def test_rows_that_failed_are_those_of_the_call_of_the_child(plan: Plan) -> None
 
 
 def test_a_result_that_is_no_number_is_of_the_call_of_the_child(plan: Plan) -> None:
-    node, watch = plan.graph.node("host.reward"), NumericsWatch(plan)
+    node = plan.graph.node("host.reward")
+    watch = NumericsWatch(plan)
     with pytest.raises(RunError, match="is not finite") as raised:
         watch.tell(node, Task("train", 0, 4), Report("functions"), "reward", np.array([3]), "it is not finite")
     assert str(raised.value).startswith(f"{WHERE} on row 3 of iteration 0: it is not finite")

@@ -42,7 +42,9 @@ def plan(*statements: str) -> Plan:
     return compile("page.rlg", text=BARE.replace("  run {", "\n".join(statements) + "\n  run {"))
 
 
-GENERATE, UPDATE, REFERENCE = ("actor.generate",), ("actor.infer", "actor.update"), ("reference.infer",)
+GENERATE = ("actor.generate",)
+UPDATE = ("actor.infer", "actor.update")
+REFERENCE = ("reference.infer",)
 BOTH = ("actor.infer", "reference.infer", "actor.update")
 
 
@@ -266,8 +268,10 @@ def test_a_plan_counts_the_bytes_that_move(case: tuple[Layout, Layout, int, int]
         Side(e.layout, n == 0 and e.layout.zero >= 2 and e.layout.dp > 1, 1, e.first, e.each)
         for n, e in enumerate(ends)
     )
-    tensors, item = {t.name: t for t in found.model("actor.update").tensors}, BYTES["f32"]
-    received, largest = Counter[int](), 0
+    tensors = {t.name: t for t in found.model("actor.update").tensors}
+    item = BYTES["f32"]
+    received = Counter[int]()
+    largest = 0
     for names in r.buckets:
         messages = Counter[tuple[int, ...]]()
         for name in names:

@@ -186,7 +186,8 @@ deploy grpo on pod {
 
 
 def test_a_mask_that_hides_devices_of_a_host_is_told_there(on_ascend):
-    all_seen, masked = {"devices": 8}, {"devices": 8, "variables": {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,8,9,10,11"}}
+    all_seen = {"devices": 8}
+    masked = {"devices": 8, "variables": {"ASCEND_RT_VISIBLE_DEVICES": "0,1,2,3,8,9,10,11"}}
     hosted = replace(hosts(on_ascend, masked), seen=[{**FACTS, **all_seen}, {**FACTS, **masked, "name": "node-b"}])
     assert refused(hosted) == [
         "no-resources: ASCEND_RT_VISIBLE_DEVICES=0,1,2,3,8,9,10,11: there is no 8, only 0 to 7; 4 of 8 ids are read",

@@ -156,7 +156,8 @@ def test_a_keeper_that_is_stopped_is_not_waited_for():
     process = subprocess.Popen(SLEEP, start_new_session=True)
     os.kill(kept.keeper, signal.SIGSTOP)
     kept.ends(process.pid)
-    begin, keeper = time.monotonic(), kept.keeper
+    begin = time.monotonic()
+    keeper = kept.keeper
     kept.close()
     assert time.monotonic() - begin < 10
     assert not alive(process.pid) and not kept.folder.exists() and not alive(keeper)

@@ -97,7 +97,8 @@ def spans(part: Any) -> list[Span]:
 
 
 def test_the_page_in_python_is_the_page() -> None:
-    built, read = compile(page()), compile(PAGE)
+    built = compile(page())
+    read = compile(PAGE)
     assert bare(built.graph) == bare(read.graph)
     assert built.explain() == read.explain() == plan_text(read)
     assert {s.file for s in spans(built.graph)} - {""} == {__file__}
@@ -177,7 +178,8 @@ def test_the_table_of_the_page_on_python_is_true() -> None:
         ]  # type: ignore[union-attr]
         for call in re.findall(r"`([ade]\..*?)`", right):
             if "…" not in call:
-                a, d = Algorithm("mine"), Deploy("grpo", on=Imported("pod", "p.rlg"))
+                a = Algorithm("mine")
+                d = Deploy("grpo", on=Imported("pod", "p.rlg"))
                 made = {"a": a, "d": d, "e": Deploy(extends=d, name="more")}
                 eval(call, made)
                 (built,) = made[call[0]]._body
@@ -188,10 +190,8 @@ def test_the_table_of_the_page_on_python_is_true() -> None:
 
 def test_the_mistake_of_the_page_on_python_is_told_so() -> None:
     text = DOC.read_text(encoding="utf-8")
-    code, shown = (
-        re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1],
-        re.findall(r"```text\n(.*?)```", text, re.DOTALL)[0],
-    )
+    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    shown = re.findall(r"```text\n(.*?)```", text, re.DOTALL)[0]
     assert told(code, "mine.py") == shown
 
 

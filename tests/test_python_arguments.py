@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, check, compile, parse, to_rlg
 from msrl_graph.dsl.ast import same
 
-MINE, POD = Algorithm("mine", extends="grpo"), Cluster("pod", device="cpu")
+MINE = Algorithm("mine", extends="grpo")
+POD = Cluster("pod", device="cpu")
 METHODS = [
     Algorithm,
     Cluster,
@@ -106,7 +107,8 @@ KEYS = st.sampled_from(["device", "stages", "loss", "call", "self", "node", "é"
 
 def arguments(method: Callable[..., Any], data: st.DataObject) -> tuple[list[Any], dict[str, Any]]:
     """Any arguments with which Python can make the call."""
-    by_place, by_name = list[Any](), dict[str, Any]()
+    by_place = list[Any]()
+    by_name = dict[str, Any]()
     parameters = [p for p in inspect.signature(method).parameters.values() if p.name != "self"]
     for p in parameters:
         if p.kind is p.VAR_POSITIONAL:

@@ -94,7 +94,8 @@ def reference(weights, by="adamw"):
             found.append(scores[n - 1 : -1].gather(-1, ids[n:, None])[:, 0])
         return torch.cat(found)
 
-    begun, norms = _by_our_names(net), []
+    begun = _by_our_names(net)
+    norms = []
     for _ in range(2):
         optimizer.zero_grad()
         ((logp(0.7) * weight).sum() / len(weight)).backward()
@@ -252,7 +253,8 @@ def swap_engine(rank, folder):
                 assert [s.tensor.untyped_storage().nbytes() for s in engine.shards()] == sizes
             mine = np.arange(12)[rank::3]
             index = np.concatenate([np.arange(responses.offsets[r], responses.offsets[r + 1]) for r in mine])
-            own, packed = weight[index], pack([prompts], [responses], mine)
+            own = weight[index]
+            packed = pack([prompts], [responses], mine)
             engines.train(engine, packed, weighted(own, len(weight)), ForwardRequest(1.0))
             engine.step(1e-3, 1.0)
         found.append([s.tensor.clone() for s in engine.shards()])

@@ -21,7 +21,8 @@ from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Event, Report
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-EXAMPLE, COUNTDOWN = EXAMPLES / "arithmetic" / "grpo.rlg", EXAMPLES / "countdown" / "countdown.rlg"
+EXAMPLE = EXAMPLES / "arithmetic" / "grpo.rlg"
+COUNTDOWN = EXAMPLES / "countdown" / "countdown.rlg"
 AGAIN = (
     "node second: actor.generate(prompt, response) -> again { temperature = 0 }",
     "source -> actor.generate -> second",
@@ -32,7 +33,8 @@ TWICE = (
     ("actor.update => actor.generate", "actor.update => actor.generate, second"),
     ("layout actor.generate { tp = 2 }", "layout actor.generate { tp = 2 }\n  layout second { dp = 2 }"),
 )
-ONE, TWO = "actor.update => actor.generate", "actor.update => second"
+ONE = "actor.update => actor.generate"
+TWO = "actor.update => second"
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,10 @@ def plan():
 
 
 def test_what_each_of_two_edges_received(plan, tmp_path):
-    first, second = Report("rank 0"), Report("rank 1")
-    first.bytes, second.bytes = {ONE: 300, TWO: 50}, {ONE: 280, TWO: 90}
+    first = Report("rank 0")
+    second = Report("rank 1")
+    first.bytes = {ONE: 300, TWO: 50}
+    second.bytes = {ONE: 280, TWO: 90}
     first.count("reward", 1.0, 2)
     recorder = Recorder(tmp_path, plan, 0)
     line = recorder.training(0, 1.0, [first, second], {}, 3)

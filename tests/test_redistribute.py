@@ -23,7 +23,8 @@ Case = tuple[list[Tensor], Side, Side, int]
 @st.composite
 def cases(draw: st.DrawFn, same: bool = False) -> Case:
     """Tensors, two sides on the same devices, or on any (in a row, or some of each host), and the devices of a host."""
-    some, per_host = draw(st.lists(tensors(), min_size=1, max_size=4)), draw(st.integers(1, 6))
+    some = draw(st.lists(tensors(), min_size=1, max_size=4))
+    per_host = draw(st.integers(1, 6))
     one, other = (draw(st.integers(0, per_host - 1)) for _ in range(2))  # of each host; 0: in a row
     source = draw(sides(each=one))
     if same or draw(st.booleans()):
@@ -48,7 +49,8 @@ def test_every_element_of_the_target_comes_from_one_source(case: Case) -> None:
     for tensor in some:
         whole = np.random.default_rng(0).random(tensor.shape)
         given = {d: whole[slices(box)] for d, box in boxes(tensor, source, per_host).items()}
-        have, want = boxes(tensor, source, per_host), boxes(tensor, target, per_host)
+        have = boxes(tensor, source, per_host)
+        want = boxes(tensor, target, per_host)
         arrived = {d: np.full(tensor.shape, np.nan) for d in want}
         times = Counter[tuple[int, tuple[int, ...]]]()
         for device, box in have.items():
@@ -70,10 +72,8 @@ def test_every_element_of_the_target_comes_from_one_source(case: Case) -> None:
 @given(cases())
 def test_bytes_counted_are_bytes_moved(case: Case) -> None:
     some, source, target, per_host = case
-    received, inward = (
-        dict.fromkeys((target.device(r, per_host) for r in range(target.devices)), 0),
-        defaultdict[int, int](int),
-    )
+    received = dict.fromkeys((target.device(r, per_host) for r in range(target.devices)), 0)
+    inward = defaultdict[int, int](int)
     for tensor in some:
         for giver, takers, box in fetches(tensor, source, target, per_host):
             for taker in takers:
@@ -103,10 +103,8 @@ def test_holders_of_a_box_take_turns(case: Case) -> None:
 @given(cases(same=True))
 def test_a_block_is_the_smallest_that_holds_what_its_ranks_want(case: Case) -> None:
     some, source, target, per_host = case
-    source, target = (
-        Side(source.layout, source.divided, source.multiple),
-        Side(target.layout, target.divided, target.multiple),
-    )
+    source = Side(source.layout, source.divided, source.multiple)
+    target = Side(target.layout, target.divided, target.multiple)
     found = kinds(some)
     across = any(crosses(source, target, t.layers) for t in some)
     width = source.layout.stage_devices
@@ -159,11 +157,13 @@ def _flat(layout: Layout) -> Layout:
 @given(cases(same=True))
 def test_left_behind_is_what_naive_resharding_cannot_reuse(case: Case) -> None:
     some, source, target, _ = case
-    source, target = Side(source.layout, source.divided), Side(target.layout, target.divided)
+    source = Side(source.layout, source.divided)
+    target = Side(target.layout, target.divided)
     expected = 0
     for tensor in some:
         for rank in range(target.devices):
-            old, new = points(shard(tensor, source, rank)), points(shard(tensor, target, rank))
+            old = points(shard(tensor, source, rank))
+            new = points(shard(tensor, target, rank))
             expected += len(old) - len(new) if new and new <= old else len(old)
     assert left_behind(kinds(some), source, target) == expected
 

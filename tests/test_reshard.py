@@ -41,7 +41,8 @@ def moving(rank):
             boxes = [(t.name, shard(t, side, rank)) for t in tensors]
             return [Shard(name, box, fill(whole[name][slices(box)])) for name, box in boxes]
 
-        given, wanted = holding(source, torch.clone), holding(target, torch.zeros_like)
+        given = holding(source, torch.clone)
+        wanted = holding(target, torch.zeros_like)
         ways = [way for way, _ in ways_of(model.kinds, source, target, 8, ITEM[dtype])]
         blocks = {}
         for way in ways:

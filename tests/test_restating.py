@@ -171,7 +171,8 @@ OVERLAPPING = {
 @given(data=st.data())
 def test_a_cell_that_runs_twice_makes_the_same_program(kind: str, data: st.DataObject) -> None:
     cells = st.lists(st.sampled_from(OVERLAPPING[kind]), max_size=8)
-    earlier, cell = data.draw(cells), data.draw(cells)
+    earlier = data.draw(cells)
+    cell = data.draw(cells)
     program = make(kind)
     for one in [*earlier, *cell]:
         state(program, one)

@@ -76,7 +76,8 @@ def test_a_strange_folder_among_a_hosts_parts_stays_and_costs_no_part(tmp_path, 
 
 def test_a_strange_folder_at_a_url_is_no_checkpoint(tmp_path, plan, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    ours, url = save(tmp_path / "run", plan, 4), f"file://{tmp_path / 'run'}"
+    ours = save(tmp_path / "run", plan, 4)
+    url = f"file://{tmp_path / 'run'}"
     note(ours.with_name("20261127"))
     assert checkpoint.at_url(f"{url}/checkpoints") == ["000004"]
     assert run_main([PROGRAM, "--dry-run", "--resume", url]) == 0

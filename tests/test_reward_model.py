@@ -28,7 +28,8 @@ def test_right_answers_are_scored_above_wrong_ones():
         with torch.no_grad():  # which takes the last token that is no padding
             return model(ids).logits[:, 0]
 
-    chosen, rejected = scores("chosen"), scores("rejected")
+    chosen = scores("chosen")
+    rejected = scores("rejected")
     low, high = told["ACCEPT"]
     assert low <= (chosen > rejected).float().mean() <= high
     assert rejected.mean() < -0.3 < 0.3 < chosen.mean() and torch.cat([chosen, rejected]).std() < 2

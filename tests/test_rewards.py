@@ -40,7 +40,8 @@ def test_words_in_common_by_hand(response, answer, f, inside):
 def test_f1_is_the_harmonic_mean_of_precision_and_recall(given, right):
     n, m = ([w.lower() for w in side if w != "the"] for side in (given, right))
     common = sum(min(n.count(w), m.count(w)) for w in {*n})
-    precision, recall = common / len(n) if n else 0, common / len(m) if m else 0
+    precision = common / len(n) if n else 0
+    recall = common / len(m) if m else 0
     expected = 2 * precision * recall / (precision + recall) if common else float(not n and not m)
     assert f1(" ".join(given), " ".join(right)) == pytest.approx(expected)
     assert (f1(" ".join(given), " ".join(right)) == 1) == (Counter(n) == Counter(m))

@@ -24,7 +24,10 @@ from msrl_graph.runtime.rank.partial_rollout import PartialRollout
 from msrl_graph.runtime.weights import checkpoint
 from msrl_graph.simulation import rollout as simulation
 
-FAN, LONGEST, TAKES, ITERATIONS = 4, 8, 3, 6
+FAN = 4
+LONGEST = 8
+TAKES = 3
+ITERATIONS = 6
 END = 1
 pytestmark = pytest.mark.filterwarnings("ignore::msrl_graph.diagnostics.ProgramWarning")  # there are no data
 
@@ -49,7 +52,8 @@ class Engine:
     those of each position's responses."""
 
     def __init__(self, lengths, keys):
-        self.lengths, self.keys = lengths, keys
+        self.lengths = lengths
+        self.keys = keys
 
     def generate(self, prompts, keys, said, begun, stretch=0):
         if stretch:
@@ -73,9 +77,11 @@ def rolled(plan, task, lengths, groups, left=(), keys=None):
     """An iteration that so many groups draw, each in a thread of its own: the responses that they take, by position,
     what they report, and the positions under way, of which some have `left` before. `keys` are those drawn by so far,
     by position and number."""
-    said, told = GenerateAttributes.of(plan.graph.node("actor.generate")), []
+    said = GenerateAttributes.of(plan.graph.node("actor.generate"))
+    told = []
     positions = [*(c.position for c in task.cut), *range(task.position, task.position + task.prompts - len(task.cut))]
-    here, summed = Barrier(groups, timeout=20), Barrier(groups, told.clear, timeout=20)
+    here = Barrier(groups, timeout=20)
+    summed = Barrier(groups, told.clear, timeout=20)
 
     def together(of):
         told.append(of)
@@ -114,11 +120,14 @@ def responses(shortest, longest):
 )
 def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cuts, overdue, groups, restored):
     plan = planned(share, cuts, overdue)
-    said, carried = GenerateAttributes.of(plan.graph.node("actor.generate")), RunState(plan, 100)
+    said = GenerateAttributes.of(plan.graph.node("actor.generate"))
+    carried = RunState(plan, 100)
     foreseen = simulation.SimulatedRollout(
         TAKES, said.under_way(TAKES), FAN, said.stretch(LONGEST), cuts, said.waits, lambda n: (1, lengths[n])
     )
-    entered, left, begun = set(), set(), set()
+    entered = set()
+    left = set()
+    begun = set()
     keys = {}
     for number in range(ITERATIONS):
         carried.groups = groups

@@ -35,7 +35,8 @@ def written(folder, iteration=0, responses=RESPONSES, changes=()):
     """A file of four prompts with two responses each."""
     plan = one_rank(*changes)
     logp = ragged([np.full(len(r), -len(r) / 8) for r in responses], np.float32)
-    prompts, all_rows = np.arange(4), np.arange(8)
+    prompts = np.arange(4)
+    all_rows = np.arange(8)
     columns = {
         "prompt": texts([TOKENIZER.decode(p.tolist()) for p in PROMPTS])
         if TEXT in changes
@@ -136,7 +137,8 @@ def three(tmp_path):
 
 
 def test_of_several_generations_each_has_a_table_and_each_value_its_row(tmp_path, three):
-    columns, levels = generations.columns(), ("prompt", "problem", "solution", "attempt")
+    columns = generations.columns()
+    levels = ("prompt", "problem", "solution", "attempt")
     rows.write(tmp_path, three, columns, Task("train", 0, 4))
     files = {str(p.relative_to(tmp_path / "rows")) for p in (tmp_path / "rows").rglob("*") if p.is_file()}
     assert files == {f"{level}/000000.parquet" for level in levels}
@@ -228,7 +230,8 @@ def test_every_generation_is_taken_from_its_own_table(tmp_path, three):
         ("try_once", "attempt", np.array([3, 5])),
         ("solve", "solution", np.array([3])),
     ):
-        found, numbers = taken(name, problems), columns[made].rows
+        found = taken(name, problems)
+        numbers = columns[made].rows
         for column in (made, f"{made}.logp"):
             of = np.flatnonzero(np.isin(numbers // (4 if made == "solution" else 1), problems))
             assert [found[column][i].tolist() for i in range(len(of))] == [
@@ -293,8 +296,10 @@ PARTIAL = ("temperature = 1.0", "temperature = 1.0, partial = 0.5")
 def rolled(folder, takes, groups=2):
     """What each group of a partial rollout takes of a recorded iteration, and goes on with."""
     plan = one_rank(PARTIAL)
-    node, task = plan.graph.node("actor.generate"), Task("train", 0, 4, position=8)
-    said, found = sampling(samples=2, max_tokens=5), []
+    node = plan.graph.node("actor.generate")
+    task = Task("train", 0, 4, position=8)
+    said = sampling(samples=2, max_tokens=5)
+    found = []
     for mine in np.array_split(np.arange(4), groups):
         context = [PROMPTS[i] for i in mine]
         stream = noise.RandomStream(0, "token", node.name, "train")

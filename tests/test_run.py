@@ -60,7 +60,8 @@ def test_two_layouts_train_alike_and_leave_what_they_promise(place, reference):
     for held in held_in(two).values():
         assert held["before RELEASE actor.generate, host"] == released
         assert held["before RUN actor.infer, host"] == 0
-        before, generating = held["before RESHARD actor.update, device"], held["before RELEASE actor.generate, device"]
+        before = held["before RESHARD actor.update, device"]
+        generating = held["before RELEASE actor.generate, device"]
         assert abs(generating - before) < 20_000  # generation weights in, update weights out: of the same size here
 
 

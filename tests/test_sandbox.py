@@ -77,7 +77,8 @@ def port():
 @pytest.mark.parametrize("what", HOSTILE)
 def test_hostile_code_is_held_back_and_leaves_nothing(what, port):
     code, reason, told = HOSTILE[what]
-    before, begin = below(), time.monotonic()
+    before = below()
+    begin = time.monotonic()
     ran = run_python(code.replace("PORT", str(port)), seconds=3 if reason == "time" else 30)
     assert (ran.reason, bool(ran)) == (reason, False), ran
     assert told in ran.stderr

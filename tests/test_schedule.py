@@ -56,7 +56,8 @@ def left_over(graph: Graph, streams: list[InstructionStream]) -> list[str]:
     reshard."""
     flow = graph.flow.digraph()
     left = [[i for i in s.instructions if i.op in ("RUN", "RESHARD")] for s in streams]
-    task, done = {i.node for stream in left for i in stream if i.op == "RUN"}, set[str]()
+    task = {i.node for stream in left for i in stream if i.op == "RUN"}
+    done = set[str]()
     moved = True
     while moved:
         moved = False
@@ -119,7 +120,8 @@ def plans(draw: st.DrawFn) -> Plan:
             ("reference", "infer"),
         ]
     )
-    nodes, edges = [Node("source", "host", "source", (), ("c0",))], list[tuple[str, str]]()
+    nodes = [Node("source", "host", "source", (), ("c0",))]
+    edges = list[tuple[str, str]]()
     for i in range(1, size):
         worker, verb = draw(kinds)
         before = draw(st.sets(st.integers(0, i - 1), min_size=1))
@@ -191,7 +193,8 @@ class Rounds(Walker):
 def refilled(draw: st.DrawFn) -> Plan:
     """Plans in which some function is a filter that refills."""
     found = draw(plans())
-    flow, updates = found.graph.flow.digraph(), {n.name for n in found.graph.verb("update")}
+    flow = found.graph.flow.digraph()
+    updates = {n.name for n in found.graph.verb("update")}
     filters = [
         n.name
         for n in found.graph.nodes
@@ -199,7 +202,8 @@ def refilled(draw: st.DrawFn) -> Plan:
     ]
     if not filters:
         return found
-    chosen, attributes = draw(st.sampled_from(filters)), {"refill": Expr("number", 3)}
+    chosen = draw(st.sampled_from(filters))
+    attributes = {"refill": Expr("number", 3)}
     nodes = tuple(replace(n, attributes=attributes) if n.name == chosen else n for n in found.graph.nodes)
     return BuildSchedule().apply(replace(found, graph=replace(found.graph, nodes=nodes)))
 
@@ -211,7 +215,8 @@ def walk(found: Plan, rounds: int) -> None:
     streams = [s for s in found.schedule if s.task == "train"]
     left = [Rounds(s, rounds).steps for s in streams]
     for steps in left:  # weights are there when a state generates, and do not come twice
-        runs, there = {s.node for s, _ in steps if s.op == "RUN"}, set[str]()
+        runs = {s.node for s, _ in steps if s.op == "RUN"}
+        there = set[str]()
         for step, _ in steps:
             if step.op == "RESHARD" and step.other in runs:
                 assert step.other not in there
@@ -223,7 +228,8 @@ def walk(found: Plan, rounds: int) -> None:
     for step in {x for steps in left for x in steps if x[0].op == "RESHARD"}:
         assert len({steps.count(step) for steps in left} - {0}) == 1  # who sends does it as often as who receives
     left = [[(s, r) for s, r in steps if s.op in ("RUN", "RESHARD", "AGAIN")] for steps in left]
-    done, moved = Counter[str](), True
+    done = Counter[str]()
+    moved = True
     while moved:
         moved = False
         for stream in left:

@@ -67,7 +67,8 @@ def token_scores(model, columns, i, *names):
 
 @pytest.mark.parametrize("micro", [0, 1, 3])
 def test_the_last_number_of_a_reward_model_is_the_score_of_the_row(judge, micro):
-    stage, columns = staged(TOKENS, judge=judge), rows()
+    stage = staged(TOKENS, judge=judge)
+    columns = rows()
     for name in ("tokens", "row"):
         stage.plan.placement(name).engine.options["micro_batch"] = micro
     columns |= stage.act("tokens", columns) | stage.act("row", columns)
@@ -197,6 +198,8 @@ def test_an_empty_response_has_no_score_and_its_row_is_reported(judge, on_nan):
 
 
 def test_a_round_without_pairs_takes_no_step(judge):
-    stage, none, report = staged(SCORES, judge=judge), np.zeros(0, np.int64), Report("")
+    stage = staged(SCORES, judge=judge)
+    none = np.zeros(0, np.int64)
+    report = Report("")
     stage._update(stage.plan.graph.node("judge.update"), TASK, Batch(share(none, 0, 0, {}), none, {}), report)
     assert "updates" not in report.sums

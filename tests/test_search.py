@@ -161,8 +161,11 @@ def every(plan: Plan) -> Iterator[Plan]:
             nodes.append("reference.infer")
         choices = []
         for node in nodes:
-            pool, verb, model = division.pool_of(node), node.split(".")[1], plan.model(node)
-            stated, layout = plan.deploy.engines.get(node), plan.deploy.layouts.get(node)
+            pool = division.pool_of(node)
+            verb = node.split(".")[1]
+            model = plan.model(node)
+            stated = plan.deploy.engines.get(node)
+            layout = plan.deploy.layouts.get(node)
             found = []
             owner = next(o for o in owners(plan, division) if o.node == node)
             for spec in open_engines(plan, owner, ENGINES):
@@ -231,7 +234,8 @@ def test_what_the_file_states_stays() -> None:
         "actor.update": EngineChoice("fsdp", {"recompute": "full"}),
     }
     found = passed(page.start(layouts=layouts, engines=engines))
-    update, generate = found.placement("actor.update"), found.placement("actor.generate")
+    update = found.placement("actor.update")
+    generate = found.placement("actor.generate")
     assert update.layout == layouts["actor.update"] and update.engine.options["recompute"] == "full"
     assert (generate.engine.name, generate.engine.options["micro_batch"]) == ("hf", 4)
     assert found.search is not None and set(found.search.best.layouts) == {"actor.generate", "actor.update"}
@@ -327,7 +331,8 @@ def test_staleness_where_nothing_is_parted_is_compared_with_the_same_in_step() -
         replace(e, attributes={"staleness": Expr("number", 1)}) if e.kind == "reshard" else e for e in graph.edges
     )
     start = replace(page.start(layouts={}), cluster=replace(page.CLUSTER, nodes=2))
-    found, plain = passed(replace(start, graph=replace(graph, edges=edges))), passed(start)
+    found = passed(replace(start, graph=replace(graph, edges=edges)))
+    plain = passed(start)
     record = found.search
     assert record is not None and record.rival is not None and plain.search is not None
     assert found.estimate is not None and found.estimate.staleness is not None and not record.rival.ahead
@@ -372,6 +377,7 @@ def test_stale_and_unstated_is_as_quick_as_any_parting_that_is_stated(program: s
 def test_a_budget_lets_a_search_go_on_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("msrl_graph.planner.search.EFFORT", 1.0)
     plan = replace(page.start(layouts={}), cluster=replace(page.CLUSTER, nodes=3))
-    short, long = passed(plan).search, passed(plan, budget=300.0).search
+    short = passed(plan).search
+    long = passed(plan, budget=300.0).search
     assert short is not None and short.ended == "the search's limit" and not short.optimal
     assert long is not None and not long.ended and long.optimal

@@ -57,7 +57,8 @@ def test_of_a_row_that_is_there_twice_the_later_one_is_kept(tmp_path):
 
 
 def test_memory_of_a_large_file_is_used_again_once_nobody_reads_it(tmp_path):
-    files, other = Segments(Room(tmp_path)), Segments(Room(tmp_path))
+    files = Segments(Room(tmp_path))
+    other = Segments(Room(tmp_path))
 
     def written(task, value):
         files.write(
@@ -68,7 +69,8 @@ def test_memory_of_a_large_file_is_used_again_once_nobody_reads_it(tmp_path):
         )
         return (tmp_path / task.replace("/", ":") / "s").stat().st_ino
 
-    first, held = written("train/0", 1.0), other.read("train/0", "s")["c"].column.values
+    first = written("train/0", 1.0)
+    held = other.read("train/0", "s")["c"].column.values
     files.drop("train/0")
     second = written("train/1", 2.0)
     assert second != first and (held == 1.0).all()  # it is read still
@@ -123,8 +125,10 @@ def test_a_part_that_was_being_written_is_nothing(tmp_path):
 
 
 def test_what_a_process_does_is_there_when_it_is_gone(tmp_path):
-    room, noon = Room(tmp_path), time.monotonic()
-    one, other = Activity(room, "rank 0"), Activity(room, "functions of host 0")
+    room = Room(tmp_path)
+    noon = time.monotonic()
+    one = Activity(room, "rank 0")
+    other = Activity(room, "functions of host 0")
     assert room.said() == {}
     one.say("RUN actor.update in train/3")
     other.say("a call with a name of " + "many words " * 999)
@@ -141,11 +145,14 @@ def test_what_a_process_does_is_there_when_it_is_gone(tmp_path):
 def test_what_a_process_is_done_with_is_of_one_task_and_never_costs_what_it_does(told):
     with tempfile.TemporaryDirectory() as folder:
         room = Room(Path(folder))
-        activity, done, last = Activity(room, "rank 0"), {}, ""
+        activity = Activity(room, "rank 0")
+        done = {}
+        last = ""
         activity.say("RUN actor.update")
         for key, node, rows in told:
             done = done if key == last else {}
-            last, done[node] = key, done.get(node, 0) + rows
+            last = key
+            done[node] = done.get(node, 0) + rows
             activity.did(key, node, rows)
         said = room.said()["rank 0"]
         assert said.what == "RUN actor.update" and said.pid == os.getpid()

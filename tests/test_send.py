@@ -29,7 +29,8 @@ def planned(source, target, first, hosts, bucket):
     if first == "generate":
         pools = [Pool(names[0], target.devices, source.devices), Pool(names[1], 0, target.devices)]
     if first == "beside":
-        some, more = source.devices // hosts, target.devices // hosts
+        some = source.devices // hosts
+        more = target.devices // hosts
         pools = [Pool(names[0], 0, source.devices, each=some), Pool(names[1], some, target.devices, each=more)]
     start = page.start(
         models={"policy": model()},
@@ -60,7 +61,8 @@ def both(rank, case):
     divided = case[0].dp > 1 and case[0].zero >= 2
     source, target = sides = tuple(Side(e.layout, divided and e is ends[0], 1, e.first, e.each) for e in ends)
     local = [end.rank(rank, plan.cluster.devices_per_node) for end in ends]
-    given, wanted = [], []
+    given = []
+    wanted = []
     if 0 <= local[0] < source.layout.devices:
         boxes = [(t.name, shard(t, source, local[0])) for t in m.tensors]
         given = [Shard(name, box, part(box, name)) for name, box in boxes]
@@ -73,7 +75,8 @@ def both(rank, case):
 def send(rank, folder, cases):
     for case in cases:
         arguments, wanted = both(rank, case)
-        edge, given = arguments[1], arguments[-1]
+        edge = arguments[1]
+        given = arguments[-1]
         sender = Sender(*arguments)
         for _ in range(2):
             sender.run(lambda w=wanted: w)
@@ -175,7 +178,8 @@ def strided(rank, _):
     """What lies in strides, as an engine's experts may, is laid into the message and nowhere else."""
     plan = planned(Layout(), Layout(), "update", 1, 0)
     (edge,) = plan.reshards
-    m, sides = model(), tuple(Side(Layout(), False, 1, first) for first in (0, 1))
+    m = model()
+    sides = tuple(Side(Layout(), False, 1, first) for first in (0, 1))
     shards = []
     for t in m.tensors:
         wide = torch.zeros([*t.shape[:-1], 2 * t.shape[-1]])

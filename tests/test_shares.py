@@ -68,7 +68,8 @@ def pair(request):
 
 
 def test_a_share_of_no_prompts_generates_nothing(alone):
-    stage, none = Stage(one_rank()), np.zeros(0, np.int64)
+    stage = Stage(one_rank())
+    none = np.zeros(0, np.int64)
     batch = Batch(share(none, 1, 1, {"prompt": 6}), none, {})
     assert not [*stage._generate(stage.plan.graph.node("actor.generate"), TASK, batch, stage.told)]
 

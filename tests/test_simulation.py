@@ -145,7 +145,8 @@ def test_rows_that_share_a_beginning_take_nearly_what_the_estimate_says(size: in
 ROWS = st.sampled_from([("lognormal", 0.8), ("uniform", 0.5), ("geometric", 0.0), ("fixed", 0.0)])
 # By an engine that computes each row by itself: one that shares beginnings does less where rows of one prompt are of
 # like length.
-ALONE, APART = ENGINE.format("megatron", 3), "apart actor.generate, actor.update"
+ALONE = ENGINE.format("megatron", 3)
+APART = "apart actor.generate, actor.update"
 PLANS = {
     "colocated": lambda: small(ALONE),
     "apart": lambda: small(f"{ALONE}\n{APART}"),
@@ -220,10 +221,14 @@ class Linear:
 
 
 def by_token(sequences: list[Sequence], slots: int, continuous: bool) -> tuple[float, dict[int, float]]:
-    waiting, live, now, ends = list(sequences), dict[Sequence, int](), 0.0, dict[int, float]()
+    waiting = list(sequences)
+    live = dict[Sequence, int]()
+    now = 0.0
+    ends = dict[int, float]()
     while waiting or live:
         if waiting and (not live or (continuous and len(live) < slots)):
-            new, waiting = waiting[: slots - len(live)], waiting[slots - len(live) :]
+            new = waiting[: slots - len(live)]
+            waiting = waiting[slots - len(live) :]
             if any(s.prefill for s in new):
                 now += 1 + sum(s.prefill for s in new)
             live |= dict.fromkeys(new, 1)  # the first token comes with the prompt
@@ -279,7 +284,8 @@ def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
         ("optimizer = adamw(lr = 1e-6)", f"optimizer = adamw(lr = 1e-6)\n    {batches}"),
     )
     simulator = Simulator(plan, ENGINES, read(plan, (), "", {}, 0))
-    flow, done = simulator.flow, {}
+    flow = simulator.flow
+    done = {}
     for node in plan.graph.nodes:
         rows = flow.rows(plan.graph.row_level(node))
         done[node.name] = RowTimes(plan.graph.row_level(node), [float(r * 7919 % 31) for r in range(rows)], 31.0)
@@ -313,11 +319,14 @@ DOCKS = {
 def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, iteration: int) -> None:
     """Rows come to a run's controllers one by one, in the order in which the simulation has them, to groups that are
     all on one host."""
-    plan, random = DOCKS[name](), Random(seed)
+    plan = DOCKS[name]()
+    random = Random(seed)
     flow = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).flow
     prompts = plan.graph.rows[0]
     for reader in readers(plan):
-        node, done, arrivals = plan.graph.node(reader.node), {}, list[tuple[float, str, int]]()
+        node = plan.graph.node(reader.node)
+        done = {}
+        arrivals = list[tuple[float, str, int]]()
         for edge in (e for e in plan.graph.samples() if e.dst == node.name):
             level = plan.graph.row_level(plan.graph.node(edge.src))
             times = list(map(float, random.sample(range(10**6), flow.rows(level))))
@@ -330,7 +339,8 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
             c: [random.randint(1, 500) for _ in range(flow.rows(plan.graph.column(c).level))]
             for c in ("prompt", "response")
         }
-        controller, rounds = Controller(replace(reader, at=(0,) * len(reader.at))), list[Round]()
+        controller = Controller(replace(reader, at=(0,) * len(reader.at)))
+        rounds = list[Round]()
         task = Task("train", iteration, prompts)
         controller.open(task)
         for _, column, row in sorted(arrivals):
@@ -358,7 +368,8 @@ def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(
     tokens: list[list[int]], most: int, more: int, cuts: int
 ) -> None:
     rollout = SimulatedRollout(3, 3 + more, 2, most, cuts, True, lambda prompt: (5, tokens[prompt]))
-    written, taken = Counter[tuple[int, int]](), list[int]()
+    written = Counter[tuple[int, int]]()
+    taken = list[int]()
     for version in range(6):
         working = rollout.begin(version)
         assert len(working) == 3 + more
@@ -506,7 +517,8 @@ def test_draws_are_keyed_by_row_and_clipped_to_the_bound() -> None:
 
 
 def test_a_file_of_lengths_reproduces_them(tmp_path: Path) -> None:
-    plan, path = PLANS["waves"](), tmp_path / "lengths.jsonl"
+    plan = PLANS["waves"]()
+    path = tmp_path / "lengths.jsonl"
     drawn = simulate(plan, iterations=3, lengths=["lognormal(150, 1)", "prompt=uniform(10, 100)"], seed=4)
     rows = [json.dumps([n["prompt"][r // 4], n["response"][r]]) for n in drawn.lengths for r in range(32)]
     path.write_text("\n".join(rows), encoding="utf-8")

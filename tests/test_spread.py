@@ -16,7 +16,8 @@ from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout
 
 PAGE = (Path(__file__).parent / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
-QWEN, DEEPSEEK = "qwen3-30b-a3b", "deepseek-r1-671b"
+QWEN = "qwen3-30b-a3b"
+DEEPSEEK = "deepseek-r1-671b"
 
 
 def text(model: str, device: str, hosts: int, *statements: str) -> str:
@@ -48,7 +49,8 @@ def planned(*program: object) -> Plan:
     ],
 )
 def test_what_an_engine_makes_of_a_layout(engine: str, layout: Layout, etp: int, has: bool) -> None:
-    spread, model = ENGINES[engine].spread, load(QWEN, Path())
+    spread = ENGINES[engine].spread
+    model = load(QWEN, Path())
     open_ = Layout(tp=layout.tp, dp=layout.dp, ep=layout.ep, etp=0)
     settled = spread.settled(open_, model)
     assert (settled.etp, spread.has(settled)) == (etp, has)
@@ -73,7 +75,8 @@ def test_experts_are_held_as_the_engines_hold_them() -> None:
     both = "engine actor.update = megatron", "engine actor.generate = vllm"
     layouts = "layout actor.update { tp = 4, ep = 4 }", "layout actor.generate { tp = 2 }"
     plan = planned(QWEN, "ascend-910c", 2, *layouts, *both)
-    update, generate = plan.placement("actor.update"), plan.placement("actor.generate")
+    update = plan.placement("actor.update")
+    generate = plan.placement("actor.generate")
     assert (update.layout.etp, update.layout.edp) == (4, 1) and (generate.layout.etp, generate.layout.edp) == (2, 8)
     routed = sum(t.elements for t in load(QWEN, Path()).tensors if t.experts)
     whole = planned(QWEN, "ascend-910c", 2, layouts[0], "layout actor.generate { tp = 2, ep = 2 }", *both)

@@ -81,7 +81,8 @@ def test_the_releases_of_a_stack_go_together():
 )
 def test_an_index_out_of_reach_is_no_fault_and_a_conflict_is(monkeypatch, capsys, failure, status, told):
     class Done:
-        returncode, stderr = 1, failure
+        returncode = 1
+        stderr = failure
 
     monkeypatch.setattr(resolve.subprocess, "run", lambda *arguments, **options: Done)
     monkeypatch.setattr(sys, "argv", ["resolve.py", "ascend"])

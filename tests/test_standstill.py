@@ -30,7 +30,8 @@ def status(moves=0, moved=0, **more):
 
 def test_a_disk_that_moves_is_waited_for_and_one_that_does_not_is_not(clock):
     """For an hour, however slow, as long as it is faster than what processes write of themselves."""
-    disk, rows = StallClock(disk=True), StallClock(disk=False)
+    disk = StallClock(disk=True)
+    rows = StallClock(disk=False)
     moved = 0
     for still in (disk, rows):
         still.hear([status()])

@@ -45,7 +45,8 @@ def learnt(tmp_path_factory):
     """Eight rows, and what torch makes of the model by them: its weights, and the norm of each step's gradient."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("steps")
-    store, judge = dist.FileStore(str(folder / "store"), 1), str(scoring(folder / "judge"))
+    store = dist.FileStore(str(folder / "store"), 1)
+    judge = str(scoring(folder / "judge"))
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     stage, columns = built(ROLLOUT, changes("adamw"), LOSS, judge=judge)
     yield judge, columns, {name: alone(name, stage, columns) for name in STATED}, folder
@@ -58,7 +59,9 @@ def changes(optimizer):
 
 def alone(name, stage, columns):
     """What torch makes of the model: its weights, the norm of each step's gradient, and the rate."""
-    model, norms, rates = net(stage, "actor"), [], []
+    model = net(stage, "actor")
+    norms = []
+    rates = []
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     made = optimizers(name, model)
     plans = {
@@ -122,7 +125,9 @@ def steps(rank, name, layout, judge, columns, micro, out):
     world = dist.get_world_size()
     more = f"layout actor.update, critic.update, teacher.infer, judge.infer {{ {layout} }}"
     stage = staged(ROLLOUT, changes(name), LOSS, rank=rank, ranks=world, judge=judge, more=more)
-    node, placement, told = stage.plan.graph.node("actor.update"), stage.plan.placement("actor.update"), []
+    node = stage.plan.graph.node("actor.update")
+    placement = stage.plan.placement("actor.update")
+    told = []
     placement.engine.options["micro_batch"] = micro
     for number, rows in enumerate(ROUNDS):
         if number == 3:  # what a checkpoint would hold
@@ -130,7 +135,8 @@ def steps(rank, name, layout, judge, columns, micro, out):
             trainer.restore(
                 {kind: {s.name: s.tensor.clone() for s in of} for kind, of in trainer.moments().items()}, number
             )
-        parts, report = [rows[1:], rows[:1]] if placement.layout.dp == 2 else [rows], Report("")
+        parts = [rows[1:], rows[:1]] if placement.layout.dp == 2 else [rows]
+        report = Report("")
         mine = np.array(parts[placement.layout.coordinates(rank).dp])
         elements = {c: int(columns[c].lengths[rows].sum()) for c in node.reads}
         part = share(mine, max(map(len, parts)), len(rows), elements)
@@ -189,8 +195,11 @@ def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optim
     tensors = Tensor("model.layers.0.mlp.experts.*.gate_proj.weight", (3, 6, 4), experts=True), Tensor("norm", (4,))
     torch.manual_seed(0)
     both = torch.randn(3, 12, 4).to(dtype)
-    inside, own, rest = both[:, :6], both[:, :6].clone(), both[:, 6:].clone()
-    made, start = [], own.clone()
+    inside = both[:, :6]
+    own = both[:, :6].clone()
+    rest = both[:, 6:].clone()
+    made = []
+    start = own.clone()
     for weight in (inside, own):
         weights = weight, torch.ones(4, dtype=dtype)
         shards = [Shard(t.name, full(t.shape), w) for t, w in zip(tensors, weights, strict=True)]

@@ -97,7 +97,8 @@ def test_a_tail_says_what_the_whole_text_says(make, strings, tmp_path):
 def test_a_response_ends_with_its_stop_string(generator):
     """The same tokens as without, each row up to the first stop string, and the log-probabilities of these."""
     tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
-    rows, whole = np.arange(60), sampling(samples=20, max_tokens=8, temperature=2.0)
+    rows = np.arange(60)
+    whole = sampling(samples=20, max_tokens=8, temperature=2.0)
     tokens, logps = collected(generator.generate(PROMPTS, rows, whole))
     stopped = collected(
         generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=2.0, stop=("3", "11", "=")))
@@ -139,13 +140,15 @@ def test_a_response_in_stretches_and_across_a_cut_ends_where_it_ends_at_once(
 ):
     """Drawn in parts, and after so many of them by another call, which is handed what was drawn: a stop string may lie
     on both sides."""
-    rows, said = np.arange(60), sampling(samples=20, max_tokens=8, temperature=3.0, stop=strings)
+    rows = np.arange(60)
+    said = sampling(samples=20, max_tokens=8, temperature=3.0, stop=strings)
     whole, logps = collected(generator.generate(PROMPTS, rows, said))
     tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
     free, _ = collected(generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=3.0)))
     assert [len(t) for t in whole] == [naive(tokenizer, t.tolist(), strings) or len(t) for t in free]
     generator.micro_batch = micro_batch
-    parts, theirs = [[] for _ in rows], [[] for _ in rows]
+    parts = [[] for _ in rows]
+    theirs = [[] for _ in rows]
     live = set(range(len(rows)))
 
     def draw(drawn, places, until):

@@ -115,7 +115,8 @@ def test_a_room_is_for_its_user_alone_whatever_the_umask(name):
 @pytest.mark.parametrize("where", ["rows", "task", "decided"])
 def test_rows_and_notes_hold_no_pickle(where, tmp_path):
     """A pickle at each place that the dock reads is told of as damaged, and not loaded."""
-    files, harmed = Segments(Room(tmp_path)), tmp_path / "harmed"
+    files = Segments(Room(tmp_path))
+    harmed = tmp_path / "harmed"
     files.write(TASK.key, "s", "node", {"c": ColumnRows(np.arange(1), ColumnData(np.arange(1)))})
     files.note(TASK.key, "task", TASK)
     data = pickle.dumps(Harm(harmed))
@@ -130,7 +131,8 @@ def test_rows_and_notes_hold_no_pickle(where, tmp_path):
 @stranger.needed
 def test_a_sweep_leaves_links_and_names_of_strangers_alone(public, name):
     """Names with `*` in them matched the rows of runs that were on, and links led elsewhere."""
-    live, mine = SHARED / name, public / "mine"
+    live = SHARED / name
+    mine = public / "mine"
     live.mkdir(mode=0o700)
     (live / "row").write_text("x")
     mine.mkdir(mode=0o700)
@@ -316,7 +318,8 @@ def test_results_do_not_go_to_a_folder_that_others_can_write_to(tmp_path, capsys
 
 def test_results_do_not_go_through_links_of_a_folder_that_came_from_a_stranger(tmp_path):
     """The fix that the message names is applied; links that stay inside, or that nobody writes at, are left alone."""
-    out, outside = tmp_path / "out", tmp_path / "outside"
+    out = tmp_path / "out"
+    outside = tmp_path / "outside"
     outside.mkdir()
     for name in ("checkpoints/000002", "weights/actor", "logs"):
         (out / name).mkdir(parents=True)

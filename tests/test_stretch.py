@@ -39,7 +39,8 @@ def test_ranks_count_through_the_devices(data: st.DataObject, per_host: int) -> 
 
 @given(st.data(), st.integers(2, 6))
 def test_what_meets_has_a_device_in_common(data: st.DataObject, per_host: int) -> None:
-    one, other = data.draw(stretches(per_host)), data.draw(stretches(per_host))
+    one = data.draw(stretches(per_host))
+    other = data.draw(stretches(per_host))
     assert (
         meet(one, other, per_host)
         == bool({*devices(one, per_host)} & {*devices(other, per_host)})

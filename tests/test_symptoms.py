@@ -98,8 +98,10 @@ def test_what_advantages_are_made_of():
 
 @pytest.mark.parametrize("samples", [1, 4])
 def test_the_spread_of_rewards_is_that_of_all_rows(samples):
-    plan, draw = compile("grpo", model="tiny", sets={"prompts": "16", "group": str(samples)}), np.random.default_rng(0)
-    node, rows = plan.graph.node("host.reward"), np.arange(16 * samples)
+    plan = compile("grpo", model="tiny", sets={"prompts": "16", "group": str(samples)})
+    draw = np.random.default_rng(0)
+    node = plan.graph.node("host.reward")
+    rows = np.arange(16 * samples)
     values = (1e6 + draw.integers(0, 3, len(rows)) / 8).astype(np.float32)
     values[:8] = 1e6
     parts = np.array_split(draw.permutation(rows), 5)
@@ -117,8 +119,10 @@ def test_the_spread_of_rewards_is_that_of_all_rows(samples):
 
 
 def test_what_is_not_finite_has_no_spread():
-    plan, report = compile("grpo", model="tiny", sets={"prompts": "2", "group": "2"}), Report("")
-    means, node = ColumnMeans(plan), plan.graph.node("host.reward")
+    plan = compile("grpo", model="tiny", sets={"prompts": "2", "group": "2"})
+    report = Report("")
+    means = ColumnMeans(plan)
+    node = plan.graph.node("host.reward")
     means.count(report, node, Task("train", 0, 2), "reward", np.arange(4), np.array([1.0, np.nan, 2.0, 4.0]))
     assert spreads([report]) == {"reward/std": pytest.approx(2**0.5), "reward/flat": 0.0} and report.sums["reward"] == (
         7.0,

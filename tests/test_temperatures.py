@@ -78,7 +78,8 @@ def test_each_row_is_drawn_and_scored_at_its_own_temperature() -> None:
     columns = {"prompt": ragged(PROMPTS, np.int32), "temp": ColumnData(HEAT)}
     drawn = stage.act("actor.generate", columns)
     columns = {c: v.take(rows) for c, v in columns.items()} | drawn
-    old, model = stage.act("actor.infer", columns)["old_logp"], net(stage, "actor")
+    old = stage.act("actor.infer", columns)["old_logp"]
+    model = net(stage, "actor")
     whole = [token_logps(model, columns, i, "response", float(HEAT[rows[i]])) for i in range(8)]
     assert close(old.values, [p.gather(1, t)[:, 0] for p, t in whole])
     assert np.allclose(old.values, drawn["response.logp"].values, atol=1e-3)

@@ -148,12 +148,14 @@ algorithm twice {
 
 @pytest.mark.parametrize("micro", [0, 3])
 def test_each_of_several_columns_has_the_temperature_that_it_was_drawn_at(micro):
-    stage, draw = staged(TWICE), np.random.default_rng(0)
+    stage = staged(TWICE)
+    draw = np.random.default_rng(0)
     columns = {"prompt": ragged(PROMPTS, np.int32).take(np.repeat(np.arange(4), 2))}
     for name, sizes in (("response", (3, 5, 1, 4, 2, 5, 3, 2)), ("revised", (1, 2, 5, 4, 4, 3, 1, 1))):
         columns[name] = ragged([draw.integers(3, 13, n) for n in sizes], np.int32)
     stage.plan.placement("teacher.infer").engine.options["micro_batch"] = micro
-    found, model = stage.act("teacher.infer", columns), net(stage, "teacher")
+    found = stage.act("teacher.infer", columns)
+    model = net(stage, "teacher")
     for written, name, temperature in (("cold", "response", 0.5), ("warm", "revised", 2.0)):
         whole = [token_logps(model, columns, i, name, temperature) for i in range(8)]
         assert close(found[written].values, [p.gather(1, t)[:, 0] for p, t in whole]), written
@@ -168,7 +170,8 @@ def test_a_critic_that_is_begun_from_a_policy_predicts_nothing(judge):
 def policy_loss(stage, columns, kept):
     """clip(0.2, ratio = sequence) + 0.1 kl() - 0.01 entropy() + 0.1 distil(reverse) of each token that is kept, row by
     row."""
-    model, found = net(stage, "actor"), []
+    model = net(stage, "actor")
+    found = []
     for i in range(8):
         where = torch.from_numpy(kept[i])
         whole, tokens = (x[where] for x in token_logps(model, columns, i, "response", 0.8))
@@ -189,7 +192,8 @@ def policy_loss(stage, columns, kept):
 
 
 def critic_loss(stage, columns, kept):
-    model, found = net(stage, "critic", "ForSequenceClassification"), []
+    model = net(stage, "critic", "ForSequenceClassification")
+    found = []
     for i in range(8):
         where = torch.from_numpy(kept[i])
         v = values(model, columns, i)[where]
@@ -200,7 +204,8 @@ def critic_loss(stage, columns, kept):
 
 
 def pair_loss(stage, columns, kept):
-    model, found = net(stage, "actor"), []
+    model = net(stage, "actor")
+    found = []
     for i in range(8):
         sums = []
         for name in ("chosen", "rejected"):
@@ -215,7 +220,8 @@ def test_raft_pp_is_ppos_ratio_and_clip_of_right_responses():
     program = EXAMPLE.parent / "raft_pp" / "raft_pp.rlg"
     text = program.read_text().replace("mini_batch = 256", "mini_batch = 8")
     stage = Stage(compile(program, text=text, sets={"prompts": "4", "group": "2"}))
-    columns, kept = stage.sampled(), np.array([0, 3, 4])
+    columns = stage.sampled()
+    kept = np.array([0, 3, 4])
     columns |= {"reward": ColumnData(np.ones(8, np.float32), None)}
     logp = stage.act("actor.infer", columns)["old_logp"]
     away = np.random.default_rng(0).normal(0, 0.3, len(logp.values))
@@ -297,7 +303,8 @@ def test_a_mask_that_leaves_nothing_or_little(rolled, judge, left):
 
 def test_a_round_without_rows_takes_no_step(paired):
     stage, _ = paired
-    none, report = np.zeros(0, np.int64), Report("")
+    none = np.zeros(0, np.int64)
+    report = Report("")
     before = [s.tensor.clone() for s in stage.trainers["actor"].shards()]
     stage._update(stage.plan.graph.node("actor.update"), TASK, Batch(share(none, 0, 0, {}), none, {}), report)
     assert report.remarks == ["`actor.update` (line 14 of tiny.rlg) has no rows in iteration 3: it takes no step"]
@@ -331,7 +338,8 @@ def test_a_critic_is_saved_as_transformers_has_it(judge, tmp_path):
     scores = [model(sequence(columns, i, "prompt", "response")).logits[0].detach() for i in range(8)]
     again = staged(ROLLOUT, judge=str(tmp_path / "critic"))
     assert close(again.act("judge.infer", columns)["score"].values, scores) and len(np.unique(torch.cat(scores))) > 5
-    model, deploy = shutil.copytree(EXAMPLE / "model", tmp_path / "model"), stage.plan.deploy
+    model = shutil.copytree(EXAMPLE / "model", tmp_path / "model")
+    deploy = stage.plan.deploy
     (model / "chat_template.jinja").write_text("{{ messages }}")
     policy = replace(deploy.models["policy"], path=str(model))
     stage.plan = replace(stage.plan, deploy=replace(deploy, models={**deploy.models, "policy": policy}))
@@ -441,7 +449,8 @@ def test_two_updates_of_a_worker_share_its_optimizer(judge, tmp_path):
     stage, columns = built(ROLLOUT, *SECOND, judge=judge)
     reference = torch.optim.AdamW([s.tensor.clone() for s in stage.trainers["actor"].shards()])
     for node, options in STEPS:
-        apply, seen = stage.trainers["actor"]._optimizer._apply, []
+        apply = stage.trainers["actor"]._optimizer._apply
+        seen = []
         stage.trainers["actor"]._optimizer._apply = lambda gradients, *rest, apply=apply, seen=seen: (
             seen.append([g.clone() * rest[0] for g in gradients]),
             apply(gradients, *rest),
@@ -532,7 +541,8 @@ def test_a_state_is_a_factor_of_a_term(of, per):
     assert kl[0] / kl[1] == pytest.approx(0.25, abs=1e-5)
     assert loss[0] == pytest.approx(clip[0] / clip[1] + 2 * 0.75 * 0.25, abs=1e-5)
     # A rank that has no rows of a mini-batch has no states of them either.
-    none, report = np.zeros(0, np.int64), Report("")
+    none = np.zeros(0, np.int64)
+    report = Report("")
     batch = Batch(
         share(none, 8, 8, {"response": 20}), none, {} if of else {"beta": ColumnData(np.zeros(0, np.float32))}
     )

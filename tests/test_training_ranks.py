@@ -58,7 +58,9 @@ def working(rank, judge):
         return staged(text, *changes, rank=rank, ranks=dist.get_world_size(), judge=judge, more=laid(program, layout))
 
     def act(program, layout, columns, shares, micro):
-        here, report, written = stage(program, layout), Report(""), {}
+        here = stage(program, layout)
+        report = Report("")
+        written = {}
         whole = np.concatenate([np.array(s, np.int64) for s in shares])
         placement = here.plan.placement(TRAINED[program][0])
         mine = np.array(shares[placement.layout.coordinates(rank).dp], np.int64)

@@ -35,7 +35,8 @@ COMMANDS = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """What the page has its reader copy, and the commands as they are installed."""
-    work, commands = tmp_path / "first", tmp_path / "bin"
+    work = tmp_path / "first"
+    commands = tmp_path / "bin"
     work.mkdir()
     commands.mkdir()
     for name in ("model", "train.jsonl", "test.jsonl", "grpo.rlg"):
@@ -73,7 +74,9 @@ def parts(shown: str) -> list[list[str]]:
 
 
 def agrees(shown: str, real: str) -> bool:
-    lines, at, pieces = real.splitlines(), 0, parts(shown)
+    lines = real.splitlines()
+    at = 0
+    pieces = parts(shown)
     if len(pieces) == 1:
         return lines == pieces[0]
     for i, piece in enumerate(pieces):
@@ -89,7 +92,9 @@ def agrees(shown: str, real: str) -> bool:
 
 def rewritten(shown: str, real: str) -> str:
     """The new text, with as much left out as before; whole where a part cannot be found again."""
-    lines, at, new = real.splitlines(), 0, []
+    lines = real.splitlines()
+    at = 0
+    new = []
     for piece in parts(shown) if LEFT_OUT in shown.splitlines() else []:
         first = get_close_matches(piece[0], lines[at:], 1, 0.5) if piece else []
         if piece and not first:
@@ -116,10 +121,12 @@ def test_a_text_agrees_in_its_parts() -> None:
 
 
 def test_the_page_is_true(folder: Path, update: bool) -> None:
-    text, shown = PAGE.read_text(encoding="utf-8"), []
+    text = PAGE.read_text(encoding="utf-8")
+    shown = []
 
     def follow(block: re.Match[str]) -> str:
-        kind, body = block[1], block[2]
+        kind = block[1]
+        body = block[2]
         name = re.match(r"# ([\w-]+\.(?:rlg|py))\n", body)
         if name:
             (folder / name[1]).write_text(body, encoding="utf-8")

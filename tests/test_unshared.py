@@ -21,7 +21,9 @@ pytestmark = [
 
 
 def test_hosts_without_a_shared_disk_save_their_parts_and_go_on_from_them(place):
-    shared, own, named = place.folder / "bucket" / "run", place.folder / "own", place.folder / "named"
+    shared = place.folder / "bucket" / "run"
+    own = place.folder / "own"
+    named = place.folder / "named"
     own.mkdir()
     named.mkdir()
     # Each host has its own copy of a model at a URL.
@@ -59,7 +61,8 @@ def test_hosts_without_a_shared_disk_save_their_parts_and_go_on_from_them(place)
             assert not list(made.seen(host, own).glob("msrl_graph/runs/*"))
 
         # Killed when parts have their names, and there is no manifest of them yet.
-        out, there = own / "out", made.seen(1, own / "out")
+        out = own / "out"
+        there = made.seen(1, own / "out")
         fault_points.file(named, "driver", "placed checkpoint 2").touch()
         code, err = run(2, "--out", str(out), MSRL_POINTS=str(named))
         assert code == 0 and "starting anew from the checkpoint after 1 iteration" in err, err

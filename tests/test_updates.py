@@ -39,7 +39,8 @@ def planned(source: str, more: str = "") -> Plan:
 @pytest.mark.parametrize("source", ["actor.update", "more"])
 def test_two_updates_share_what_a_worker_has(source: str) -> None:
     plan = planned(source)
-    first, second = plan.placement("actor.update"), plan.placement("more")
+    first = plan.placement("actor.update")
+    second = plan.placement("more")
     assert (first.layout, first.engine.name) == (second.layout, second.engine.name)
     stream = next(s for s in plan.schedule if s.task == "train" and s.pool == first.pool)
     steps = [(i.op, i.node) for i in stream.instructions]

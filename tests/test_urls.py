@@ -58,7 +58,9 @@ def server(tmp_path):
     with http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(Quiet, directory=tmp_path / "served")
     ) as made:
-        made.asked, made.folder, made.url = [], tmp_path / "served", f"http://127.0.0.1:{made.server_port}"
+        made.asked = []
+        made.folder = tmp_path / "served"
+        made.url = f"http://127.0.0.1:{made.server_port}"
         threading.Thread(target=made.serve_forever, daemon=True).start()
         yield made
         made.shutdown()
@@ -171,7 +173,8 @@ def program(folder, model, data):
 def test_a_program_at_urls_is_checked_as_one_of_files(server, tmp_path, capsys, cache):
     shutil.copytree(EXAMPLE / "model", server.folder / "model")
     shutil.copy(EXAMPLE / "train.jsonl", server.folder)
-    data, model = f"{server.url}/train.jsonl", f"{server.url}/model"
+    data = f"{server.url}/train.jsonl"
+    model = f"{server.url}/model"
     path = program(tmp_path, model, data)
     assert compile_main([path, "--check"]) == 0, capsys.readouterr().err
     assert not list(cache.glob("*/*.safetensors"))
@@ -223,8 +226,10 @@ def test_a_folder_that_is_none_to_write_into_is_told(server, tmp_path, capsys):
 
 
 def test_a_checkpoint_at_a_url_is_whole_or_refused(tmp_path, capsys):
-    path, there = str(EXAMPLE / "grpo.rlg"), tmp_path / "run"
-    plan, url = compile(path), f"file://{tmp_path / 'run'}"
+    path = str(EXAMPLE / "grpo.rlg")
+    there = tmp_path / "run"
+    plan = compile(path)
+    url = f"file://{tmp_path / 'run'}"
     assert run_main([path, "--dry-run", "--resume", url]) == 1
     assert capsys.readouterr().err.startswith(f"error[bad-checkpoint]: the run in {url} has saved no checkpoint\n")
     for iteration in (1, 2):
@@ -244,8 +249,11 @@ def test_a_checkpoint_at_a_url_is_whole_or_refused(tmp_path, capsys):
 def test_a_checkpoint_is_seen_at_a_url_when_all_of_it_is_there(tmp_path, monkeypatch):
     from fsspec.implementations.local import LocalFileSystem
 
-    plan, there = compile(EXAMPLE / "grpo.rlg"), tmp_path / "bucket"
-    parted, url, put = DistributedCheckpoint(plan, [], list), f"file://{there}", LocalFileSystem.put_file
+    plan = compile(EXAMPLE / "grpo.rlg")
+    there = tmp_path / "bucket"
+    parted = DistributedCheckpoint(plan, [], list)
+    url = f"file://{there}"
+    put = LocalFileSystem.put_file
 
     def written(iteration):
         folder = save(tmp_path / "copy", plan, iteration, keep=2)
@@ -282,7 +290,8 @@ def test_a_run_from_urls_into_a_url_goes_on_from_there(place, server, cache):
     names = [(f'"{n}"', f'"{server.url}/{n.removeprefix("./")}"') for n in ("./model", "train.jsonl", "test.jsonl")]
     place.write(*names, *ONE_RANK, ("run { iterations", "run { save = 1, iterations"), evaluated=False)
     there = place.folder / "bucket" / "run"
-    url, environment = f"file://{there}", {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    url = f"file://{there}"
+    environment = {"XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     code, out, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", url, **environment)
     assert code == 0 and f"results in {url}\n" in out, err
     first = metrics(there)

@@ -98,7 +98,8 @@ def test_a_process_uses_the_files_as_they_were_taken(reward, tmp_path):
 
 
 def test_an_edited_file_is_told_of_once_whoever_drives(reward, tmp_path):
-    helper, folder = reward.with_name("chosen.py"), tmp_path / "attempt"
+    helper = reward.with_name("chosen.py")
+    folder = tmp_path / "attempt"
     files = {str(p): ShippedFile(p.read_bytes(), p.stat().st_mtime_ns) for p in (reward, helper)}
     shipped_files.lay_in(folder, files)
     assert shipped_files.laid(folder) == files

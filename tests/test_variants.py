@@ -70,7 +70,8 @@ def test_each_statement_changes_what_it_is_of() -> None:
 }
 """
     found = lowered(base + own, context(deploy="b"))
-    deploy, edges = found.deploy, {(e.src, e.dst): e.attributes for e in found.graph.edges}
+    deploy = found.deploy
+    edges = {(e.src, e.dst): e.attributes for e in found.graph.edges}
     assert deploy is not None
     (evaluation,) = deploy.evaluations
     assert (evaluation.every, evaluation.samples, evaluation.label) == (5, 1, "held out")

@@ -162,7 +162,8 @@ def test_what_is_dropped_doubled_or_renamed_is_refused(data: st.DataObject) -> N
 def test_an_instruction_of_no_node_is_refused() -> None:
     plan = json.loads(written("apart_two"))
     for inside, at in parts(plan, "instructions"):
-        node, inside[at]["node"] = inside[at]["node"], ""
+        node = inside[at]["node"]
+        inside[at]["node"] = ""
         assert refused(plan)
         inside[at]["node"] = node
 
@@ -319,7 +320,8 @@ def test_each_instruction_is_a_method_of_whoever_walks() -> None:
 
 
 def test_pools_meet_where_they_reshard_and_wait_for_each_other_elsewhere() -> None:
-    send, other = Instruction("RESHARD", "u", "g"), Instruction("RESHARD", "u", "h")
+    send = Instruction("RESHARD", "u", "g")
+    other = Instruction("RESHARD", "u", "h")
     assert Walk({"a": [send, other], "b": [send], "c": [other]}).finish(Told())
     assert not Walk({"a": [send, other], "b": [other, send]}).finish(Told())
     assert not Walk({"a": [send, send], "b": [send]}).finish(Told())

@@ -97,7 +97,8 @@ def test_a_row_that_is_computed_on_another_host_moves(ray):
     made, other = docks(ray, 2, 3.0)
     activity = Activity(Room(Path(ray.get(other.folder.remote()))), "functions of host 1")
     activity.say("host.reward in train/0")
-    late, begin = made.ask.remote(RefillRequest("filter", TASK.key, 1)), time.monotonic()
+    late = made.ask.remote(RefillRequest("filter", TASK.key, 1))
+    begin = time.monotonic()
     moves = ray.get(other.status.remote()).moves
     for row in range(8):
         time.sleep(0.75)
@@ -126,7 +127,8 @@ def test_a_question_of_ones_own_is_passed_on_and_waits_like_those_that_there_are
 
 def test_who_waits_for_a_place_that_nobody_leaves_is_told(ray):
     """At once where nothing ends before; else at the deadline, as of devices that are ahead of themselves."""
-    made, ahead = controllers(ray, 2.0, 100), Task("train", 1, 2)
+    made = controllers(ray, 2.0, 100)
+    ahead = Task("train", 1, 2)
     ray.get(made.open.remote(ahead))
     assert ray.get(made.place.remote(TASK.key, "source", "a.0", 100, True)) == 0
     full = "has 1 bytes of rows more in train/{}, and the 100 bytes of the dock's `capacity` are full on every host"

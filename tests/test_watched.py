@@ -79,7 +79,8 @@ def status(pid=7, host=0):
 @pytest.fixture
 def facts(plan):
     found = RunFacts(plan)
-    found.lines, found.evaluations = [LINE], [{"evaluation": "held_out", "after_iterations": 0, "reward": 0.25}]
+    found.lines = [LINE]
+    found.evaluations = [{"evaluation": "held_out", "after_iterations": 0, "reward": 0.25}]
     found.iteration(LINE, ["reward"], [Report("rank 0", seconds={"dock wait": 0.25})])
     found.begin(Task("train", 3, 64))
     found.look([status()])
@@ -146,7 +147,8 @@ def test_the_docks_are_looked_at_only_when_somebody_asks(facts):
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5 * POINTS), st.integers(1, 60))
 def test_a_curve_has_few_points_that_are_means(values, width):
     facts = RunFacts.__new__(RunFacts)
-    facts.lines, facts.evaluations = [{"iteration": i, "x": v} for i, v in enumerate(values)], []
+    facts.lines = [{"iteration": i, "x": v} for i, v in enumerate(values)]
+    facts.evaluations = []
     points = facts.curve("x")["points"]
     assert len(points) <= POINTS and points[-1][0] == len(values)
     weights = [b - a for (a, _), (b, _) in zip([(0, 0), *points], points, strict=False)]
@@ -215,7 +217,8 @@ def test_a_port_that_is_taken_is_told_before_anything_is_started(tmp_path, capsy
         assert run_main([str(EXAMPLE / "grpo.rlg"), "--metrics-port", str(port), "--watch"]) == 3
         assert run_main([str(EXAMPLE / "grpo.rlg"), "--metrics-port", "65536"]) == 3
         assert run_main([str(EXAMPLE / "grpo.rlg"), "--metrics-port", str(port), "--dry-run"]) == 0
-    told, help = "error[port-taken]: port {} of 127.0.0.1 cannot be had for the metrics: {}\n", "  = help: {}\n"
+    told = "error[port-taken]: port {} of 127.0.0.1 cannot be had for the metrics: {}\n"
+    help = "  = help: {}\n"
     help = help.format("name another with --metrics-port, or 0 for a free one")
     expected = told.format(port, "Address already in use") + help + told.format(65536, "ports end at 65535") + help
     assert capsys.readouterr().err == expected

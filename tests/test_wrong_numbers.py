@@ -149,7 +149,8 @@ def test_rows_of_older_weights_are_told_apart_and_may_drift():
     """The policy has changed since: that is no mistake, whatever it comes to."""
     stage = Stage(one_rank())
     corrupt(stage)
-    node, columns = stage.plan.graph.node("actor.infer"), stage.sampled()
+    node = stage.plan.graph.node("actor.infer")
+    columns = stage.sampled()
     size = len(columns["response"])
     elements = {c: len(columns[c].values) for c in ("prompt", "response", "response.logp")}
     for version in (3, 1):
@@ -207,7 +208,8 @@ def test_tokens_outside_the_vocabulary_and_empty_responses():
     columns = ragged([np.array([3, 4]), np.array([16]), np.zeros(0, int), np.array([5, 17, 2])], np.int32)
     logp = ColumnData(np.full(6, -1.0, np.float32), columns.offsets)
     stage = Stage(one_rank())
-    node, rows = stage.plan.graph.node("actor.generate"), np.arange(10, 14)
+    node = stage.plan.graph.node("actor.generate")
+    rows = np.arange(10, 14)
     what = r"^`actor.generate` \(line 23 of grpo.rlg\) on rows 11, 13 of iteration 0: it drew the token 16, outside"
     with pytest.raises(RunError, match=what):
         stage.watch.response(node, Task("train", 0, 4, 2), stage.told, rows, columns, logp, 16)

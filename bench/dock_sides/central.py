@@ -47,7 +47,8 @@ class Worker:
     """All nodes of the graph on one host."""
 
     def __init__(self, host: int, samples: int, length: int, center: Any) -> None:
-        self.rows, self.center = Rows(host, samples, length), center
+        self.rows = Rows(host, samples, length)
+        self.center = center
         first, *middle, last = NODES
         turn = host % len(middle)  # hosts that all do the same at a time leave the link idle between two nodes
         self.nodes = (first, *middle[turn:], *middle[:turn], last)
@@ -56,7 +57,8 @@ class Worker:
         pass
 
     def run(self, own: Any, strided: Any, compute: float) -> Times:
-        start, puts = time.perf_counter(), []
+        start = time.perf_counter()
+        puts = []
         for node in self.nodes:
             reads, writes = NODES[node]
             rows = strided if reads else own
@@ -73,7 +75,8 @@ class Worker:
 class Central(Side):
     def __init__(self, setup: Setup) -> None:
         kinds: Any = (Center, Worker)
-        self.setup, self.center = setup, kinds[0].options(**on(setup.hosts[0])).remote()
+        self.setup = setup
+        self.center = kinds[0].options(**on(setup.hosts[0])).remote()
         self.workers = [
             kinds[1].options(**on(address)).remote(h, setup.samples, setup.length, self.center)
             for h, address in enumerate(setup.hosts)

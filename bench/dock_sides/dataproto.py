@@ -31,7 +31,8 @@ class Worker(Base):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)  # type: ignore[untyped-decorator]
     def run(self, data: Any) -> Any:
-        node, rows = data.meta_info["node"], data.batch["row"].numpy()
+        node = data.meta_info["node"]
+        rows = data.batch["row"].numpy()
         reads, writes = NODES[node]
         check(rows, {c: data.batch[c][:, 0] for c in reads})
         time.sleep(data.meta_info["compute"] / len(NODES))

@@ -63,11 +63,13 @@ class Made:
     """The rows that a worker makes, as long as `lengths` says of each; see side.Rows."""
 
     def __init__(self, lengths: Any) -> None:
-        self.lengths, total = lengths, int(lengths.sum())
+        self.lengths = lengths
+        total = int(lengths.sum())
         self.values = {c: np.ones(total, np.int32 if c == "response" else np.float32) for c in COLUMNS}
 
     def pieces(self, rows: Any, columns: tuple[str, ...]) -> dict[str, ColumnRows]:
-        offsets, found = offsets_of(self.lengths[rows]), {}
+        offsets = offsets_of(self.lengths[rows])
+        found = {}
         for name in columns if len(rows) else ():
             if name == "reward":
                 column = ColumnData(np.zeros(len(rows), np.float32))
@@ -94,7 +96,8 @@ class Worker:
     """The ranks and functions of one host."""
 
     def __init__(self, plan: str, way: DockAddress, process: int, host: int, lengths: Any) -> None:
-        self.plan, self.host = from_json(plan), host
+        self.plan = from_json(plan)
+        self.host = host
         self.client = Client(f"rank {process}", readers(self.plan), way, host)
         self.made = Made(lengths)
 
@@ -103,7 +106,9 @@ class Worker:
 
     def run(self, task: Task, compute: float) -> tuple[Times, int]:
         """When it began and ended, and the tokens of the responses that it updates on."""
-        start, client, tokens = time.perf_counter(), self.client, 0
+        start = time.perf_counter()
+        client = self.client
+        tokens = 0
         if self.host == 0:
             client.put("source", task, prompts(task))
         for node in self.plan.graph.nodes[1:]:

@@ -96,7 +96,8 @@ class Queue(Side):
             f"unit {u}": SimpleStorageUnit.options(**on(setup.hosts[u])).remote({"num_data_storage_units": count})
             for u in range(count)
         }
-        units, kind = process_zmq_server_info(self.units), Worker
+        units = process_zmq_server_info(self.units)
+        kind = Worker
         self.workers = [
             kind.options(**on(address)).remote(h * workers + w, setup.samples, setup.length, controller, units)
             for h, address in enumerate(setup.hosts)
@@ -105,7 +106,8 @@ class Queue(Side):
         ray.get([w.ready.remote() for w in self.workers])
 
     def iteration(self, number: int, compute: float) -> dict[str, Any]:
-        task, setup = f"train/{number}", self.setup
+        task = f"train/{number}"
+        setup = self.setup
         times = ray.get([w.generate.remote(task, r, compute) for w, r in zip(self.workers, setup.own, strict=True)])
         times += ray.get([w.rest.remote(task, r, compute) for w, r in zip(self.workers, setup.own, strict=True)])
         ray.get(self.workers[0].clear.remote(task))
@@ -121,7 +123,8 @@ class Local(Queue):
         self.before = memory(self.pids)
 
     def iteration(self, number: int, compute: float) -> dict[str, Any]:
-        task, rows = f"train/{number}", np.arange(self.setup.samples)
+        task = f"train/{number}"
+        rows = np.arange(self.setup.samples)
         writer, reader = self.workers
         put = ray.get(writer.write.remote(task, rows))
         get = ray.get(reader.read.remote(task, rows))

@@ -109,11 +109,14 @@ def accuracy(model, tokenizer, rows, sample=False):
 def train(model, tokenizer, train_rows, test_rows):
     ids, labels = worked_examples(tokenizer, train_rows)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
-    order, start, reached = [], time.time(), 0.0
+    order = []
+    start = time.time()
+    reached = 0.0
     for step in range(1, MAX_STEPS + 1):
         if len(order) < BATCH:
             order = torch.randperm(len(ids)).tolist()
-        rows, order = order[:BATCH], order[BATCH:]
+        rows = order[:BATCH]
+        order = order[BATCH:]
         logits = model(input_ids=ids[rows]).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[rows][:, 1:].flatten(), ignore_index=-100)
         optimizer.zero_grad()

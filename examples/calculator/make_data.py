@@ -10,7 +10,8 @@ import random
 from pathlib import Path
 
 SEED = 0
-TRAIN, HELD_OUT = 4000, 250
+TRAIN = 4000
+HELD_OUT = 250
 
 
 def rows():

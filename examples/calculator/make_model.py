@@ -27,13 +27,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 SEED = 0
 WITH_TOOL = 0.25
 ACCEPT = (0.1, 0.35)  # of sampled episodes
-LR, BATCH = 3e-3, 128
-CHECK_EVERY, MAX_STEPS = 100, 3000
+LR = 3e-3
+BATCH = 128
+CHECK_EVERY = 100
+MAX_STEPS = 3000
 COPIES = 0.9  # how often an episode with the calculator must be right
-TURNS, BOUND = 3, 24
+TURNS = 3
+BOUND = 24
 HERE = Path(__file__).parent
 TOKENIZER = HERE.parent / "arithmetic" / "model"
-PAD, END = 0, 1
+PAD = 0
+END = 1
 core = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
 
 
@@ -119,11 +123,13 @@ def main():
         random.Random(SEED),
         lambda name: [json.loads(x) for x in (HERE / name).read_text(encoding="utf-8").splitlines()],
     )
-    train, test = read("train.jsonl"), read("test.jsonl")
+    train = read("train.jsonl")
+    test = read("test.jsonl")
     model = Qwen2ForCausalLM(config())
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
-    start, share = time.time(), 0.0
+    start = time.time()
+    share = 0.0
     for step in range(1, MAX_STEPS + 1):
         inputs, labels = batch([episode(row, draw.random() < WITH_TOOL) for row in draw.sample(train, BATCH)])
         logits = model(input_ids=inputs).logits
@@ -135,7 +141,8 @@ def main():
             group["lr"] = LR * min(1.0, step / 50)
         optimizer.step()
         if step % CHECK_EVERY == 0:
-            share, copies = played(model, test), played(model, test, begin="tool")
+            share = played(model, test)
+            copies = played(model, test, begin="tool")
             spent = time.time() - start
             print(
                 f"step {step}  loss {loss.item():.3f}  sampled {share:.3f}, with the tool {copies:.3f}  {spent:.0f} s",

@@ -14,7 +14,9 @@ from pathlib import Path
 
 SEED = 0
 ROWS = {"train": 2000, "test": 200}
-MEDIAN, SIGMA, MOST = 6.0, 1.0, 100
+MEDIAN = 6.0
+SIGMA = 1.0
+MOST = 100
 
 
 def number(chance):
@@ -22,7 +24,8 @@ def number(chance):
 
 
 def main():
-    here, chance = Path(__file__).parent, random.Random(SEED)
+    here = Path(__file__).parent
+    chance = random.Random(SEED)
     for name, count in ROWS.items():
         rows = [{"prompt": f"{number(chance):02x}>"} for _ in range(count)]
         text = "".join(json.dumps(row) + "\n" for row in rows)

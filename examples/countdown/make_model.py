@@ -21,11 +21,16 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SEED = 0
-TARGET, ACCEPT = 0.55, (0.5, 0.75)
-LR, BATCH, CHECK_EVERY, MAX_STEPS = 4e-3, 32, 10, 600
+TARGET = 0.55
+ACCEPT = (0.5, 0.75)
+LR = 4e-3
+BATCH = 32
+CHECK_EVERY = 10
+MAX_STEPS = 600
 LONGEST = 304  # tokens of a response
 HERE = Path(__file__).parent
-PAD, END = 0, 1
+PAD = 0
+END = 1
 VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789abcdef>", *"wxyz"]
 
 
@@ -78,7 +83,8 @@ def loss_of(model, tokenizer, prompts, chance):
     """Of the responses alone."""
     pairs = [(tokenizer.encode(p), [*tokenizer.encode(answer(p, chance)), END]) for p in prompts]
     width = max(len(p) + len(r) for p, r in pairs)
-    ids, labels = torch.zeros(len(pairs), width, dtype=torch.long), torch.full((len(pairs), width), -100)
+    ids = torch.zeros(len(pairs), width, dtype=torch.long)
+    labels = torch.full((len(pairs), width), -100)
     for i, (p, r) in enumerate(pairs):
         ids[i, : len(p) + len(r)] = torch.tensor(p + r)
         labels[i, len(p) : len(p) + len(r)] = torch.tensor(r)
@@ -93,8 +99,10 @@ def main():
     tokenizer = make_tokenizer()
     model = Qwen2ForCausalLM(make_config())
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    prompts, test = read("train.jsonl"), read("test.jsonl")
-    optimizer, reached = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01), 0.0
+    prompts = read("train.jsonl")
+    test = read("test.jsonl")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
+    reached = 0.0
     for step in range(1, MAX_STEPS + 1):
         loss = loss_of(model, tokenizer, chance.choices(prompts, k=BATCH), chance)
         optimizer.zero_grad()

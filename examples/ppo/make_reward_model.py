@@ -69,7 +69,8 @@ def samples(policy, tokenizer, rows):
 def spoilt(right, draw, digits):
     """The right response with one thing wrong."""
     *body, end = right
-    at, how = draw.randrange(len(body)), draw.randrange(4)
+    at = draw.randrange(len(body))
+    how = draw.randrange(4)
     if how == 0:
         body[at] = draw.choice([d for d in digits if d != body[at]])
     elif how == 1:
@@ -82,7 +83,8 @@ def spoilt(right, draw, digits):
 def pairs(policy, tokenizer, rows, draw=None):
     """(prompt, chosen, rejected) in token ids: every wrong sample of the policy; with `draw` as many spoilt answers
     besides."""
-    digits, found = tokenizer.convert_tokens_to_ids(list("0123456789")), []
+    digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
+    found = []
     for row, drawn in zip(rows, samples(policy, tokenizer, rows), strict=True):
         prompt, right = tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id]
         for response in drawn:
@@ -135,11 +137,14 @@ def train(policy, head, there, held_out):
     optimizer = torch.optim.AdamW(
         [*policy.parameters(), *head.parameters()], lr=LR, betas=(0.9, 0.95), weight_decay=0.01
     )
-    order, start, reached = [], time.time(), 0.0
+    order = []
+    start = time.time()
+    reached = 0.0
     for step in range(1, MAX_STEPS + 1):
         if len(order) < BATCH:
             order = torch.randperm(len(there)).tolist()
-        some, order = [there[i] for i in order[:BATCH]], order[BATCH:]
+        some = [there[i] for i in order[:BATCH]]
+        order = order[BATCH:]
         loss = objective(policy, head, some)
         optimizer.zero_grad()
         loss.backward()

@@ -58,7 +58,8 @@ def optimal_baseline(response: Sequence[NDArray[np.int32]], reward: NDArray[np.f
     """
     import numpy as np
 
-    centred, lengths = _centred(reward), np.array([len(tokens) for tokens in response], np.float64)
+    centred = _centred(reward)
+    lengths = np.array([len(tokens) for tokens in response], np.float64)
     return _each_token(response, centred - (centred * lengths).sum() / max(lengths.sum(), 1.0))
 
 
@@ -210,7 +211,8 @@ def _returns(rewards: Array, discount: float) -> Array:
     """What the rewards from each token on add up to, discounted by token."""
     import numpy as np
 
-    returns, total = np.empty_like(rewards), 0.0
+    returns = np.empty_like(rewards)
+    total = 0.0
     for t in range(len(rewards) - 1, -1, -1):
         total = rewards[t] + discount * total
         returns[t] = total

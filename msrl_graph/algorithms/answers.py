@@ -186,9 +186,11 @@ def tidy(text: str) -> str:
 def _in_marks(text: str) -> Answer | None:
     """The answer in the last whole box, between the last `<answer>` and `</answer>` or behind the last four hashes,
     whichever comes last; marks may stand in marks. Tags may hold sentences."""
-    inner, tags = None, False
+    inner = None
+    tags = False
     for _ in range(NESTED):
-        boxed, tagged = _last(_BRACES.finditer(text)), _last(_TAGS.finditer(text))
+        boxed = _last(_BRACES.finditer(text))
+        tagged = _last(_TAGS.finditer(text))
         marks = [(span[1], span, span is tagged) for span in (boxed, tagged) if span]
         if hashes := [*_HASHES.finditer(text)][-1:]:
             marks.append((hashes[0].start(), hashes[0].span(1), False))
@@ -222,9 +224,11 @@ def _said(text: str) -> Answer | None:
     """The answer behind the last "answer is" which does not tell what that answer is worth."""
     said, end = [*_SAID.finditer(text)], len(text)
     for m in reversed(said):
-        part, end = text[m.end() : end].partition("\n")[0], m.start()
+        part = text[m.end() : end].partition("\n")[0]
+        end = m.start()
         for piece in (_SENTENCE.split(part, maxsplit=1)[0], part):
-            found, words = number(piece), _words(piece)
+            found = number(piece)
+            words = _words(piece)
             if words in _REMARKS and m is not said[0]:
                 break
             if found or words:

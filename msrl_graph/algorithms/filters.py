@@ -114,7 +114,8 @@ def _ranks(score: NDArray[np.float32]) -> NDArray[np.int64]:
 
     scores = _finite(score)
     order = np.argsort(scores)
-    lower, higher = scores[order[:-1]], scores[order[1:]]
+    lower = scores[order[:-1]]
+    higher = scores[order[1:]]
     ranks = np.zeros(len(scores), np.int64)
     ranks[order[1:]] = np.cumsum(higher - lower > 1e-5 * np.maximum(np.abs(lower), np.abs(higher)))
     return ranks

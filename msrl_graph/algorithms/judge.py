@@ -87,7 +87,8 @@ def serve(memory: int) -> None:
     for response, answer in _USUAL:
         _equal(response, True, answer)
     gc.freeze()
-    library, own = ctypes.CDLL(None), os.getpid()
+    library = ctypes.CDLL(None)
+    own = os.getpid()
     with suppress(BrokenPipeError):  # a caller that is gone
         verdicts.write(b"ready\n")
         while True:
@@ -166,7 +167,8 @@ def _same_number(gold: list[Any], given: list[Any]) -> bool | None:
         one, two = (complex(x[0].doit()) for x in (gold, given))
     except (AttributeError, IndexError, TypeError, ValueError, OverflowError):  # no numbers, or large ones
         return None
-    size, apart = max(abs(one), abs(two)), abs(one - two)
+    size = max(abs(one), abs(two))
+    apart = abs(one - two)
     if any(x[0].has(Float) for x in (gold, given)):
         return apart <= min(5e-7, 1e-5 * size)
     return False if size < 1e100 and apart > 1e-5 * size else None

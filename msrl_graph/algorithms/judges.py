@@ -56,7 +56,8 @@ class Judge:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment
         )
         assert self.process.stdin is not None and self.process.stdout is not None
-        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        self._stdin = self.process.stdin
+        self._stdout = self.process.stdout
         _living.append(self)
         if self._stdout.readline() != b"ready\n":
             status = self.process.wait()
@@ -108,7 +109,8 @@ def equal(questions: Sequence[JudgeRequest], *, timeout: float, budget: float) -
         for q in questions
         if judge.beyond(q.answer) or (q.marked and judge.beyond(q.response))
     }
-    left, limit = [q for q in dict.fromkeys(questions) if q not in found], 0.0
+    left = [q for q in dict.fromkeys(questions) if q not in found]
+    limit = 0.0
     # Limits are counted, not what was measured: who is asked again is the same on every machine, but for what comes
     # close to a limit.
     while left and (share := min(timeout, max(LEAST, budget / len(left)))) > limit:

@@ -273,9 +273,11 @@ def dpo(
     """
     from torch.nn.functional import softplus
 
-    better, worse = _sums(chosen - ref_chosen, chosen_lengths), _sums(rejected - ref_rejected, rejected_lengths)
+    better = _sums(chosen - ref_chosen, chosen_lengths)
+    worse = _sums(rejected - ref_rejected, rejected_lengths)
     if form == "ipo":
-        better, worse = better / chosen_lengths.clamp(min=1), worse / rejected_lengths.clamp(min=1)
+        better = better / chosen_lengths.clamp(min=1)
+        worse = worse / rejected_lengths.clamp(min=1)
     z = better - worse
 
     def f(z: Tensor) -> Tensor:
@@ -312,7 +314,8 @@ def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "rev
     the divergence is 0 where they agree and never below. `forward` is KL(teacher, policy), which covers what the
     teacher may say; `reverse` KL(policy, teacher), which seeks what it says most (arXiv:2306.13649).
     """
-    teacher, policy = top_logp.log_softmax(-1), top_ids.log_softmax(-1)
+    teacher = top_logp.log_softmax(-1)
+    policy = top_ids.log_softmax(-1)
     p, q = (teacher, policy) if form == "forward" else (policy, teacher)
     return (p.exp() * (p - q)).sum(-1)
 

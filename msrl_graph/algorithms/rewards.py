@@ -92,7 +92,8 @@ def f1(response: str, answer: str, prompt: str = "") -> float:
     2 c / (n + m) for n and m words of which c are common, each as often as it stands in both. Words are in lower case,
     without punctuation and the articles a, an and the. 1 where neither has a word.
     """
-    given, right = Counter(_words(response)), Counter(_words(answer))
+    given = Counter(_words(response))
+    right = Counter(_words(answer))
     total = given.total() + right.total()
     return 2 * (given & right).total() / total if total else 1.0
 

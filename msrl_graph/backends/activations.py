@@ -26,7 +26,8 @@ class Activations:
     """Of the `layers` of a model on a device."""
 
     def __init__(self, device: TorchDevice, layers: Sequence[torch.nn.Module]) -> None:
-        self.device, self.lanes = device, (Lane(device), Lane(device))
+        self.device = device
+        self.lanes = (Lane(device), Lane(device))
         self.now: _Pass | None = None  # a forward pass that keeps
         for layer in layers:
             layer.register_forward_pre_hook(self._enter)
@@ -61,7 +62,9 @@ class _Kept:
 
     def __init__(self, storage: torch.UntypedStorage, buffer: torch.Tensor, group: int) -> None:
         self.here: torch.UntypedStorage | None = storage  # on the device
-        self.buffer, self.group, self.uses = buffer, group, 0
+        self.buffer = buffer
+        self.group = group
+        self.uses = 0
         self.mark: Any = None  # of its way back
 
 
@@ -81,7 +84,9 @@ class _Pass:
     """What one forward pass keeps, layer by layer: a group each."""
 
     def __init__(self, device: TorchDevice, out: Lane, back: Lane) -> None:
-        self.device, self.out, self.back = device, out, back
+        self.device = device
+        self.out = out
+        self.back = back
         self.groups: list[list[_Kept]] = [[]]
         self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Kept]] = {}
         self.weights: set[int] = set()
@@ -176,4 +181,5 @@ class _Pass:
                 place.copy_(kept.buffer, non_blocking=True)
         mark = self.back.mark()
         for kept, place in zip(some, places, strict=True):
-            kept.here, kept.mark = place.untyped_storage(), mark
+            kept.here = place.untyped_storage()
+            kept.mark = mark

@@ -64,8 +64,11 @@ class ContextGroup:
         if self.size == 1:
             longer: Any = {n: padded(getattr(tree, n)) for n in ("ids", "depth", "place")}
             return replace(tree, **longer), micro_batch
-        own, tokens = of == self.rank, torch.nonzero(of[tree.before] == self.rank).flatten()
-        ids, depth, before = padded(tree.ids[own]), padded(tree.depth[own]), local[tree.before[tokens]]
+        own = of == self.rank
+        tokens = torch.nonzero(of[tree.before] == self.rank).flatten()
+        ids = padded(tree.ids[own])
+        depth = padded(tree.depth[own])
+        before = local[tree.before[tokens]]
         part: ContextShard
         if self.ulysses:
             at = of * nodes + local
@@ -126,7 +129,8 @@ class _Exchanged(ContextShard):
         import torch
 
         exchange = _exchange()
-        size, nodes = self.context.size, query.shape[1]
+        size = self.context.size
+        nodes = query.shape[1]
         # Each rank gets whole key-value heads, some of them several ranks.
         times = size // gcd(size, len(key))
         pair = (x.repeat_interleave(times, 0) if times > 1 else x for x in (key, value))

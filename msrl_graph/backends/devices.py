@@ -107,7 +107,8 @@ class TorchDevice:
         global _making
         import torch
 
-        pinned, _making = not self.kind.shares_host_memory, True
+        pinned = not self.kind.shares_host_memory
+        _making = True
         try:
             # On its host a tensor's buffer lies in memory as the tensor does; elsewhere like it too, but for the place.
             buffer = torch.empty_like(tensor, device=HOST.torch, pin_memory=pinned)
@@ -178,7 +179,8 @@ class Devices:
         from torch import distributed as dist
 
         assert self.mesh is not None
-        axes, own = self.mesh.mesh_dim_names or (), layout.coordinates(self.rank)
+        axes = self.mesh.mesh_dim_names or ()
+        own = layout.coordinates(self.rank)
         every = map(layout.coordinates, range(layout.devices))
         some = [c for c in every if all(getattr(c, a) == getattr(own, a) for a in alike)]
         ranks = tuple(sorted(int(self.mesh.mesh[tuple(getattr(c, a) for a in axes)]) for c in some))
@@ -275,8 +277,10 @@ def release(tensor: torch.Tensor) -> None:
     """
     storage = tensor.untyped_storage()
     if storage.device.type == HOST.torch:
-        page, at = mmap.PAGESIZE, storage.data_ptr()
-        first, last = -(-at // page) * page, (at + storage.nbytes()) // page * page
+        page = mmap.PAGESIZE
+        at = storage.data_ptr()
+        first = -(-at // page) * page
+        last = (at + storage.nbytes()) // page * page
         if last > first:
             with suppress(OSError, AttributeError):  # a system without the call keeps them
                 _system().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)

@@ -18,7 +18,8 @@ def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
     """What of `model` a layout does not divide, and the engine cannot make up for: a sentence each."""
     if uneven := _uneven(model, spec, layout.tp):
         yield f"tp = {layout.tp} does not divide {_and(uneven)} of `{model.name}`"
-    stages, experts = layout.pp * layout.vpp, model.experts
+    stages = layout.pp * layout.vpp
+    experts = model.experts
     if layout.vpp > 1 and layout.pp == 1:
         yield f"vpp = {layout.vpp} interleaves the stages of a pipeline, and pp is 1"
     elif stages > model.layers:

@@ -37,8 +37,11 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
     import torch
     from torch.distributed import _functional_collectives as collectives
 
-    width, hidden, activation = theirs.intermediate_dim, theirs.hidden_dim, theirs.act_fn
-    like, swiglu = theirs.down_proj, kernels.swiglu if is_silu(activation) else None
+    width = theirs.intermediate_dim
+    hidden = theirs.hidden_dim
+    activation = theirs.act_fn
+    like = theirs.down_proj
+    swiglu = kernels.swiglu if is_silu(activation) else None
     part_of, whole_of = _exchanges()
 
     class Experts(torch.nn.Module):
@@ -70,7 +73,8 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
             """The products of rows that are sorted by expert, wherever these are."""
             theirs = torch.empty_like(counts)
             torch.distributed.all_to_all_single(theirs, counts, group=ep)
-            out, into = counts.view(-1, number).sum(1).tolist(), theirs.view(-1, number).sum(1).tolist()
+            out = counts.view(-1, number).sum(1).tolist()
+            into = theirs.view(-1, number).sum(1).tolist()
             arrived = collectives.all_to_all_single_autograd(rows.contiguous(), into, out, ep)
             # By rank, and of each by expert: to be laid by expert.
             expert = torch.arange(number, device=rows.device).repeat(ep.size()).repeat_interleave(theirs)

@@ -110,9 +110,15 @@ class FsdpEngine:
     """A model on this rank."""
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
-        model, layout, rank, optimizer = weights.model, placement.layout, devices.rank, weights.optimizer
-        self.model, self.layout, self.place = model, layout, devices.device.place
-        self.divided, self.context = SPEC.divided(layout), ContextGroup.of(layout, devices)
+        model = weights.model
+        layout = placement.layout
+        rank = devices.rank
+        optimizer = weights.optimizer
+        self.model = model
+        self.layout = layout
+        self.place = devices.device.place
+        self.divided = SPEC.divided(layout)
+        self.context = ContextGroup.of(layout, devices)
         module = hf_modules.empty(model)
         if placement.engine.options.get("recompute") == "full":
             module.gradient_checkpointing_enable()
@@ -152,7 +158,8 @@ class FsdpEngine:
         self._rules = optimizer
         self._optimizer = None
         if optimizer is not None:
-            self._gradients, away = Gradients(self._parameters), offloads(placement, "optimizer")
+            self._gradients = Gradients(self._parameters)
+            away = offloads(placement, "optimizer")
             self._optimizer = Steps(optimizer, model.tensors, self._shards, layout, devices, self.divided, away)
 
     def _tie(self, module: Any) -> None:
@@ -181,7 +188,8 @@ class FsdpEngine:
 
         tree, known = self.context.share(prefix_tree.tree(micro_batch), micro_batch)
         tree = replace(tree, attention=self.kernels.attention)
-        tree, here = tree.to(self.place), known.to(self.place, non_blocking=True)
+        tree = tree.to(self.place)
+        here = known.to(self.place, non_blocking=True)
         heat = here.get("temperature", asked.temperature)
         with self._passing():
             found: Outputs = self.module(tree, here["token"], here.get("given", None), heat, asked)
@@ -238,7 +246,8 @@ def _divide_weights(module: Any, model: Model, layout: Layout, devices: Devices,
     from torch.distributed.fsdp import fully_shard
 
     found: list[tuple[Any, Any]] = []
-    dense, layers = devices.axis("dp"), module.model.layers
+    dense = devices.axis("dp")
+    layers = module.model.layers
     if model.experts is not None:
         group = devices.among(layout, "pp", "ep", "etp")
         mesh = DeviceMesh.from_group(group, devices.device.kind.torch)

@@ -57,8 +57,12 @@ class HfEngine:
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         import torch
 
-        model, layout, rank = weights.model, placement.layout, devices.rank
-        self.model, self.layout, self.place = model, layout, devices.device.place
+        model = weights.model
+        layout = placement.layout
+        rank = devices.rank
+        self.model = model
+        self.layout = layout
+        self.place = devices.device.place
         self.micro_batch = int(placement.engine.options.get("micro_batch") or 0)
         self.module = hf_modules.empty(model).eval().requires_grad_(False)
         fused = kernels.of(devices.device.kind)
@@ -110,7 +114,8 @@ class HfEngine:
         if stretch and slots < len(keys):  # who has drawn a stretch leaves its place to the next
             yield from in_stretches(self.generate, prompts, keys, sampling, begun, stretch, stops)
             return
-        each, apart = len(keys) // len(prompts), [np.arange(len(keys))]
+        each = len(keys) // len(prompts)
+        apart = [np.arange(len(keys))]
         if stretch and each == 1:
             # What goes on has a longer context than what begins: in one batch all would be as wide as the longest.
             apart = [some for some in map(np.flatnonzero, (begun > 0, begun == 0)) if len(some)]

@@ -21,12 +21,14 @@ class HostOffload:
     that stay once they are made; `drop` lets go of them."""
 
     def __init__(self, device: TorchDevice, tensors: Sequence[torch.Tensor]) -> None:
-        self.device, self.tensors = device, list(tensors)
+        self.device = device
+        self.tensors = list(tensors)
         storages = {t.untyped_storage()._cdata: t for t in tensors}
         # An engine may keep a padded storage behind an uneven shard: it gets back what it had.
         self.storages = [(t, t.untyped_storage().nbytes()) for t in storages.values()]
         self.buffers: list[torch.Tensor] = []
-        self.out, self.back = Lane(device), Lane(device)
+        self.out = Lane(device)
+        self.back = Lane(device)
 
     def store(self) -> None:
         """Begins device to host."""

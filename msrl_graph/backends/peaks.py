@@ -93,14 +93,17 @@ def _infer(s: _Layer) -> Moments:
 def _head(s: _Layer) -> int:
     """Logits at their most without gradients: divided by the temperature, and their log-softmax; where the vocabulary
     is divided, a rank's part, all parts and their concatenation."""
-    tp, stored = s.work.layout.tp, s.logit * s.item // 4
+    tp = s.work.layout.tp
+    stored = s.logit * s.item // 4
     joined = stored // tp + 2 * stored if tp > 1 else 0
     return max(2 * s.logit, joined)
 
 
 def _update(s: _Layer) -> Moments:
-    work, layers = s.work, s.work.model.layers
-    full, summed = work.recompute, work.batches > 1
+    work = s.work
+    layers = s.work.model.layers
+    full = work.recompute
+    summed = work.batches > 1
     kept = 0 if work.activations_away else layers * s.hidden if full else layers * s.saved
     recomputed = s.saved - (s.hidden if s.item == 4 else 0) if full else 0
     base = s.angles + kept
@@ -219,7 +222,8 @@ def generator(verb: str, work: Workload) -> Moments:
     hidden = work.model.hidden * alone.item
     half = 3 * alone.split(work.model.intermediate) * alone.item
     if found := work.model.experts:  # whole ones on every rank: what goes to them, their products, and what comes back
-        sent, inner = found.active * hidden, found.active * found.intermediate * alone.item
+        sent = found.active * hidden
+        inner = found.active * found.intermediate * alone.item
         shared = alone.split(found.shared) * alone.item
         half = max(sent + 3 * inner + shared, 3 * sent + shared, half * bool(found.first))
     # Drawing is in float64: logits, those of each row, their softmax, its cumulative sum, a comparison; with filters

@@ -73,7 +73,8 @@ def tree(packed: TensorDict) -> Tree:
     ids, offsets, row, position = (packed[name].numpy() for name in ("ids", "offsets", "row", "position"))
     # Of a row only what comes before a response token is needed; where nothing is asked for, one node keeps collectives
     # going.
-    count, lengths = 0, np.zeros(len(offsets) - 1, np.int64)
+    count = 0
+    lengths = np.zeros(len(offsets) - 1, np.int64)
     np.maximum.at(lengths, row, position + 1)
     lengths[0] = max(lengths[0], 1)
     nodes = np.zeros((len(lengths), int(lengths.max())), np.int64)
@@ -87,7 +88,8 @@ def tree(packed: TensorDict) -> Tree:
         tokens.append(distinct % base)
         count += len(distinct)
     _, chosen = np.unique(parent, return_index=True)  # `parent` is now the last node of each row
-    rows, inside = nodes[chosen], np.arange(nodes.shape[1]) < lengths[chosen, None]
+    rows = nodes[chosen]
+    inside = np.arange(nodes.shape[1]) < lengths[chosen, None]
     place = np.zeros(count, np.int64)
     place[rows[inside]] = np.flatnonzero(inside)
     depth = np.repeat(np.arange(len(tokens)), [len(t) for t in tokens])

@@ -39,7 +39,8 @@ def _function() -> Any:
             saved: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Any, scaling: float, window: Any
         ) -> torch.Tensor:
             kind = torch.promote_types(q.dtype, torch.float32)
-            out, lse = torch.zeros_like(q, dtype=kind), q.new_full(q.shape[:3], -torch.inf, dtype=kind)
+            out = torch.zeros_like(q, dtype=kind)
+            lse = q.new_full(q.shape[:3], -torch.inf, dtype=kind)
             here = torch.stack([k, v])
             for step in range(context.size):
                 coming = context.passed_on(here) if step + 1 < context.size else None
@@ -55,7 +56,8 @@ def _function() -> Any:
             (q, k, v, out, lse), (context, scaling, window) = saved.saved_tensors, saved.how
             here = torch.stack([k, v])
             # Gradients of keys and values go round with them, and one step further, which brings them home.
-            dq, sums = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(here, dtype=lse.dtype)
+            dq = torch.zeros_like(q, dtype=lse.dtype)
+            sums = torch.zeros_like(here, dtype=lse.dtype)
             for step in range(context.size):
                 coming = context.passed_on(here) if step + 1 < context.size else None
                 _add(dq, sums, slopes[0], (q, out, lse), here, *_seen(q, step, context, window), scaling)
@@ -173,7 +175,8 @@ def _backward(
         return found
     dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
     for some, scores in _scores(q, k, mask, scaling):
-        share, part = (scores - lse[:, :, some, None]).exp(), slope[:, :, some]
+        share = (scores - lse[:, :, some, None]).exp()
+        part = slope[:, :, some]
         delta = (part * out[:, :, some]).sum(-1, keepdim=True, dtype=lse.dtype)
         change = (share * ((part @ v.transpose(2, 3)) - delta) * scaling).to(q.dtype)
         dq[:, :, some] = change @ k

@@ -133,7 +133,8 @@ class Sizes:
     def rows(self) -> int:
         """Token ids and indices, 64-bit, and a few float32 columns of responses."""
         w = self.work
-        laid, scored = w.rows * w.fed, w.rows * w.response
+        laid = w.rows * w.fed
+        scored = w.rows * w.response
         own = 3 * self.tokens + self.laid + self.scored * (1 if w.layout.cp == 1 else 2)
         return 8 * (laid + 3 * scored + own) + 4 * 6 * scored
 
@@ -176,7 +177,8 @@ class Sizes:
     @cached_property
     def matrix(self) -> int:
         """One of the three matrices of a feed-forward network, or those of its experts."""
-        work, found = self.work, self.work.model.experts
+        work = self.work
+        found = self.work.model.experts
         if found:
             each = found.number // work.layout.ep * -(-found.intermediate // work.layout.etp)
             return each * work.model.hidden * self.item
@@ -224,7 +226,8 @@ def around(s: Sizes, backward: bool) -> int:
 def step(s: Sizes) -> Moments:
     """The optimizer's step (optimizer/steps.py): the sum over copies by bucket, the norm in float64 by chunk, then
     part by part on float32 gradients."""
-    work, layout = s.work, s.work.layout
+    work = s.work
+    layout = s.work.layout
     gradients = GRADIENT * s.elements
     # Of what every token passes, and of experts.
     copies = (layout.cp, 1) if work.divided else (layout.cp * layout.dp, layout.edp)

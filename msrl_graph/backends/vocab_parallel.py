@@ -37,7 +37,8 @@ def outputs(
         with torch.set_grad_enabled(asked.entropy):
             share = (logits - total[:, None]).exp()
             entropy = total - _sum((share * logits).sum(-1), group)
-    best, ids = None, None
+    best = None
+    ids = None
     if asked.best:
         best, ids = _best(logits.detach() - total.detach()[:, None], first, asked.best, group)
     return Outputs(

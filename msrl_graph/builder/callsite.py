@@ -64,7 +64,10 @@ class CallSite:
     by position."""
 
     def __init__(self, source: _Source, span: Span, call: ast.Call | None, parameters: tuple[str, ...]) -> None:
-        self.span, self._source, self._call, self._parameters = span, source, call, parameters
+        self.span = span
+        self._source = source
+        self._call = call
+        self._parameters = parameters
 
     def argument(self, name: str, index: int = 0) -> CallArgument:
         """The argument of that name; `index` counts those of a parameter such as `*groups`."""
@@ -114,7 +117,8 @@ class _Source:
         return CallArgument(self.span(node), self, node)
 
     def span(self, node: Any) -> Span:
-        start, end = self._column(node.lineno, node.col_offset), self._column(node.end_lineno, node.end_col_offset)
+        start = self._column(node.lineno, node.col_offset)
+        end = self._column(node.end_lineno, node.end_col_offset)
         return Span(self.file, node.lineno, start, node.end_lineno, end)
 
     def _column(self, line: int, offset: int) -> int:

@@ -85,7 +85,8 @@ class _OfPackage(Imported):
 
     def __init__(self, name: str, span: Span) -> None:
         Program.__init__(self, span)
-        self.name, self._file = name, None
+        self.name = name
+        self._file = None
 
 
 class StatementBuilder(Program, Generic[S]):
@@ -221,7 +222,8 @@ class Cluster(Program):
     def __init__(self, name: str, /, **attributes: Value) -> None:
         call = Arguments("name")
         super().__init__(call.span)
-        self._name, self._attrs = call.name("name", name), call.attrs(("cluster",), attributes)
+        self._name = call.name("name", name)
+        self._attrs = call.attrs(("cluster",), attributes)
         self.name = self._name.text
 
     def _item(self) -> ast.Item:
@@ -257,7 +259,8 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
             at = call.span if on is None else call.argument("on").span
             call.refuse(on, '`on` takes a Cluster, as in `Cluster("laptop", device="cpu")`, or an Imported one', at)
         self._algorithm = None if algorithm is None else _algorithm(call, "algorithm", algorithm)
-        self._base, self._on = extends, on
+        self._base = extends
+        self._on = on
         self._named = (
             None if self._algorithm is None else ast.Name(self._algorithm.name, call.argument("algorithm").span)
         )

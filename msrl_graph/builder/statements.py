@@ -203,7 +203,8 @@ def _cancel_drops(entries: list[StatementSlot], after: int, statement: Statement
 
 def _check_kind(old: Statement, new: Statement) -> None:
     """Refuse a name that is of something else: that is a mistake more often than a change of mind."""
-    before, now = KINDS.get(type(old)), KINDS.get(type(new))
+    before = KINDS.get(type(old))
+    now = KINDS.get(type(new))
     if before == now or before is None or now is None:
         return
     (_, name), *_ = keys_of(new)

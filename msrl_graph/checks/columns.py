@@ -46,7 +46,8 @@ def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
-    found, swapped = [], _swapped(graph)
+    found = []
+    swapped = _swapped(graph)
     for column, writers in graph.writers.items():
         for other in writers[1:]:
             message = f"`{other.name}` writes `{column}`, which `{writers[0].name}` writes too"
@@ -119,7 +120,8 @@ def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
             message = f"`{node.name}` reads `{column}`, but no path leads there from its writer `{writer}`"
             help = f"add `{writer} -> {node.name}`"
             if writer == node.name:
-                message, help = f"`{node.name}` reads `{column}`, which it writes itself", "write another column"
+                message = f"`{node.name}` reads `{column}`, which it writes itself"
+                help = "write another column"
             elif graph.flow.leads(node.name, writer):
                 help = f"`{writer}` comes after `{node.name}`, so its columns cannot be there yet"
             found.append(Diagnostic("no-path", message, node.span, help))

@@ -19,7 +19,8 @@ def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
     if not graph.flow.knots:
         return []
     edges = {(e.src, e.dst): (place, e.span) for place, e in enumerate(graph.samples())}
-    found, weights = [], _weights_as_rows(graph)
+    found = []
+    weights = _weights_as_rows(graph)
     for edge in weights:
         there = any((e.src, e.dst) == (edge.src, edge.dst) for e in graph.reshards())
         help = f"leave it out: there is `{edge.src} => {edge.dst}`" if there else f"write `{edge.src} => {edge.dst}`"
@@ -27,7 +28,8 @@ def cycle(graph: Graph, library: Library) -> list[Diagnostic]:
         found.append(Diagnostic("cycle", message, edge.span, help))
     import networkx as nx
 
-    flow, circles = graph.flow.digraph(), graph.flow.knots
+    flow = graph.flow.digraph()
+    circles = graph.flow.knots
     if weights:
         flow.remove_edges_from([(e.src, e.dst) for e in weights])
         circles = knots(flow)
@@ -98,7 +100,8 @@ def bad_reshard(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     into: dict[str, Edge] = {}
     for edge in graph.reshards():
-        src, dst = graph.node(edge.src), graph.node(edge.dst)
+        src = graph.node(edge.src)
+        dst = graph.node(edge.dst)
         message = help = ""
         if any((kind := kind_of(graph, n.worker)) in KINDS and n.verb not in KINDS[kind] for n in (src, dst)):
             continue  # told as an unknown verb

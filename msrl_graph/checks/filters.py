@@ -52,7 +52,8 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def compared(graph: Graph, library: Library) -> list[Diagnostic]:
     """Comparisons of what is no number of the row."""
-    found, columns = [], {c.name: c for c in graph.columns}
+    found = []
+    columns = {c.name: c for c in graph.columns}
     for node in graph.nodes:
         keep = CallAttributes.of(node).keep
         column = columns.get(str(keep.args[0].value)) if keep is not None and keep.kind != "call" else None
@@ -70,7 +71,8 @@ def rows_apart(graph: Graph, library: Library) -> list[Diagnostic]:
     passed both."""
     if not any(CallAttributes.of(n).select is not None for n in graph.nodes):
         return []
-    found, rows = [], rowsets(graph)
+    found = []
+    rows = rowsets(graph)
     for name, sets in rows.apart.items():
         if any(e.src in rows.apart for e in graph.into(name)):
             continue  # what follows from another's
@@ -102,7 +104,8 @@ def unfiltered(graph: Graph, library: Library) -> list[Diagnostic]:
     for filter in (n for n in graph.nodes if n.filters):
         after = graph.flow.after(filter.name)
         for update in graph.verb("update"):
-            one, other = graph.row_level(filter), graph.level(update)
+            one = graph.row_level(filter)
+            other = graph.level(update)
             if update.name not in after and graph.common(one, other) in (one, other):
                 message = (
                     f"`{update.name}` trains on rows that `{filter.name}` drops: no path of sample edges leads from it"

@@ -70,7 +70,8 @@ def _short(plan: Plan, name: str) -> Diagnostic | None:
 
 def _endless(plan: Plan, name: str) -> Diagnostic | None:
     """A model that generates, and of which no file names a token that ends a response."""
-    model, graph = plan.deploy.models[name], plan.graph
+    model = plan.deploy.models[name]
+    graph = plan.graph
     folder = Path(model.path)
     generates = name in {graph.worker(n.worker).model for n in graph.verb("generate")}
     if not generates or not (folder / "tokenizer.json").is_file():

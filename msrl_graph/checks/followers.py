@@ -21,7 +21,8 @@ def stated(graph: Graph, library: Library) -> list[Diagnostic]:
 
 
 def _stated(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
-    name, follows = worker.name, worker.follows
+    name = worker.name
+    follows = worker.follows
     if not follows:
         if (worker.every, worker.decay) != (1, 0):
             what = f"`{name}` follows no worker, so `{'every' if worker.every != 1 else 'decay'}` means nothing here"
@@ -69,7 +70,8 @@ def _placed(plan: Plan, engines: Mapping[str, EngineSpec], worker: Worker) -> It
             help = f"keep them in one pool: place {node.name}, {source.name} together"
             yield Diagnostic("bad-place", what, worker.span, help)
             return
-        kind, wanted = holdings.dtype(plan, node.name), holdings.dtype(plan, source.name)
+        kind = holdings.dtype(plan, node.name)
+        wanted = holdings.dtype(plan, source.name)
         if kind != wanted:
             what = f"`{worker.name}` follows `{worker.follows}`, whose weights are {wanted}, and its own are {kind}"
             help = f"engine {node.name} = {theirs.engine.name} {{ dtype = {wanted} }}"

@@ -35,7 +35,8 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
 
 def _pools(plan: Plan) -> Iterator[Diagnostic]:
     """Pools for which there are too few devices, and devices that no pool takes though no `place` says so."""
-    every, taken = plan.cluster.devices, sum(p.devices for p in plan.pools)
+    every = plan.cluster.devices
+    taken = sum(p.devices for p in plan.pools)
     table = "\n".join(f"{_devices(p)} for {', '.join(p.nodes)}: {p.reason}" for p in plan.pools)
     beyond = [p for p in plan.pools if p.first + p.devices > every]
     span = _span(plan, [*plan.pools, *beyond][-1])
@@ -65,7 +66,9 @@ def _cluster(plan: Plan) -> str:
 
 
 def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) -> Iterator[Diagnostic]:
-    node, layout, spec = placement.node, placement.layout, engines[placement.engine.name]
+    node = placement.node
+    layout = placement.layout
+    spec = engines[placement.engine.name]
     stated = plan.deploy.layouts.get(node)
     graph_node = plan.graph.node(node)
     if graph_node.verb != "generate" and (update := _update(plan.graph, graph_node.worker)) not in (None, node):
@@ -82,7 +85,8 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
     model = plan.model(node)
     if compiled(placement) and not compiles(model, layout):
         what = "layers that tp divides" if layout.tp > 1 else f"experts, as `{model.name}` has them"
-        message, at = f"the engine `{spec.name}` of `{node}` compiles no {what}", placement.engine.span
+        message = f"the engine `{spec.name}` of `{node}` compiles no {what}"
+        at = placement.engine.span
         yield Diagnostic("layout-divide", message, at, "leave `compile` out" + ", or tp at 1" * (layout.tp > 1))
     declared = plan.graph.worker(graph_node.worker).model
     near = [n for n in plan.graph.verb("update") if plan.placement(n.name).pool == placement.pool]
@@ -120,7 +124,8 @@ def _wrong(plan: Plan, placement: Placement, engines: Mapping[str, EngineSpec]) 
         sizes = " x ".join(
             f"{a} {getattr(layout, a)}" for a in ("tp", "cp", "pp", "dp") if getattr(layout, a) > 1 or a in ("tp", "dp")
         )
-        whole, rows = replace(layout, dp=devices // width), rows_in_step(plan.graph, graph_node)
+        whole = replace(layout, dp=devices // width)
+        rows = rows_in_step(plan.graph, graph_node)
         if devices % width or any(misfits(plan.model(node), spec, whole)) or (rows or 0) % whole.dp:
             help = _nearest(plan, placement, spec)
         else:
@@ -150,8 +155,11 @@ def _others(engines: Mapping[str, EngineSpec], verb: str, can: Callable[[EngineS
 def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     """The layout with the nearest tp and experts that the engine and the devices allow, all else as stated. An etp that
     nobody states gives way before what is stated, to 1 at first, as public recipes have it."""
-    devices, layout, model = plan.pool(placement.pool).devices, placement.layout, plan.model(placement.node)
-    stated, rest = plan.deploy.layouts.get(placement.node, layout), layout.cp * layout.pp
+    devices = plan.pool(placement.pool).devices
+    layout = placement.layout
+    model = plan.model(placement.node)
+    stated = plan.deploy.layouts.get(placement.node, layout)
+    rest = layout.cp * layout.pp
     rows = rows_in_step(plan.graph, plan.graph.node(placement.node))
     works = []
     for tp in [t for t in range(1, min(devices, model.heads) + 1) if devices % (t * rest) == 0]:
@@ -177,7 +185,8 @@ def _nearest(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
 
 def _mini_batch(graph: Graph, node: Node, layout: Layout) -> Iterator[Diagnostic]:
     """Every rank of an update needs the same share of every mini-batch."""
-    size, stated = rows_in_step(graph, node), UpdateAttributes.of(node).mini_batch
+    size = rows_in_step(graph, node)
+    stated = UpdateAttributes.of(node).mini_batch
     if size is None:
         return
     if size % layout.dp:

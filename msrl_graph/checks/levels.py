@@ -40,7 +40,8 @@ def no_common_row(graph: Graph, library: Library) -> list[Diagnostic]:
 def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
     """Columns that their writer cannot give one value for each row that they belong to."""
     found = []
-    kinds, twice = {w.name: w.kind for w in graph.workers}, Counter(c for n in graph.nodes for c in n.writes)
+    kinds = {w.name: w.kind for w in graph.workers}
+    twice = Counter(c for n in graph.nodes for c in n.writes)
     for node in graph.nodes:
         scattered: dict[str, list[Column]] = {}  # by what their values are of
         for column in map(graph.column, node.writes):

@@ -32,8 +32,10 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
 
 def _dies(plan: Plan) -> Iterator[Diagnostic]:
     """A cluster that counts packages as dies, or dies as packages."""
-    cluster, device = plan.cluster, plan.cluster.device
-    each, dies = cluster.devices_per_node, cluster.devices_per_node * device.dies
+    cluster = plan.cluster
+    device = plan.cluster.device
+    each = cluster.devices_per_node
+    dies = cluster.devices_per_node * device.dies
     if device.dies > 1 and dies > device.host_dies > 0:
         whole = device.host_dies // device.dies
         message = f"hosts have {whole} `{device.name}`, of {device.dies} dies each, and {each} are stated"
@@ -51,7 +53,8 @@ def _follows(plan: Plan, placement: Placement) -> bool:
 
 
 def _everywhere(placement: Placement, situation: Situation) -> Iterator[Lint]:
-    layout, each = situation.layout, situation.per_host
+    layout = situation.layout
+    each = situation.per_host
     if layout.tp > each or (layout.tp > 1 and each % layout.tp and layout.devices > each):
         message = (
             f"the {layout.tp} tensor-parallel ranks of `{placement.node}` lie on hosts of {each}: each layer "

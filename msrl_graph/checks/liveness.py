@@ -33,13 +33,15 @@ def starved(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def _has(graph: Graph, level: int) -> str:
     """How many rows an iteration has, in words."""
-    prompts, rows = graph.rows[0], graph.rows[level]
+    prompts = graph.rows[0]
+    rows = graph.rows[level]
     return f"{rows:,}" + (f" ({prompts:,} x {rows // prompts:,})" if rows > prompts > 0 else "")
 
 
 def _mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
     level = graph.level(node)
-    size, rows = UpdateAttributes.of(node).mini_batch, graph.rows[level]
+    size = UpdateAttributes.of(node).mini_batch
+    rows = graph.rows[level]
     if size is not None and size > rows > 0:
         message = f"`{node.name}` waits for a mini-batch of {size:,} rows, and an iteration has {_has(graph, level)}"
         help = f"`mini_batch = {rows}` is all of them; or more prompts an iteration"
@@ -79,7 +81,8 @@ def _tokens(graph: Graph, node: Node, edge: Edge, asked: int) -> Iterator[Diagno
         yield Diagnostic("dock-starves", message, edge.at("stream_tokens"), "say `stream`, which counts rows")
         return
     level = graph.level(node)
-    rows, each = graph.rows[level], sum(times * graph.bound(c) for c, times in columns.items())
+    rows = graph.rows[level]
+    each = sum(times * graph.bound(c) for c, times in columns.items())
     if all(graph.bound(c) for c in columns) and asked > rows * each > 0:
         message = (
             f"`{node.name}` waits for batches of {asked:,} tokens, and an iteration has {rows * each:,} at most: "
@@ -95,7 +98,8 @@ def check(plan: Plan) -> list[Diagnostic]:
 
 
 def _capacity(plan: Plan) -> Iterator[Diagnostic]:
-    capacity, host = plan.docks.capacity, plan.cluster.device.host_memory.value
+    capacity = plan.docks.capacity
+    host = plan.cluster.device.host_memory.value
     if not capacity:
         return
     span = plan.deploy.dock.span

@@ -17,7 +17,8 @@ from .columns import Library
 
 def rated(graph: Graph, library: Library) -> list[Diagnostic]:
     """Learning rates from a state of which each row has one: a step has one rate."""
-    found, each = [], {s.name: s.per for s in graph.states if s.per}
+    found = []
+    each = {s.name: s.per for s in graph.states if s.per}
     for node in _updates(graph):
         rate = UpdateAttributes.of(node).rate
         for name in [*([str(rate.value)] if rate.kind == "state" else []), *rate.columns().values()]:

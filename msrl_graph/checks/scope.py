@@ -212,7 +212,8 @@ def written(graph: Graph, library: Library) -> list[Diagnostic]:
 def results(graph: Graph, library: Library) -> list[Diagnostic]:
     """Columns whose type is not what the package's function gives: an array a row where the column holds a number, or
     the reverse."""
-    found, columns = [], {c.name: c for c in graph.columns}
+    found = []
+    columns = {c.name: c for c in graph.columns}
     for node in graph.nodes:
         call = CallAttributes.of(node).call
         entry = library.get(("function", str(call.value))) if call is not None else None

@@ -61,7 +61,8 @@ def _sizes(layout: Layout, other: Layout) -> str:
 
 
 def _engine(plan: Plan, first: Node, node: Node) -> list[Diagnostic]:
-    theirs, own = plan.placement(first.name).engine, plan.deploy.engines[node.name]
+    theirs = plan.placement(first.name).engine
+    own = plan.deploy.engines[node.name]
     note = _note(theirs.span, f"the engine of `{first.name}`")
     what = f"`{node.name}` computes with the weights of `{first.name}`, so it has"
     if own.name != theirs.name:

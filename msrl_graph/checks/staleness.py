@@ -88,7 +88,9 @@ def missing(graph: Graph, library: Library) -> list[Diagnostic]:
 def loops(plan: Plan) -> list[Diagnostic]:
     """Temperatures that a function sets by what was drawn at them, where a generation takes an older value than the
     last."""
-    graph, late, found = plan.graph, late_states(plan), []
+    graph = plan.graph
+    late = late_states(plan)
+    found = []
     for node in graph.verb("generate"):
         for state in (s for s in heating(graph, node) if s in late):
             setters = [n.name for n in graph.nodes if state in n.sets and n.name in graph.flow.after(node.name)]
@@ -109,10 +111,13 @@ def check(plan: Plan) -> list[Diagnostic]:
     cannot be ahead of themselves, and of a pool that has to be in step. Where the planner has them take turns, a note
     says why."""
     shared = shared_staleness(plan.graph, lambda node: plan.placement(node).pool)
-    held, turns, behind = hindered(plan), in_turns(plan), aged(plan)
+    held = hindered(plan)
+    turns = in_turns(plan)
+    behind = aged(plan)
     found = loops(plan)
     for edge in plan.graph.reshards():
-        said, pool = ReshardingEdgeAttributes.of(edge), plan.placement(edge.dst).pool
+        said = ReshardingEdgeAttributes.of(edge)
+        pool = plan.placement(edge.dst).pool
         if not said.staleness or (edge.src, edge.dst) in behind:
             continue
         seldom = said.every > 1

@@ -72,7 +72,8 @@ def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def weighed(graph: Graph, library: Library) -> list[Diagnostic]:
     """Weights of a source that no state of its rows tells apart."""
-    source, states = graph.node("source"), {s.name: s for s in graph.states}
+    source = graph.node("source")
+    states = {s.name: s for s in graph.states}
     read = [states[name] for name in source.states]
     if not read or source.weighs or any(s.per for s in read):
         return []

@@ -181,7 +181,8 @@ def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
     found = []
     for node in (n for n in graph.verb("generate") if GenerateAttributes.of(n).partner is not None):
         partner = "environment" if GenerateAttributes.of(node).environment is not None else "agent"
-        mask, responses = of_response(graph, node, "bool"), [c for c in node.writes if is_tokens(graph, c)]
+        mask = of_response(graph, node, "bool")
+        responses = [c for c in node.writes if is_tokens(graph, c)]
         for other in graph.nodes:
             whole = [c for c in _unmasked(graph, other, library) if c in responses]
             if not whole:

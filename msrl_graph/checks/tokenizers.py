@@ -76,5 +76,6 @@ def _differ(writer: Model, reader: Model) -> bool:
         return None not in names and names[0] != names[1]
     if writer.path == reader.path or not (writer.path and reader.path):
         return False
-    written, read = tokens(writer.path), tokens(reader.path)
+    written = tokens(writer.path)
+    read = tokens(reader.path)
     return written is not None and read is not None and not written.items() <= read.items()

@@ -20,7 +20,8 @@ from ..ir.plan import Plan
 from ..model.architecture import HEAD, Model
 from ..sharding.layout import full
 
-BIAS, LOGITS = "score.bias", "lm_head.weight"
+BIAS = "score.bias"
+LOGITS = "lm_head.weight"
 ANGLES = "rotary_emb.inv_freq"  # which old folders hold beside each layer's weights
 # Bytes of an element, by the types that weights may have.
 SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
@@ -31,7 +32,8 @@ Held = dict[str, tuple[Path, dict[str, Any]]]  # by name its file, and what that
 def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
     """What workers need and the folders of their models (some of them, or all) do not hold as they need it, and where
     nothing is wrong a warning of what nobody computes with; a folder without any weights is left alone."""
-    graph, found = plan.graph, []
+    graph = plan.graph
+    found = []
     users: dict[str, list[tuple[Worker, Model]]] = defaultdict(list)
     for worker in graph.workers:
         node = next((n for n in graph.nodes if n.worker == worker.name), None)
@@ -40,7 +42,9 @@ def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic
             users[model.path].append((worker, model))
     updated = {n.worker for n in graph.verb("update")}
     for path, those in users.items():
-        there, span, file = Held(), those[0][1].span, Path(path)
+        there = Held()
+        span = those[0][1].span
+        file = Path(path)
         try:
             files = weight_files(path)
             for file, named in files.read.items():

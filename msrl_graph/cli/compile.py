@@ -313,7 +313,8 @@ def _diff(plan: Plan, options: argparse.Namespace) -> str:
 
 def _picture(result: Compilation, stage: str, form: str) -> str:
     """Graphviz text or a page of a stage."""
-    graph, plan = result.graph, result.placed if stage == "placed" else result.plan
+    graph = result.graph
+    plan = result.placed if stage == "placed" else result.plan
     assert graph is not None
     if form == "dot":
         from ..emit import picture

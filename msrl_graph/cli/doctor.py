@@ -59,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
 def _doctor(argv: Sequence[str]) -> int:
     p = _parser()
     options = p.parse_args(argv)
-    options.diagnostics, options.color = ("json" if options.json else "full"), "auto"
+    options.diagnostics = "json" if options.json else "full"
+    options.color = "auto"
     if options.out and not options.calibrate:
         p.error("`--out` goes with `--calibrate`")
     if options.calibrate and (options.json or options.program):

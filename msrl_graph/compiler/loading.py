@@ -93,7 +93,8 @@ def _fields(given: Any, known: Any, where: str) -> Iterator[str]:
 
 def _cluster(plan: Plan) -> Iterator[str]:
     """Numbers of a cluster that no program can state."""
-    cluster, kinds = plan.cluster, ClusterOptions.kinds()
+    cluster = plan.cluster
+    kinds = ClusterOptions.kinds()
     for key, value in (("nodes", cluster.nodes), ("devices_per_node", cluster.devices_per_node)):
         if not 1 <= value <= 10**8:
             yield f"`{key}` of its cluster takes {kinds[key]}, not `{value}`"
@@ -143,7 +144,8 @@ def _lowered(plan: Plan) -> LoweredProgram:
 
 def _names(plan: Plan) -> Iterator[str]:
     """What a program names by itself; the grammar would stop at the first character that is in no name."""
-    graph, deploy = plan.graph, plan.deploy
+    graph = plan.graph
+    deploy = plan.deploy
     yield from (graph.name, deploy.name, plan.cluster.name, *graph.params, *deploy.models, *deploy.data)
     yield from (part.name for parts in (graph.columns, graph.states, graph.workers) for part in parts)
     yield from (name for node in graph.nodes for name in node.name.split("."))

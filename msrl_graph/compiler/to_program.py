@@ -22,7 +22,8 @@ from ..sharding.layout import Layout
 
 def restated(plan: Plan) -> ast.File:
     """The program; its models are named by what the workers call them, and its cluster says nothing."""
-    graph, deploy = plan.graph, plan.deploy
+    graph = plan.graph
+    deploy = plan.deploy
     items = (
         _algorithm(graph),
         ast.ClusterDecl(_name(plan.cluster.name), (ast.Attr(_name("device"), _string(HOST.name), NOWHERE),), NOWHERE),

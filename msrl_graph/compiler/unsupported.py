@@ -33,7 +33,8 @@ def unready(plan: Plan) -> list[Diagnostic]:
 
 def untried(plan: Plan) -> list[Diagnostic]:
     """What a run warns of: nobody has done it with this version."""
-    kind, span = plan.cluster.device.backend, plan.cluster.span
+    kind = plan.cluster.device.backend
+    span = plan.cluster.span
     help = "begin with few iterations, and compare them with the same on CPUs: --iterations 2"
     if kind in UNTRIED:
         return [Diagnostic("not-yet", f"nothing has run on devices of kind {kind} yet", span, help, "warning")]
@@ -76,7 +77,9 @@ def _honours(spec: EngineSpec, verb: str, key: str) -> bool:
 
 def _planned(spec: EngineSpec, placement: Placement, model: Model, where: Where) -> Iterator[tuple[str, Span, str]]:
     """What a placement asks of its engine that can be planned for only: what it is, where it stands, what to do."""
-    layout, family, planned = placement.layout, model.family, spec.planned(where)
+    layout = placement.layout
+    family = model.family
+    planned = spec.planned(where)
     if family in planned:
         able = [f for f in spec.families if f not in planned]
         yield f"{family} models", placement.engine.span, f"these run: {', '.join(able)}"
@@ -94,7 +97,8 @@ def _refused(plan: Plan) -> list[_Refusal]:
     def tell(what: str, span: Span, help: str, how: str = "run", brief: str = "") -> None:
         found.append(_Refusal(what, brief or what.rstrip(","), span, help, how))
 
-    device, where = plan.cluster.device, plan.cluster.device.kind.where
+    device = plan.cluster.device
+    where = plan.cluster.device.kind.where
     if device.dies > 1:
         more = plan.cluster.devices_per_node * device.dies
         help = f'a process has a die: `device = "{device.name}-die"` with `devices_per_node = {more}`'
@@ -108,14 +112,16 @@ def _refused(plan: Plan) -> list[_Refusal]:
             engine = f"the engine `{placement.engine.name}`"
             tell(f"{engine} of `{placement.node}`", span, f"these run: {', '.join(others)}", brief=engine)
         elif placement.engine.name in ENGINES:
-            node, spec = plan.graph.node(placement.node), ENGINES[placement.engine.name]
+            node = plan.graph.node(placement.node)
+            spec = ENGINES[placement.engine.name]
             for name, span, help in _planned(spec, placement, plan.model(node.name), where):
                 tell(f"{name} by the engine `{spec.name}`", span, help)
             for key in [k for k in node.attributes if not _honours(spec, node.verb, k)]:
                 others = [n for n, e in ENGINES.items() if runs(n) and node.verb in e.verbs]
                 able = [n for n in others if _honours(ENGINES[n], node.verb, key)]
                 help = f"`engine {node.name} = {able[0]}` honours it" if able else "leave it out"
-                by, span = f"by the engine `{spec.name}`", node.at(key)
+                by = f"by the engine `{spec.name}`"
+                span = node.at(key)
                 tell(f"`{key}` of `{node.name}` {by}", span, help, brief=f"`{key}` {by}")
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):

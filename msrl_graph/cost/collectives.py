@@ -56,8 +56,11 @@ class Collectives:
 
     def near(self, axis: Axis) -> bool:
         """Whether each group of an axis lies on one host."""
-        placement, per_host = self.placement, self.cluster.devices_per_node
-        layout, each, first = placement.layout, placement.each or per_host, placement.first if not placement.each else 0
+        placement = self.placement
+        per_host = self.cluster.devices_per_node
+        layout = placement.layout
+        each = placement.each or per_host
+        first = placement.first if not placement.each else 0
         if self.cluster.host(placement.first) == self.cluster.host(placement.device(layout.devices - 1, per_host)):
             return True
         span = self.stride(axis) * int(getattr(layout, axis))
@@ -77,7 +80,8 @@ class Collectives:
 
     def _link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
         """Seconds at least, bytes/s, and a figure that says where they are from."""
-        known, near = self.cluster.device.collective(kind), self.near(axis)
+        known = self.cluster.device.collective(kind)
+        near = self.near(axis)
         if not near:
             each = self.placement.on_host(self.placement.layout.devices, self.cluster.devices_per_node)
             link = self.cluster.between(each)
@@ -104,15 +108,18 @@ class Collectives:
     def tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
         """All-reduces of the hidden states, after the embedding and in each layer of a stage, and the gathering of the
         logits, or sums over their parts; `tokens` are those of a context-parallel rank."""
-        layout, model = self.placement.layout, self.model
+        layout = self.placement.layout
+        model = self.model
         tp = layout.tp
         if tp == 1:
             return Figure(0.0, "derived", "no tensor parallelism")
-        each, layers = tokens * model.hidden * self._item * (tp - 1) / tp, model.layers / layout.pp
+        each = tokens * model.hidden * self._item * (tp - 1) / tp
+        layers = model.layers / layout.pp
         if self.spec.divides_sequence and self._eager:
             # Both halves of a layer gather tokens and scatter sums; a backward pass does as much, and gathers the
             # tokens once more for the weights' gradients (arXiv:2205.05198, section 4.2).
-            gathers, scatters = 1 + layers * (2 + backward * 4), 1 + layers * (2 + backward * 2)
+            gathers = 1 + layers * (2 + backward * 4)
+            scatters = 1 + layers * (2 + backward * 2)
             parts = [
                 self.seconds("all_gather", "tp", gathers * each, gathers),
                 self.seconds("reduce_scatter", "tp", scatters * each, scatters),
@@ -130,7 +137,8 @@ class Collectives:
 
     def copies(self) -> Figure:
         """Of a step by an engine that divides what norms see: the sum over tp of their gradients."""
-        layout, model = self.placement.layout, self.model
+        layout = self.placement.layout
+        model = self.model
         if layout.tp == 1 or not (self.spec.divides_sequence and self._eager):
             return Figure(0.0, "derived", "all ranks of tp have the same gradients of what they all have")
         elements = sum(t.elements for t in model.tensors if copied(t)) / layout.pp
@@ -146,11 +154,13 @@ class Collectives:
     def context(self, tokens: float, passes: int) -> Figure:
         """Of a group's tokens: keys and values go round the ring of cp (arXiv:2310.01889), or heads are exchanged
         before and after attention (Ulysses, arXiv:2309.14509); `passes` times, a backward pass counts for two."""
-        layout, model = self.placement.layout, self.model
+        layout = self.placement.layout
+        model = self.model
         cp = layout.cp
         if cp == 1:
             return Figure(0.0, "derived", "no context parallelism")
-        layers, share = model.layers / layout.pp, (cp - 1) / cp
+        layers = model.layers / layout.pp
+        share = (cp - 1) / cp
         if layout.cp_kind == "ring":
             received = tokens * 2 * model.kv_heads * model.head_dim / min(layout.tp, model.kv_heads) * share
             return self.seconds("send", "cp", layers * passes * received * self._item, layers * passes * (cp - 1))
@@ -160,7 +170,8 @@ class Collectives:
     def experts(self, tokens: float, passes: int) -> Figure:
         """Of the tokens of a context-parallel rank: each goes to its experts and back, in every layer that has some;
         each rank's own over ep, and what arrives to all of etp."""
-        layout, found = self.placement.layout, self.model.experts
+        layout = self.placement.layout
+        found = self.model.experts
         if found is None or not self.spec.spread.sends(layout):
             return Figure(0.0, "derived", "experts are where their tokens are")
         layers = (self.model.layers - found.first) / layout.pp
@@ -181,7 +192,8 @@ class Collectives:
         layout = self.placement.layout
         if not self.spec.divided(layout):
             return Figure(0.0, "derived", "weights are whole")
-        units, share = self.model.layers + 1, (layout.dp - 1) / layout.dp
+        units = self.model.layers + 1
+        share = (layout.dp - 1) / layout.dp
         received = sum(self.held) * self._item * share
         times = 2 if update and layout.zero >= 3 else 1
         parts = [self.seconds("all_gather", "dp", received * times, units * times)]
@@ -195,8 +207,10 @@ class Collectives:
     def exchange(self) -> Figure:
         """The gradients' sum over all replicas, and with a divided optimizer the gathering of the weights: where they
         are scattered as they are summed, but for an engine that has all of the sum everywhere (eager ones)."""
-        layout, zero1 = self.placement.layout, self.placement.layout.zero == 1
-        both, replicas = self._eager and zero1, layout.dp * layout.cp
+        layout = self.placement.layout
+        zero1 = self.placement.layout.zero == 1
+        both = self._eager and zero1
+        replicas = layout.dp * layout.cp
         # Bytes of a weight that come in, of all replicas but this one: gradients twice, or once and the weights, which
         # a step in float32 gives in that type.
         each = 2 * GRADIENT + MASTER * both if both or not zero1 else GRADIENT + self._item

@@ -19,7 +19,8 @@ from ..sharding.layout import Side, held
 def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
     """The moments of an infer or an update, one a stage, in bytes."""
     items = {"gathered weights": _gathered(work), "gradients": gradients(work, spec) if verb == "update" else 0}
-    layout, found = work.layout, {}
+    layout = work.layout
+    found = {}
     # Layers differ only in whether they have experts.
     sizes = layer_elements(work.model, work, spec, 0), layer_elements(work.model, work, spec, work.model.layers - 1)
     for stage in range(layout.pp):
@@ -61,7 +62,8 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
     - Experts see `active` copies of a token, spread evenly over ep; each keeps its input, its output and 4 f.
     """
     tp = work.layout.tp
-    whole, divided = 4 * model.hidden, 0
+    whole = 4 * model.hidden
+    divided = 0
     if model.latent is None:
         divided += 2 * model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim
     else:
@@ -82,7 +84,8 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
 def _activations(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
     """Of all micro-batches on their way through a stage, whose layers without experts and with them have `sizes`. Full
     recomputation keeps each layer's input, and one layer whole; inference keeps one layer."""
-    model, layout = work.model, work.layout
+    model = work.model
+    layout = work.layout
     first = model.experts.first if model.experts else model.layers
     stretches = layout.stage_layers(stage, model.layers)
     dense = sum(max(0, min(stop, first) - start) for start, stop in stretches)

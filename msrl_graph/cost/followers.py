@@ -15,7 +15,8 @@ def followed(update: Costs) -> Figure:
     Their weights are written, the update's are read, and for a moving average theirs are read too. Of weights that lie
     in host memory their own node counts the copies (`Costs.fetch`).
     """
-    plan, worker = update.plan, update.graph_node.worker
+    plan = update.plan
+    worker = update.graph_node.worker
     workers = [w for w in plan.graph.workers if w.follows == worker]
     first = holdings.update_of(plan, worker)
     if not workers or first is None or first.name != update.node:

@@ -27,7 +27,8 @@ def number(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
         counted.add(key)
 
     for p in (p for p in plan.placements if p.pool == pool):
-        spec, at = engines[p.engine.name], _mesh(p)
+        spec = engines[p.engine.name]
+        at = _mesh(p)
         if not spec.own_groups:
             count(at, sum(getattr(p.layout, axis) > 1 for axis in MESH))
         count((p.engine.name, *at, p.layout.ep, p.layout.etp), spec.groups(p.layout))
@@ -57,7 +58,8 @@ def _copies(spec: EngineSpec, layout: Layout) -> int:
 def _edge(plan: Plan, r: Reshard, pool: str) -> int:
     """Of those who gather or are sent the same, of those who prove what they gave, and between pools of all, by which
     each sends to one."""
-    source, target = plan.placement(r.src), plan.placement(r.dst)
+    source = plan.placement(r.src)
+    target = plan.placement(r.dst)
     if pool not in (source.pool, target.pool):
         return 0
     if r.mode == "send":

@@ -32,7 +32,8 @@ Engines = Mapping[str, EngineSpec]
 RESERVE = 1 - EngineOptions.memory
 # A probe, by which trainer and generator are compared as weights arrive (runtime/rank/weight_proof.py): so many prompts
 # of so many tokens, or of a whole block of the generator's cache and these.
-PROBES, TOKENS = 4, 8
+PROBES = 4
+TOKENS = 8
 KEPT = ", kept"  # ends the name of what a generation keeps for the next iteration
 
 
@@ -100,10 +101,8 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
 
 def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[optimizer_spec.Rule], float]) -> int:
     """Bytes on the busiest rank of what an update keeps of an element that steps by a rule."""
-    layout, made = (
-        plan.placement(node).layout,
-        algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer),
-    )
+    layout = plan.placement(node).layout
+    made = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
     at = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
     copies = layout.cp if layout.zero == 1 else 1  # where weights are divided over dp, so is what is kept of them
     by_stage = [0.0] * layout.pp
@@ -115,13 +114,15 @@ def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[optimizer_spe
 
 def row_tokens(plan: Plan, node: str) -> int:
     """Tokens of a row, at most: of each of its sequences the context and what is scored, or generated, of it."""
-    graph, found = plan.graph, sequences(plan.graph, plan.graph.node(node))
+    graph = plan.graph
+    found = sequences(plan.graph, plan.graph.node(node))
     return found.count * sum(bound(graph, c) for c in found.context) + sum(bound(graph, c) for c in found.scored)
 
 
 def written_tokens(plan: Plan, node: str) -> int:
     """Tokens that a generation adds to a row, at most."""
-    graph, graph_node = plan.graph, plan.graph.node(node)
+    graph = plan.graph
+    graph_node = plan.graph.node(node)
     most = sum(bound(graph, c) for c in sequences(graph, graph_node).scored)
     return GenerateAttributes.of(graph_node).longest(most)
 
@@ -150,7 +151,8 @@ def most_samples(plan: Plan, node: str) -> int:
 
 def fan(plan: Plan, node: str) -> int:
     """Sequences of an infer or update that begin with the same context."""
-    graph, graph_node = plan.graph, plan.graph.node(node)
+    graph = plan.graph
+    graph_node = plan.graph.node(node)
     found = sequences(graph, graph_node)
     context = max((graph.column(c).level for c in found.context), key=graph.depth, default=graph.level(graph_node))
     return found.count * graph.fan(graph.level(graph_node), context)
@@ -165,12 +167,16 @@ def micro_batch(plan: Plan, node: str) -> int:
 def work(plan: Plan, engines: Engines, node: str) -> Workload:
     """What a node computes at once, at the columns' bounds. Rows of like length keep their order, so that responses to
     one prompt lie together."""
-    placement, graph_node = plan.placement(node), plan.graph.node(node)
-    generates, said = graph_node.verb == "generate", UpdateAttributes.of(graph_node)
+    placement = plan.placement(node)
+    graph_node = plan.graph.node(node)
+    generates = graph_node.verb == "generate"
+    said = UpdateAttributes.of(graph_node)
     found = sequences(plan.graph, graph_node)
     response = written_tokens(plan, node) if generates else max((bound(plan.graph, c) for c in found.scored), default=1)
     prompt = sum(bound(plan.graph, c) for c in found.context) - (not found.scored)
-    size, alike, batches = micro_batch(plan, node), most_samples(plan, node), 1
+    size = micro_batch(plan, node)
+    alike = most_samples(plan, node)
+    batches = 1
     prompts = size
     if generates:
         size = min(size, group_rows(plan, node))
@@ -183,7 +189,8 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         size = -(-share // batches)
         # So many sequences attention may be computed of, each as long as all of a row's conversations together.
         most = max((conversations(plan.graph, c) for c in found.scored), default=1)
-        size, alike = size * found.count * most, fan(plan, node) * most
+        size = size * found.count * most
+        alike = fan(plan, node) * most
         prompts = (
             size // alike if size % alike == 0 else 1 if alike % size == 0 else min(size, -(-(size - 1) // alike) + 1)
         )
@@ -223,14 +230,16 @@ def looks_ahead(plan: Plan, node: str) -> bool:
     """Whether an update passes over its mini-batch twice: its loss is of all of it at once, and that is several
     micro-batches."""
     graph_node = plan.graph.node(node)
-    step, layout = UpdateAttributes.of(graph_node).step_rows(row_count(plan, node)), plan.placement(node).layout
+    step = UpdateAttributes.of(graph_node).step_rows(row_count(plan, node))
+    layout = plan.placement(node).layout
     return graph_node.whole and micro_batches(-(-step // layout.dp), micro_batch(plan, node), layout) > 1
 
 
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:
     """The moment at which a node holds most beside what is resident, by the engine's own account, else by general
     formulas."""
-    own, verb = spec(plan, engines, node), plan.graph.node(node).verb
+    own = spec(plan, engines, node)
+    verb = plan.graph.node(node).verb
     if own.peaks is None and verb == "generate":
         at_once, _ = waves(plan, node)
         return "", {"KV cache": at_once * most_samples(plan, node) * kv_sequence(plan, node)}
@@ -262,7 +271,8 @@ def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
 
 def probing(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
     """What the trainer holds beside what is resident while it computes a probe."""
-    made, own = work(plan, engines, src), spec(plan, engines, src)
+    made = work(plan, engines, src)
+    own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
     made = replace(made, rows=PROBES, prompts=PROBES, prompt=size, response=1, samples=1, batches=1)
     return largest(_moments("infer", replace(made, entropy=False, given=False), own))[1]
@@ -332,7 +342,8 @@ def offloaded(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 def activations_away(plan: Plan, engines: Engines, node: str) -> int:
     """Bytes that a device of an update has in host memory between forward and backward passes, at most."""
-    made, own = work(plan, engines, node), spec(plan, engines, node)
+    made = work(plan, engines, node)
+    own = spec(plan, engines, node)
     if plan.graph.node(node).verb != "update" or not made.activations_away:
         return 0
     return default_activations.stored(made, own) if own.stored is None else own.stored(made)

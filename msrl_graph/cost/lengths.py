@@ -76,7 +76,8 @@ class Rows:
         responses there are."""
         if samples <= 1 or not self.count:
             return self.part(share)
-        part, left = self.part(share), max(1.0, share * samples)
+        part = self.part(share)
+        left = max(1.0, share * samples)
 
         def alike(whole: float, same: float) -> float:
             differ = max(whole - same, whole / samples)

@@ -21,9 +21,12 @@ def by_parts(work: Workload, gradients: int) -> Moments:
     """The moments of a step, by rule, beside `gradients` at rest: of what lies in host memory a part is on the device,
     and the next one on its way."""
     assert work.optimizer is not None
-    layout, side, mastered = work.layout, Side(work.layout, work.divided), work.dtype != "f32"
+    layout = work.layout
+    side = Side(work.layout, work.divided)
+    mastered = work.dtype != "f32"
     copies = layout.cp * (1 if work.divided else layout.dp)
-    flat, found = copies > 1 and layout.zero == 1, {}
+    flat = copies > 1 and layout.zero == 1
+    found = {}
     for rule, kinds in optimizer_spec.parted(work.optimizer, work.model.kinds):
         each = rule.beside(mastered)
         largest = max((elements(box_at(k.tensor, side, (0, 0, 0))) for k in kinds), default=0)

@@ -34,7 +34,8 @@ KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
 PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
 # Logits' elements are read or written so often: in a forward pass that gives log-probabilities, and where a token is
 # drawn.
-SCORING, DRAWING = 7, 15
+SCORING = 7
+DRAWING = 15
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ class Costs:
     def _filling(self) -> float:
         """A micro-batch's share of filling and draining the pipeline in each step (arXiv:2104.04473, section 2.2), as a
         factor."""
-        layout, steps = self.layout, self.steps() if self.graph_node.verb == "update" else 1
+        layout = self.layout
+        steps = self.steps() if self.graph_node.verb == "update" else 1
         return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._said.epochs)))
 
     @cached_property
@@ -158,7 +160,8 @@ class Costs:
     def _row(self) -> tuple[int, int, int, float]:
         """Of a row: its sequences, the tokens of all, those of them that are scored, and how many sequences begin
         alike."""
-        plan, node = self.plan, self.node
+        plan = self.plan
+        node = self.node
         count = sequences(plan.graph, self.graph_node).count
         return (
             count,
@@ -171,7 +174,8 @@ class Costs:
 
     def prefill(self, lengths: Sequence[float]) -> Figure:
         """The forward pass over prompts of so many tokens each, once for all samples of a prompt."""
-        count, tokens = len(lengths), sum(lengths)
+        count = len(lengths)
+        tokens = sum(lengths)
         moved = self._between(tokens) + self._logits(count, DRAWING)
         work = _Work(tokens, count, count, sum(n * n for n in lengths) / max(count, 1), moved)
         parts = [self._pass("prefill", work), self.collectives.tensor_parallel(tokens, count, drawn=True)]
@@ -187,13 +191,15 @@ class Costs:
         pairs = cached / max(sequences, 1e-9) * (1 if "attention" in self.device.curves else 2)
         work = _Work(tokens, sequences, sequences, pairs, moved)
         parts = [self._pass("decode", work), self.collectives.tensor_parallel(tokens, sequences, drawn=True)]
-        begun, launch = self._eager("prefill", self.layout).sequence if self._eager else 0.0, self.device.launch
+        begun = self._eager("prefill", self.layout).sequence if self._eager else 0.0
+        launch = self.device.launch
         parts.append(Figure(parted * begun * launch.value, launch.source, "sequences that begin x launch"))
         return total(*parts, self.collectives.experts(tokens, 1))
 
     def opened(self, sequences: float) -> Figure:
         """Memory for the cache of so many sequences at once, and zeros in it, where it is there as a whole."""
-        block, link = self.spec.block if self._eager else 0, self.device.copies
+        block = self.spec.block if self._eager else 0
+        link = self.device.copies
         tokens = -(-holdings.row_tokens(self.plan, self.node) // block) * block if block else 0
         return Figure(
             sequences * tokens * self._cache / link.value, link.source, "the cache / copies into fresh memory"
@@ -203,10 +209,15 @@ class Costs:
         """One micro-batch: a forward pass of an infer; of an update the backward pass too, with full recomputation a
         second forward pass, and one ahead of all where a loss is of the whole mini-batch."""
         update = self.graph_node.verb == "update"
-        tokens, count, pairs = rows.tokens, rows.count, rows.squares / max(rows.count, 1e-9)
-        laid, around = 0.0, tokens
+        tokens = rows.tokens
+        count = rows.count
+        pairs = rows.squares / max(rows.count, 1e-9)
+        laid = 0.0
+        around = tokens
         if self.device.kind.where in self.spec.shares_beginnings:
-            tokens, count, pairs = rows.fed, rows.count - rows.twins, max(rows.longest - 1, 1) ** 2
+            tokens = rows.fed
+            count = rows.count - rows.twins
+            pairs = max(rows.longest - 1, 1) ** 2
             # Of a ring, keys and values go round as they are laid out, by rows.
             around = count * rows.longest if self.layout.cp_kind == "ring" else tokens
             # Attention's operands are laid out by rows, its result back by tokens.
@@ -226,7 +237,8 @@ class Costs:
         if update and not self.recomputes:
             parts.append(self._kept(tokens, moved))
         passes = (3 if update else 1) + (update and self.recomputes) + ahead
-        among, cp = self.collectives, self.layout.cp
+        among = self.collectives
+        cp = self.layout.cp
         parts += [
             among.tensor_parallel(tokens / cp, rows.response / cp, backward=update),
             among.context(around, passes),
@@ -298,7 +310,8 @@ class Costs:
     # What they are made of.
 
     def _calls(self, act: Act, sequences: float = 0.0) -> Figure:
-        launch, layers = self.device.launch, self.model.layers
+        launch = self.device.launch
+        layers = self.model.layers
         # Of a pipeline, a stage runs its own layers; in decoding once for each part.
         layers = layers if act == "decode" else -(-layers // self.layout.pp)
         if self._eager is None:
@@ -310,7 +323,10 @@ class Costs:
         return Figure(number * launch.value, launch.source, "operators x launch")
 
     def _pass(self, act: Act, work: _Work, factor: int = 1) -> Figure:
-        device, item, layers, group = self.device, BYTES[self.dtype], self.model.layers, self.group
+        device = self.device
+        item = BYTES[self.dtype]
+        layers = self.model.layers
+        group = self.group
         inside, head = self._parameters
         products = [
             (2 * work.tokens * inside / (PRODUCTS * layers * group), PRODUCTS * layers),
@@ -329,7 +345,8 @@ class Costs:
         weights = self._read(work.tokens) if act == "decode" else self._met
         size = work.tokens * self.model.hidden * 3 * item / group
         bandwidths = [device.rate("memory_bandwidth", weights / (PRODUCTS * layers)), device.rate("layer", size)]
-        read, moved = weights / bandwidths[0].value, work.moved / group / bandwidths[1].value
+        read = weights / bandwidths[0].value
+        moved = work.moved / group / bandwidths[1].value
         calls = self._calls(act, work.sequences)
         if not device.kind.runs_ahead:
             seconds = calls.value + factor * (max(multiplied, read) + attention + moved)
@@ -350,7 +367,8 @@ class Costs:
         """What a backward pass needs of its forward pass does not stay in a CPU's caches, where the results of a
         forward pass alone do: it is written to memory and read again. Of what an operator moves a third is its result,
         and products have theirs."""
-        device, model = self.device, self.model
+        device = self.device
+        model = self.model
         if not device.kind.is_host or self._eager is None:
             return Figure(0.0, "derived", "in the bytes of each operator")
         products = (
@@ -406,7 +424,8 @@ class Costs:
 
     def micro_batches(self) -> int:
         """Of one group, in a pass over an iteration's rows."""
-        rows, step = holdings.group_rows(self.plan, self.node), holdings.row_count(self.plan, self.node)
+        rows = holdings.group_rows(self.plan, self.node)
+        step = holdings.row_count(self.plan, self.node)
         if self.graph_node.verb == "update":
             step = min(step, self._said.step_rows(step))
         step = min(rows, -(-step // self.layout.dp))

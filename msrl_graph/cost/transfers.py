@@ -68,7 +68,8 @@ def taken(plan: Plan, functions: Iterable[str]) -> Figure:
 def reshard(plan: Plan, edge: Reshard) -> Figure:
     """All steps of a reshard but the swap-in, which overlaps, and what its operators take at least: a tensor is laid
     into the bucket, taken out of it, and swapped out; a bucket is gathered."""
-    device, tensors = plan.cluster.device, sum(map(len, edge.buckets))
+    device = plan.cluster.device
+    tensors = sum(map(len, edge.buckets))
     count = "four" if edge.mode == "send" else "five"
     operators = PER_TENSOR * tensors * device.launch.value
     gathers = len(edge.buckets) * device.collective("all_gather").least.value * any(way.ranks > 1 for way in edge.ways)
@@ -81,7 +82,8 @@ def publish(plan: Plan, edge: Reshard) -> Figure:
     """The copy of the weights that others fetch, which the update makes as it begins: an operator a tensor."""
     if edge.copied is None:
         return Figure(0.0, "derived", "nothing is copied")
-    device, step = plan.cluster.device, edge.copied.seconds
+    device = plan.cluster.device
+    step = edge.copied.seconds
     operators = device.launch.value * sum(map(len, edge.buckets))
     return Figure(
         step.value + operators, weakest(step, device.launch), f"{step.basis}, and what operators take at least"

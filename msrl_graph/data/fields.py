@@ -47,7 +47,8 @@ class Misfit(ValueError):
 
     def __init__(self, found: str, wanted: str) -> None:
         super().__init__(f"{found}, where {wanted}")
-        self.found, self.wanted = found, wanted
+        self.found = found
+        self.wanted = wanted
 
 
 def take(value: Any, column: Column) -> str | Messages | Array:

@@ -16,12 +16,15 @@ class Absent(LookupError):
 
     def __init__(self, inside: str, part: str, found: Any) -> None:
         super().__init__(part)
-        self.inside, self.part, self.found = inside, part, found
+        self.inside = inside
+        self.part = part
+        self.found = found
 
 
 def find(row: Mapping[str, Any], name: str) -> Any:
     """Return the value of a field. Raises Absent."""
-    inside, part = "", name
+    inside = ""
+    part = name
     found: Any = row
     while isinstance(found, Mapping):
         if part in found:

@@ -154,7 +154,8 @@ def _excerpt(span: Span, sources: Mapping[str, str], margin: str) -> list[str]:
     text = _lines(sources.get(span.file, ""))
     if span.line <= len(text) and span.file in sources:
         source = text[span.line - 1].rstrip("\r")
-        start, end = span.column - 1, span.end_column - 1 if span.end_line == span.line else len(source)
+        start = span.column - 1
+        end = span.end_column - 1 if span.end_line == span.line else len(source)
         part, start, end = _window(source.translate(SIGNS), start, end)
         under = _blank(part[:start]) + (_blank(part[start:end], "^") or "^")
         number = str(span.line).rjust(len(margin))

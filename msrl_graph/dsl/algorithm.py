@@ -50,7 +50,8 @@ def lower_algorithm(
 class _Algorithm(Declarations):
     def __init__(self, algorithm: ast.AlgorithmDecl, library: Library, folder: Folder, problems: Problems) -> None:
         super().__init__(algorithm, problems)
-        self.library, self.folder = library, folder
+        self.library = library
+        self.folder = folder
         self.workers: dict[str, Worker] = {}
         self.nodes: dict[str, Node] = {}
         self.edges: dict[tuple[str, str, str], Edge] = {}
@@ -142,7 +143,8 @@ class _Algorithm(Declarations):
         )
 
     def _lower_node(self, node: ast.NodeDecl) -> None:
-        worker, verb = node.worker.text, node.verb.text
+        worker = node.worker.text
+        verb = node.verb.text
         name = node_name(node)
         if name in self.nodes:
             if not node.label:  # two equal labels were told as names
@@ -163,7 +165,10 @@ class _Algorithm(Declarations):
             )
         kind = self.workers[worker].kind if worker in self.workers else ""
         statement = "function" if kind == "function" else verb if verb in KINDS.get(kind, ()) else ""
-        per, attributes, whole, scores = Node.per, dict[str, Expr](), Node.whole, Node.scores
+        per = Node.per
+        attributes = dict[str, Expr]()
+        whole = Node.whole
+        scores = Node.scores
         if kind in KINDS and not statement:
             # A check tells it of graphs of the Python API; here, so that nothing is told that only follows. Its
             # attributes mean nothing.
@@ -175,12 +180,14 @@ class _Algorithm(Declarations):
             )
             self.callers.append(caller)
             above = next(iter(self.nodes["source"].writes), "") if "source" in self.nodes else ""
-            kinds, readers = STATEMENTS[statement].kinds(), forms(caller, self.columns, above)
+            kinds = STATEMENTS[statement].kinds()
+            readers = forms(caller, self.columns, above)
             attributes = read(node.attrs, statement, kinds, self.names, self.problems, readers)
             per = str(attributes.pop("per").value) if "per" in attributes else per
             self._need(node, statement)
             if "loss" in attributes:
-                whole, scores = caller.whole(attributes["loss"]), caller.scores(attributes["loss"])
+                whole = caller.whole(attributes["loss"])
+                scores = caller.scores(attributes["loss"])
             calls = declared.CallAttributes.of_stated(attributes).functions if statement == "function" else ()
             # Of several each may take some of the columns.
             if [c.kind for c in calls] == ["call"]:
@@ -210,7 +217,8 @@ class _Algorithm(Declarations):
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names that are columns, and those that are states; others are told. `stateful`: a node may read, or
         write, states here."""
-        columns, states = dict[str, None](), dict[str, None]()
+        columns = dict[str, None]()
+        states = dict[str, None]()
         for name in names:
             what = self.declared.get(name.text, ("", name.span))[0]
             if name.text in columns or name.text in states:

@@ -26,7 +26,8 @@ class Declarations:
     """Those of one algorithm. `names` are there once the params are."""
 
     def __init__(self, algorithm: ast.AlgorithmDecl, problems: Problems) -> None:
-        self.algorithm, self.problems = algorithm, problems
+        self.algorithm = algorithm
+        self.problems = problems
         # params, columns, states, workers and labels share one name space
         self.declared: dict[str, tuple[str, Span]] = {}
         self.params: dict[str, Expr | None] = {}
@@ -164,7 +165,8 @@ class Declarations:
         return Dimension(size, dim.at_most)
 
     def _lower_state(self, state: ast.StateDecl) -> None:
-        name, kind = state.column.name, state.column.type
+        name = state.column.name
+        kind = state.column.type
         if not self._is(name, "state"):
             return
         element = kind.element.text

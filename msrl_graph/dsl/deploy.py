@@ -182,11 +182,13 @@ class _Deploy:
         self._once(f"model {name.text}", name.span)
         said = ModelOptions.of_stated(self._read(statement.attrs, "model", ModelOptions.kinds()))
         if model is None:
-            target, span = str(statement.target.value), statement.target.span
+            target = str(statement.target.value)
+            span = statement.target.span
             self.models[name.text] = self.load_model(target, self.folder(span), said.dtype, span)
 
     def _data(self, statement: ast.DataDecl) -> None:
-        name, target = statement.name.text, str(statement.target.value)
+        name = statement.name.text
+        target = str(statement.target.value)
         self._once(f"data {name}", statement.name.span)
         source = self.graph.node("source")
         kinds: dict[str, ValueKind] = dict.fromkeys(source.writes, StringKind())

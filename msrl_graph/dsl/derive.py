@@ -171,7 +171,8 @@ class _Written:
     # drop
 
     def _drop(self, ref: ast.Ref) -> None:
-        node, name = ("node", ref.text), ("name", ref.text)
+        node = ("node", ref.text)
+        name = ("name", ref.text)
         if ref.text == "source":
             raise mistake(
                 "bad-value", "an algorithm has a source", ref.span, "state another one: it takes the old one's place"

@@ -37,9 +37,11 @@ def missed(told: Diagnostic, dropped: Mapping[str, Dropped]) -> Diagnostic:
     for name, gone in dropped.items():
         if not gone.is_missed(name, told):
             continue
-        what, help = f"`{name}` is dropped here", told.help
+        what = f"`{name}` is dropped here"
+        help = told.help
         if gone.writer:
-            what, help = f"its writer `{gone.writer}` is dropped here", f"`drop {name}` too, or {told.help}"
+            what = f"its writer `{gone.writer}` is dropped here"
+            help = f"`drop {name}` too, or {told.help}"
         elif gone.attribute:
             help = f"leave `drop {name}` out, or {told.help}"
         elif f" needs `{name}`" in told.message:

@@ -57,7 +57,8 @@ def lower_evaluation(statement: ast.EvaluateDecl, graph: Graph, read: ReadAttrib
 
 def another_name(statement: ast.EvaluateDecl) -> str:
     """The help for an evaluation whose name another one has."""
-    name, data = statement.name.text, statement.name.text
+    name = statement.name.text
+    data = statement.name.text
     for attribute in statement.attrs:
         if attribute.key.text == "data" and isinstance(attribute.value, ast.NameExpr):
             data = attribute.value.text
@@ -81,7 +82,8 @@ def _words(value: Expr) -> dict[str, Expr]:
 def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
     """Settings are of generations that run in the evaluation, of each once."""
     generations = [node.name for node in graph.verb("generate")]
-    needed, seen = upstream(graph, evaluation.columns), set[str]()
+    needed = upstream(graph, evaluation.columns)
+    seen = set[str]()
     for draw in evaluation.draws:
         name = draw.generation
         if name not in generations:
@@ -112,7 +114,8 @@ def _check_attempts(counts: Expr, reported: Expr, evaluation: Evaluation, graph:
 def _values_of_prompt(graph: Graph, column: str, evaluation: Evaluation) -> int:
     """How many values of a column an evaluation has of each prompt."""
     by_level = {graph.row_level(node): evaluation.draw(graph, node).samples for node in graph.verb("generate")}
-    values, level = 1, graph.column(column).level
+    values = 1
+    level = graph.column(column).level
     while level:
         above = graph.under[level]
         values *= by_level.get(level, 0) or graph.fan(level, above)
@@ -122,7 +125,8 @@ def _values_of_prompt(graph: Graph, column: str, evaluation: Evaluation) -> int:
 
 def _check_vote(value: Expr, reported: Expr | None, counted: bool, graph: Graph, problems: Problems) -> None:
     """The column of answers has one for each value of the reported columns."""
-    column, written = str(value.value), graph.writers
+    column = str(value.value)
+    written = graph.writers
     if column not in written:
         message = f"no node writes a column `{column}`"
         problems.tell("unknown-column", message, value.span, nearest(column, written))
@@ -140,7 +144,8 @@ def _check_vote(value: Expr, reported: Expr | None, counted: bool, graph: Graph,
 
 
 def _check_by(value: Expr, graph: Graph, problems: Problems) -> None:
-    column, source = str(value.value), graph.node("source").writes
+    column = str(value.value)
+    source = graph.node("source").writes
     if column not in source:
         message = f"the source writes no column `{column}`"
         problems.tell("unknown-column", message, value.span, nearest(column, source))
@@ -159,7 +164,8 @@ def _check_best(evaluation: Evaluation, attributes: Mapping[str, Expr], problems
             )
     if not evaluation.best:
         return
-    span, known = attributes["best"].span, evaluation.figures
+    span = attributes["best"].span
+    known = evaluation.figures
     parted = evaluation.by and evaluation.best.rpartition(f"/{evaluation.by}=")[0]
     if evaluation.best not in known and parted not in known:
         message = f"`evaluate {evaluation.task}` has no figure `{evaluation.best}`"

@@ -151,7 +151,8 @@ def negate(value: Expr, span: Span) -> Expr:
 
 def fold(op: str, left: Expr, right: Expr, span: Span) -> Expr:
     """`left op right`, both constant."""
-    a, b = number_of(left), number_of(right)
+    a = number_of(left)
+    b = number_of(right)
     unit = _result_unit(op, left, right, span)
     if op in COMPARISONS:
         return Expr("bool", COMPARISONS[op](a, b), span=span)
@@ -174,7 +175,8 @@ def number_of(value: Expr) -> float:
 
 
 def _result_unit(op: str, left: Expr, right: Expr, span: Span) -> str:
-    a, b = left.unit, right.unit
+    a = left.unit
+    b = right.unit
     if op in COMPARISONS or op in ("+", "-", "%"):
         if a == b:
             return a

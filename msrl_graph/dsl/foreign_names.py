@@ -75,7 +75,8 @@ _IN_FILE = re.compile(r"([A-Za-z_][\w/]*)(?:\.py)?[.:]([A-Za-z_]\w*)(?:\(\))?")
 def attribute(statement: str, key: str, known: Collection[str]) -> str:
     """Help for an attribute that the statement does not have: what a word of other systems is called, the statement
     that has it, or the nearest of those that are `known`."""
-    meant, owners = _MEANT.get(statement, {}).get(key, ""), _owners(statement, key)
+    meant = _MEANT.get(statement, {}).get(key, "")
+    owners = _owners(statement, key)
     if meant or not owners:
         return meant or nearest(key, known) or ("" if known else "it has none")
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)

@@ -158,7 +158,8 @@ class _Reader:
     def block(self, children: Iterable[Any], rule: str, end: int) -> _Block:
         """What a statement of this rule holds between its braces; the closing one begins at `end`."""
         block = _Block(rule in ("algorithm", "deploy", "variant", "start"))
-        comments, blank = list[_Comment](), False
+        comments = list[_Comment]()
+        blank = False
 
         def arrive(at: int) -> None:
             """Takes what stands before the token there; commas go, what stands around them stays."""
@@ -193,7 +194,8 @@ class _Reader:
                 # Without its comma it would belong to the type before.
                 block.parts[-1].head.append(_Piece(",", "COMMA", 0, None))
             block.parts.append(self.part(child, comments, blank))
-            comments, blank = [], False
+            comments = []
+            blank = False
         arrive(end)
         settle()
         block.below = comments
@@ -214,7 +216,8 @@ class _Reader:
 
 
 def _gap(text: str, start: int, end: int) -> tuple[list[_Comment], bool]:
-    comments, breaks = list[_Comment](), 0
+    comments = list[_Comment]()
+    breaks = 0
     for match in GAP.finditer(text, start, end):
         if match[0] == "\n":
             breaks += 1
@@ -246,7 +249,8 @@ def _split(tree: Any) -> tuple[list[Any], list[Any]]:
 
 def _pieces(tokens: list[Token], rule: str) -> list[_Piece]:
     pieces = list[_Piece]()
-    depth, before = 0, ""
+    depth = 0
+    before = ""
     for token, after in zip(tokens, [*(t.type for t in tokens[1:]), ""], strict=True):
         kind = "DOTS" if token == ".." else token.type
         if kind == "COMMA" and after == "RPAR":
@@ -350,17 +354,20 @@ def _wrapped(pieces: list[_Piece], indent: int, tail: int) -> list[str]:
     lead = ""
     while (at := _break(pieces, WIDTH - indent - len(lead), tail)) is not None:
         lines.append(lead + _text(pieces[:at]).lstrip(" "))
-        pieces, lead = pieces[at:], FURTHER
+        pieces = pieces[at:]
+        lead = FURTHER
     return [*lines, lead + _text(pieces).lstrip(" ")]
 
 
 def _break(pieces: list[_Piece], room: int, tail: int) -> int | None:
     """The piece that begins the next line; None where there is room for all, or nowhere to break."""
-    column, best = -pieces[0].spaces, None
+    column = -pieces[0].spaces
+    best = None
     least = (0, 0)
     for i, piece in enumerate(pieces):
         if i and piece.tears is not None and (best is None or piece.tears <= least):
-            best, least = i, piece.tears
+            best = i
+            least = piece.tears
         column += piece.spaces + len(piece.text)
         if best is not None and column + (tail if i == len(pieces) - 1 else 0) > room:
             return best

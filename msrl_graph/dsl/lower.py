@@ -68,7 +68,9 @@ class LoweringFault(Fault):
         dropped: Mapping[str, Dropped] | None = None,
     ) -> None:
         super().__init__(*diagnostics)
-        self.graph, self.library, self.dropped = graph, library or {}, dropped or {}
+        self.graph = graph
+        self.library = library or {}
+        self.dropped = dropped or {}
 
 
 class ParsedProgram(NamedTuple):

@@ -328,7 +328,8 @@ class RateReader:
     def _bound(self, call: Expr) -> Expr:
         """The call of a schedule, whose parameters are what it is filled with, options, and states that the update
         reads."""
-        caller, name = self.caller, str(call.value)
+        caller = self.caller
+        name = str(call.value)
         signature = (caller.used if ("schedule", name) in caller.used else caller.library)["schedule", name][0]
         binds = {p: call.columns().get(p, p) for p in signature.columns}
         for parameter, state in binds.items():

@@ -61,7 +61,8 @@ def parse_edge(text: str, file: str) -> ast.EdgeDecl:
 
 def parse_undo(text: str, file: str) -> ast.UndoDecl:
     """The tree of what a deploy drops, as `layout actor.update`."""
-    stated, builder = _tree(text, file, "stated"), _Builder(file)
+    stated = _tree(text, file, "stated")
+    builder = _Builder(file)
     return builder.undo(stated, builder.span(stated))
 
 
@@ -303,7 +304,8 @@ class _Builder:
             self.fail("the expression is nested too deeply", part, "give its parts names with `param`")
         if isinstance(part, Token):
             return self.literal(part)
-        span, children = self.span(part), part.children
+        span = self.span(part)
+        children = part.children
         if part.data in ("expr", "sum", "term"):
             # `a - b - c` comes flat from the grammar; its tree is as deep as it has operators.
             depth += len(children) // 2
@@ -356,7 +358,9 @@ class _Builder:
         return value
 
     def string(self, token: Token) -> str:
-        text, out, i = token[1:-1], [], 0
+        text = token[1:-1]
+        out = []
+        i = 0
         while i < len(text):
             if text[i] == "\\":
                 i += 1

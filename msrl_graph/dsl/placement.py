@@ -59,7 +59,10 @@ def lower_pools(
 
 class _Pools:
     def __init__(self, graph: Graph, nodes: Collection[str], cluster: ClusterSpec | None, problems: Problems) -> None:
-        self.graph, self.nodes, self.cluster, self.problems = graph, nodes, cluster, problems
+        self.graph = graph
+        self.nodes = nodes
+        self.cluster = cluster
+        self.problems = problems
         self.groups: list[_Group] = []
 
     def place(self, statement: ast.PlaceDecl) -> None:
@@ -149,7 +152,8 @@ class _Pools:
         some of several."""
         if self.cluster is None:
             raise TOLD
-        hosts, each = statement.nodes, self.cluster.devices_per_node
+        hosts = statement.nodes
+        each = self.cluster.devices_per_node
         assert hosts is not None
         within = statement.devices
         for found, most, what in ((hosts, self.cluster.nodes, "node"), (within, each, "device")):

@@ -117,13 +117,15 @@ def _scan(text: str, file: str) -> list[_Piece]:
             pieces.append(_Piece(kind, match[0], match.start(), Span(file, *place(match.start()), *place(match.end()))))
     last = place(len(text))
     end = pieces[-1].span if pieces else Span(file, *last, *last)
-    line, column = end.end_line, end.end_column
+    line = end.end_line
+    column = end.end_column
     return [*pieces, _Piece("end", "", len(text), Span(file, line, column, line, column))]
 
 
 def _brackets(before: list[_Piece]) -> tuple[str, list[_Piece]]:
     """The word that began the last item, and the brackets that are open."""
-    head, brackets = "", list[_Piece]()
+    head = ""
+    brackets = list[_Piece]()
     for piece in before:
         if piece.kind == "name" and piece.text in ITEMS and not brackets:
             head = piece.text
@@ -336,7 +338,8 @@ def _generic(here: _Piece, expected: set[str], before: list[_Piece]) -> Diagnost
     found = "the end" if here.kind == "end" else _quote(here.text)
     help = ""
     if here.text in RESERVED and "NAME" in expected:
-        found, help = f"the reserved word {found}", "" if "_EXTENDS" in expected else "choose another name"
+        found = f"the reserved word {found}"
+        help = "" if "_EXTENDS" in expected else "choose another name"
     elif here.text == "." and expected >= VALUE:
         help = "a number has a digit before its point, as in `0.5`"
     elif here.text == "//":
@@ -358,7 +361,8 @@ def _generic(here: _Piece, expected: set[str], before: list[_Piece]) -> Diagnost
 
 
 def _expected(names: set[str]) -> str:
-    left, words = set(names), list[str]()
+    left = set(names)
+    words = list[str]()
     if {"_EXTENDS", "_SET"} <= left:
         left = {n for n in left if n in WORDS and n != "NAME"}
         words.append("an attribute")

@@ -25,7 +25,8 @@ def _lines(part: object, label: str, depth: int) -> list[str]:
         return [f"{lead}{part.kind} {value}{part.unit and ' ' + part.unit} {_at(part.span)}"]
     if isinstance(part, tuple):
         return [line for item in part for line in _lines(item, label, depth)]
-    plain, nested = [], list[str]()
+    plain = []
+    nested = list[str]()
     for f in fields(part):  # type: ignore[arg-type]
         value = getattr(part, f.name)
         if isinstance(value, str | bool | int):

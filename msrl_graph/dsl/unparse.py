@@ -158,7 +158,8 @@ def _expr(expr: ast.Expr, least: int = COMPARISON) -> str:
             args = (f"{f'{a.key.text} = ' if a.key else ''}{_expr(a.value)}" for a in expr.args)
             return f"{_string(expr.name.text) if expr.quoted else expr.name.text}({', '.join(args)})"
         case ast.Neg():
-            text, level = f"-{_expr(expr.operand, FACTOR)}", FACTOR
+            text = f"-{_expr(expr.operand, FACTOR)}"
+            level = FACTOR
         case ast.Binary():
             level = LEVELS.get(expr.op, COMPARISON)
             # Comparisons do not chain; the others bind to the left.

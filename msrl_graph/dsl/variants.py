@@ -43,7 +43,8 @@ def written_out(
     for part in reversed(line):
         # What is wrong with a base is told where it is read by itself.
         body = _changed(body, part, problems if part is deploy else Problems())
-    algorithm, cluster = line[-1].algorithm, next(d.cluster for d in line if d.cluster is not None)
+    algorithm = line[-1].algorithm
+    cluster = next(d.cluster for d in line if d.cluster is not None)
     return replace(deploy, algorithm=algorithm, cluster=cluster, body=tuple(body))
 
 
@@ -52,7 +53,8 @@ def _changed(
 ) -> list[ast.DeployStatement]:
     """The statements of a base, changed by those of a deploy."""
     there = {statement_key(s, i): s for i, s in enumerate(base)}
-    own, doubles = set[Key](), list[ast.DeployStatement]()
+    own = set[Key]()
+    doubles = list[ast.DeployStatement]()
     if any(
         isinstance(s, ast.PlaceDecl | ast.ApartDecl) for s in deploy.body
     ):  # which say together how devices are parted

@@ -42,17 +42,20 @@ def difference(old: Plan, new: Plan) -> tuple[Change, ...]:
 
 
 def _changes(old: Plan, new: Plan) -> Iterator[Change]:
-    before, after = facts(old), facts(new)
+    before = facts(old)
+    after = facts(new)
     for part, section in after.items():
         for item in _either(section, before[part]):
-            was, now = before[part].get(item), section.get(item)
+            was = before[part].get(item)
+            now = section.get(item)
             if (was is None or now is None) and len(was or now or ()) != 1:
                 only = was if now is None else now
                 assert only is not None
                 words = _summary(only)
                 yield Change(part, item, "", None if was is None else words, None if now is None else words)
                 continue
-            now, was = now or {}, was or {}
+            now = now or {}
+            was = was or {}
             found = [c for what in _either(now, was) for c in _change(part, item, what, was.get(what), now.get(what))]
             alone = all(c.detail for c in found)
             yield from (replace(c, detail=c.detail and not alone) for c in found)
@@ -85,7 +88,8 @@ def _change(part: str, item: str, what: str, old: Fact | None, new: Fact | None)
         yield Change(part, item, what, was, now, detail=detail)
         return
     # What is not there takes nothing: bytes of an item of memory that is new.
-    one, two = float(was or 0), float(now or 0)
+    one = float(was or 0)
+    two = float(now or 0)
     yield Change(part, item, what, was, now, unit, two - one, 100 * (two - one) / one if one else None, detail)
 
 
@@ -101,7 +105,8 @@ def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour:
     for part in dict.fromkeys(c.part for c in shown):
         found = [c for c in shown if c.part == part]
         page.heading(part, many(len(found), "change"))
-        rows, item = [], None
+        rows = []
+        item = None
         for c in found:
             cells = (_shown(c.old, c.unit), _shown(c.new, c.unit), _signed(c))
             rows.append((c.item if c.item != item else "", c.what, *cells))

@@ -42,7 +42,8 @@ def _generations(plan: Plan, evaluation: Evaluation) -> list[tuple[str, str, str
     for node in plan.graph.verb("generate"):
         if node.name not in needed:
             continue
-        own, draw = GenerateAttributes.of(node), evaluation.draw(plan.graph, node)
+        own = GenerateAttributes.of(node)
+        draw = evaluation.draw(plan.graph, node)
         temperature = str(own.temperature) if draw.temperature is None else f"{draw.temperature:g}"
         found.append((node.name, f"{draw.samples or own.samples:,}", temperature))
     return found

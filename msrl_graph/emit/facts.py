@@ -33,7 +33,9 @@ Section = dict[str, dict[str, Fact]]
 
 def facts(plan: Plan) -> dict[str, Section]:
     """All facts of a plan, by section, in the order in which they are read."""
-    graph, deploy, cluster = plan.graph, plan.deploy, plan.cluster
+    graph = plan.graph
+    deploy = plan.deploy
+    cluster = plan.cluster
     program = {"": {"algorithm": Fact(graph.name), "deploy": Fact(deploy.name), "cluster": Fact(cluster.name)}}
     return {
         "Program": program,
@@ -268,7 +270,8 @@ def _surroundings(plan: Plan) -> Section:
 def _seconds(plan: Plan) -> Section:
     if plan.estimate is None:
         return {}
-    whole, rate = plan.estimate.iteration_seconds, plan.estimate.tokens_per_second_per_device
+    whole = plan.estimate.iteration_seconds
+    rate = plan.estimate.tokens_per_second_per_device
     found = {"an iteration": {"": Fact(whole.value, "s")}, "throughput": {"": Fact(rate.value, "tokens/s/device")}}
     if (stale := plan.estimate.staleness) is not None:
         found["staleness"] = {"": Fact(stale.mean.value, "versions")}

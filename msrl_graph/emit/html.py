@@ -172,7 +172,8 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
     """What one wants to know first: name, figure, what to say of it."""
     found = []
     if plan.estimate is not None:
-        whole, rate = plan.estimate.iteration_seconds, plan.estimate.tokens_per_second_per_device
+        whole = plan.estimate.iteration_seconds
+        rate = plan.estimate.tokens_per_second_per_device
         found.append(("an iteration", duration(whole.value), f"{whole.source}, every row at its bound"))
         found.append(("throughput", f"{rate.value:,.4g}", f"tokens/s/device, {rate.source}"))
         if (stale := plan.estimate.staleness) is not None:
@@ -209,7 +210,8 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _devices(plan: Plan) -> dict[str, Any]:
     """Hosts in classes of those whose devices are in the same pools, and the pools with their nodes."""
-    of, each = colours(plan), plan.cluster.devices_per_node
+    of = colours(plan)
+    each = plan.cluster.devices_per_node
     # Pools are runs of devices: what a host holds changes only on hosts where a run begins or ends.
     cuts = {0, plan.cluster.nodes}
     for p in plan.pools:
@@ -221,7 +223,8 @@ def _devices(plan: Plan) -> dict[str, Any]:
         here: list[tuple[int, str, int | None, int]] = []
         for p in plan.pools:
             for start, stop in runs(p.first, p.devices, p.each, each):
-                begin, end = max(start, first * each), min(stop, (first + 1) * each)
+                begin = max(start, first * each)
+                end = min(stop, (first + 1) * each)
                 if begin < end:
                     here.append((begin, p.name, of.get(p.name, 0), end - begin))
         parts: list[tuple[str, int | None, int]] = [(name, colour, number) for _, name, colour, number in sorted(here)]

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 Extent = tuple[float, float]  # width and height
-APART, BETWEEN, SWEEPS = 22.0, 20.0, 12
+APART = 22.0
+BETWEEN = 20.0
+SWEEPS = 12
 FIRM = 6.0  # how much more a straight arrow weighs than a box in the middle of its neighbours
 
 
@@ -61,7 +63,8 @@ def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]])
     labels: list[Item | None] = []
     every = list(items.values())
     for (a, b), (_, _, extent) in zip(ends, arrows, strict=True):
-        first, last = items[a], items[b]
+        first = items[a]
+        last = items[b]
         chain = [Item(4.0, 0.0, r) for r in range(first.rank + 1, last.rank)]
         # Between two layers of boxes, in the middle of a long arrow.
         middle = (len(chain) - 1) // 2 // 2 * 2
@@ -87,7 +90,8 @@ def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]])
         high = max((i.height for i in layer), default=0.0)
         heights.append((top, top + high))
         for item in layer:
-            item.x, item.y = item.x - left, top + high / 2
+            item.x = item.x - left
+            item.y = top + high / 2
         top += high + BETWEEN
     routes = []
     for path, (a, _, _), label in zip(chains, arrows, labels, strict=True):
@@ -110,7 +114,8 @@ def _ranks(boxes: Mapping[str, Extent], ends: Sequence[tuple[str, str]]) -> list
 
 def _ordered(layers: list[list[Item]]) -> list[list[Item]]:
     """Layers in the order with the fewest crossings that sweeps by barycentres find."""
-    best, least = layers, _crossings(layers)
+    best = layers
+    least = _crossings(layers)
     for sweep in range(SWEEPS):
         down = sweep % 2 == 0
         layers = [list(x) for x in layers]
@@ -122,7 +127,8 @@ def _ordered(layers: list[list[Item]]) -> list[list[Item]]:
                 mean[id(item)] = sum(at[id(i)] for i in near) / len(near) if near else float(n)
             layer.sort(key=lambda i, mean=mean: mean[id(i)])  # type: ignore[misc]
         if (found := _crossings(layers)) < least:
-            best, least = layers, found
+            best = layers
+            least = found
     return best
 
 
@@ -162,7 +168,8 @@ def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item
     for first, *inner, last in 2 * [*chains]:
         if len(inner) < 2:
             continue
-        least, most = -math.inf, math.inf
+        least = -math.inf
+        most = math.inf
         for item in inner:
             one, two = beside[id(item)]
             if one is not None:
@@ -178,17 +185,20 @@ def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item
 def _spread(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> None:
     """The positions nearest to those wanted, by weighted least squares, at which nothing overlaps (pool adjacent
     violators)."""
-    offsets, at = [], 0.0
+    offsets = []
+    at = 0.0
     for before, item in zip([None, *layer], layer, strict=False):
         at += (before.width + item.width) / 2 + APART if before is not None else 0.0
         offsets.append(at)
     blocks: list[tuple[float, float, int]] = []  # mean of what is wanted but for the offsets, weight, items
     for (x, weight), offset in zip(wanted, offsets, strict=True):
-        mean, size = x - offset, 1
+        mean = x - offset
+        size = 1
         while blocks and blocks[-1][0] > mean:
             other, heavy, many = blocks.pop()
             mean = (mean * weight + other * heavy) / (weight + heavy)
-            weight, size = weight + heavy, size + many
+            weight = weight + heavy
+            size = size + many
         blocks.append((mean, weight, size))
     means = [mean for mean, _, size in blocks for _ in range(size)]
     for item, mean, offset in zip(layer, means, offsets, strict=True):
@@ -197,7 +207,8 @@ def _spread(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> Non
 
 def _points(path: Sequence[Item], heights: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """From the lower edge of the first box to the upper edge of the last, straight through each layer between."""
-    first, last = path[0], path[-1]
+    first = path[0]
+    last = path[-1]
     points = [(_port(first, first.below, path[1], first.width), first.y + first.height / 2)]
     for item in path[1:-1]:
         points += [(item.x, y) for y in dict.fromkeys(heights[item.rank])]

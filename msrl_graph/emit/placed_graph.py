@@ -28,7 +28,8 @@ class Arc:
 
 def placed(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
     """The vertices and arcs of a plan with placements, docks and reshards."""
-    vertices, arcs = [], []
+    vertices = []
+    arcs = []
     for p in plan.placements:
         facts = {"layout": str(p.layout), "engine": p.engine.name} if p.pool != "functions" else {}
         vertices.append(Vertex(p.node, "state", p.pool, facts))

@@ -24,7 +24,8 @@ def why_text(plan: Plan, other: SearchRecord | None = None, width: int = WIDTH, 
     else:
         _searched(page, "Search", plan.search, "engines (the file states every layout)")
     if other is not None and other.seconds and plan.estimate is not None:
-        stated, best = plan.estimate.iteration_seconds.value, other.seconds
+        stated = plan.estimate.iteration_seconds.value
+        best = other.seconds
         less = (
             f"{100 * (1 - best / stated):.2g} % less than"
             if best < stated

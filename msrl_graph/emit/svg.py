@@ -33,7 +33,8 @@ def svg(picture: Picture) -> str:
     boxes = {b.name: _extent(b.name, b.lines, 22, 14) for b in picture.boxes}
     labels = [_extent("", a.lines, 6, 0) if a.lines else (0.0, 0.0) for a in picture.arrows]
     drawn = draw(boxes, [(a.src, a.dst, e) for a, e in zip(picture.arrows, labels, strict=True)])
-    width, height = drawn.width + 2 * MARGIN, drawn.height + 2 * MARGIN
+    width = drawn.width + 2 * MARGIN
+    height = drawn.height + 2 * MARGIN
     root = ET.Element("svg", {"viewBox": f"{-MARGIN:g} {-MARGIN:g} {width:.1f} {height:.1f}", "role": "img"})
     # As large as it is drawn, or as small as it can still be read.
     root.set("style", f"width:100%;max-width:{width:.0f}px;min-width:{0.72 * width:.0f}px")
@@ -116,7 +117,8 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
         else:
             middle = (y + to_y) / 2
             parts.append(f"C{x:.1f} {middle:.1f} {to_x:.1f} {middle:.1f} {to_x:.1f} {to_y:.1f}")
-        x, y = to_x, to_y
+        x = to_x
+        y = to_y
     return " ".join(parts)
 
 

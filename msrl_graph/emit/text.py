@@ -111,7 +111,8 @@ def write_graph(page: Sheet, graph: Graph) -> None:
         for e in graph.edges
     ]
     page.table(("from", "", "to", "attributes"), edges)
-    samples, reshards = len(graph.samples()), len(graph.reshards())
+    samples = len(graph.samples())
+    reshards = len(graph.reshards())
     page.closing(
         f"Graph: {many(len(graph.nodes), 'state')}, {many(samples, 'sample edge')}, {many(reshards, 'reshard')}."
     )
@@ -158,7 +159,9 @@ def write_placed(page: Sheet, plan: Plan) -> None:
 
 
 def _head(page: Sheet, plan: Plan) -> None:
-    cluster, device, graph = plan.cluster, plan.cluster.device, plan.graph
+    cluster = plan.cluster
+    device = plan.cluster.device
+    graph = plan.graph
     page.heading(f"Plan of {graph.name} on {cluster.name}", f"{_rows(graph)} an iteration")
     for name, model in plan.deploy.models.items():
         page.line(f"model {name}: {model.name}, {_many(model.parameters)} parameters, {model.dtype}")
@@ -336,11 +339,13 @@ def _estimate(page: Sheet, plan: Plan) -> None:
     page.heading("Estimate", "every row at its bound")
     rows = [(p.name, _seconds(p.seconds), p.seconds.source, p.seconds.basis) for p in estimate.phases]
     page.table(("phase", "seconds", "source", "how"), rows, (1,), (2,))
-    whole, rate = estimate.iteration_seconds, estimate.tokens_per_second_per_device
+    whole = estimate.iteration_seconds
+    rate = estimate.tokens_per_second_per_device
     page.line(f"an iteration: {duration(whole.value)} ({whole.source}); {whole.basis}")
     page.line(f"throughput: {rate.value:,.4g} tokens/s/device ({rate.source}); {rate.basis}")
     if (stale := estimate.staleness) is not None:
-        mean, in_step = stale.mean, stale.in_step_seconds
+        mean = stale.mean
+        in_step = stale.in_step_seconds
         page.line(f"staleness: the weights that generate are {staleness(mean.value, stale.bound)} ({mean.source})")
         for state, most in late_states(plan).items():
             page.line(f"state {state}: draws rows by its value of up to {many(most, 'iteration')} before")
@@ -392,7 +397,8 @@ def _range(numbers: Sequence[int]) -> str:
 
 def _count(plan: Plan) -> str:
     """The closing count: what this plan adds to the graph."""
-    hosts, released = plan.cluster.nodes, sum(r.released_bytes_per_device for r in plan.reshards)
+    hosts = plan.cluster.nodes
+    released = sum(r.released_bytes_per_device for r in plan.reshards)
     parts = [
         f"{many(len(plan.placements), 'state')} on {many(plan.cluster.devices, 'device')} of {many(hosts, 'host')}"
     ]

@@ -273,7 +273,8 @@ def writable(url: str) -> None:
         if protocol in ("http", "https"):
             raise NotImplementedError  # few servers take files, and none lets them be listed and removed
         fs, path = opened(url)
-        folder, bucket = path.rstrip("/"), path.partition("/")[0]
+        folder = path.rstrip("/")
+        bucket = path.partition("/")[0]
         if bucket and not fs.exists(bucket):  # which making a folder in it would make
             raise FileNotFoundError(f"there is no {bucket}")
         made = not fs.exists(folder)

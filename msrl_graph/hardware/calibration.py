@@ -189,7 +189,8 @@ def device(found: Calibration, name: str, ranks: int) -> Device:
     def measured(value: float) -> Figure:
         return Figure(value, "measured", basis)
 
-    busy, preset = found.of(ranks), DEVICES[name]
+    busy = found.of(ranks)
+    preset = DEVICES[name]
     large = {k: measured(rate_at(c, float("inf"))) for k, c in busy.curves.items()}
     collectives = {k: Collective(measured(s), measured(r)) for k, (s, r) in busy.collectives.items()}
     gather = collectives.get("all_gather")

@@ -123,7 +123,8 @@ class Device:
             if of in ("memory_bandwidth", "layer")
             else f"flops_{of if of in self.flops else next(iter(self.flops))}"
         )
-        whole, curve = self._reached[name], self.curves.get(of)
+        whole = self._reached[name]
+        curve = self.curves.get(of)
         return Figure(rate_at(curve, size), "measured", whole.basis) if curve and size > 0 else whole
 
     def figure(self, name: str) -> Figure | None:
@@ -141,7 +142,8 @@ class Device:
         """What is reached of each figure that may be a peak."""
         found = {name: figure for name in SHARES if (figure := self.figure(name)) is not None}
         for name in found.keys() & {*self.peaks}:
-            figure, share = found[name], SHARES[name]
+            figure = found[name]
+            share = SHARES[name]
             found[name] = Figure(figure.value * share.value, weakest(figure, share), f"{share.basis}; {figure.basis}")
         return found
 
@@ -184,7 +186,8 @@ class ClusterSpec:
         """Bytes/s that a host reaches to others in collectives that so many devices take part in, at each end."""
         if self.device.fabric is None:
             return self.network
-        fabric, each = self.device.far_links, min(devices, self.devices_per_node)
+        fabric = self.device.far_links
+        each = min(devices, self.devices_per_node)
         return Figure(each * fabric.value, fabric.source, f"{each} a host; {fabric.basis}")
 
     def host(self, device: int) -> int:
@@ -285,11 +288,10 @@ def _of_nvidia() -> Iterator[Device]:
     def fabric(rate: float, sheet: str, card: str) -> Figure:
         return _datasheet(rate, f"{sheet}: one {rate * 8 / 1e9:.0f} Gb/s {card} a device")
 
-    hdr, ndr = (
-        fabric(25e9, "NVIDIA DGX A100 datasheet", "ConnectX-6"),
-        fabric(50e9, "NVIDIA DGX H100 datasheet", "ConnectX-7"),
-    )
-    ampere, hopper = (312e12, 19.5e12), (989e12, 67e12)
+    hdr = fabric(25e9, "NVIDIA DGX A100 datasheet", "ConnectX-6")
+    ndr = fabric(50e9, "NVIDIA DGX H100 datasheet", "ConnectX-7")
+    ampere = (312e12, 19.5e12)
+    hopper = (989e12, 67e12)
     yield _nvidia("a100", a100, 80e9, 2.039e12, ampere, 4, nvlink(a100, 300e9), hdr)
     yield _nvidia("a100-40gb", a100, 40e9, 1.555e12, ampere, 4, nvlink(a100, 300e9), hdr)
     yield _nvidia("a800", a800, 80e9, 2.039e12, ampere, 4, nvlink(a800, 200e9), hdr)

@@ -107,7 +107,8 @@ HCCL_MIB = 200
 
 
 def _hccl(wants: SettingConditions) -> Iterator[Setting]:
-    reference, waits = "CANN, environment variables", f"{wants.deadline + 60:.0f}"
+    reference = "CANN, environment variables"
+    waits = f"{wants.deadline + 60:.0f}"
     counted = "in MB: each process group keeps two such buffers on a device, and memory has them"
     yield Setting("HCCL_BUFFSIZE", str(HCCL_MIB), counted, reference)
     # HCCL's own 120 s to connect are for ranks that begin at once; these have loaded their weights before.

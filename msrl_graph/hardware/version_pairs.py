@@ -10,7 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-CANN, CANN_DRIVER, CUDA, CUDA_DRIVER, PYTHON = "CANN", "Ascend driver", "CUDA", "NVIDIA driver", "Python"
+CANN = "CANN"
+CANN_DRIVER = "Ascend driver"
+CUDA = "CUDA"
+CUDA_DRIVER = "NVIDIA driver"
+PYTHON = "Python"
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ def broken(versions: Mapping[str, str]) -> Iterator[VersionPair]:
     change its version is in no other. Of what has no version nothing is said."""
     changed: set[str] = set()
     for pair in PAIRS:
-        version, other = versions.get(pair.package, ""), versions.get(pair.other, "")
+        version = versions.get(pair.package, "")
+        other = versions.get(pair.other, "")
         known = version and other and not {pair.package, pair.other} & changed
         if known and version.startswith(pair.release) and not pair.holds(version, other):
             changed.add(pair.other)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def read(kind: DeviceKind, mask: str, there: int) -> tuple[list[str], str]:
     """The ids that a driver reads of a mask on a host of so many devices, and why it reads no further: it stops at the
     first that it cannot use. Ids by which only the driver knows devices (GPU-…, MIG-…) are taken as they stand."""
-    ids, found = mask.split(",") if mask.strip() else [], list[str]()
+    ids = mask.split(",") if mask.strip() else []
+    found = list[str]()
     if mask.startswith(("GPU-", "MIG-")):
         return ids, ""
     for i in ids if kind.rising else [i.strip() for i in ids]:

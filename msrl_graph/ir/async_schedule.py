@@ -55,7 +55,10 @@ def leads(plan: Plan) -> dict[str, int]:
     behind = _staleness(plan)
     if not any(behind.values()):
         return {}
-    pool_of, held, turns, found = _pools(plan), hindered(plan), _openings(plan)[0], dict[str, int]()
+    pool_of = _pools(plan)
+    held = hindered(plan)
+    turns = _openings(plan)[0]
+    found = dict[str, int]()
     for pool in (p.name for p in plan.pools if p.name not in held):
         into = [n for (_, dst), n in behind.items() if n and pool_of[dst] == pool]
         found[pool] = min(into, default=max(behind.values()))
@@ -69,7 +72,9 @@ def aged(plan: Plan) -> dict[Edge, int]:
     behind; where others state `staleness`, these are the newest all the same."""
     if not (ahead := leads(plan)):
         return {}
-    pool_of, turns, found = _pools(plan), _openings(plan)[0], dict[Edge, int]()
+    pool_of = _pools(plan)
+    turns = _openings(plan)[0]
+    found = dict[Edge, int]()
     for edge, behind in _staleness(plan).items():
         if behind and (pool := pool_of[edge[1]]) in ahead:
             found[edge] = ahead[pool] if pool in turns else behind
@@ -116,7 +121,8 @@ def waiting(plan: Plan) -> dict[str, str]:
 def late_states(plan: Plan) -> dict[str, int]:
     """By state that rows are drawn by, as weights of the source or as temperatures, how many iterations old its value
     may be: as early as a pool may begin one."""
-    most, graph = max(leads(plan).values(), default=0), plan.graph
+    most = max(leads(plan).values(), default=0)
+    graph = plan.graph
     read = (s for n in graph.nodes for s in (n.states if n.verb == "source" else heating(graph, n)))
     return dict.fromkeys(read, most) if most else {}
 
@@ -153,8 +159,12 @@ class Sends:
     goes on from it draws the same, and one that an evaluation takes, since the copy of the one before is gone then."""
 
     def __init__(self, plan: Plan, first: int = 0) -> None:
-        self.run, self.first, self.leads = plan.deploy.run, first, leads(plan)
-        self.behind, self.sparse, self.saves = aged(plan), sparse(plan), plan.deploy.saves
+        self.run = plan.deploy.run
+        self.first = first
+        self.leads = leads(plan)
+        self.behind = aged(plan)
+        self.sparse = sparse(plan)
+        self.saves = plan.deploy.saves
         # By edge, of which numbers the versions that are sent are multiples.
         self.multiples: dict[Edge, tuple[int, ...]] = dict.fromkeys(self.behind, (1,))
         for edge, many in self.sparse.items():
@@ -244,7 +254,8 @@ class PoolProgress(Sends, ABC):
 
     def takes(self, edge: Edge, version: int) -> bool:
         """Has a generation take a version; whether it is to fetch it, or has it."""
-        stays, self.taken[edge] = edge in self.sparse and self.taken.get(edge) == version, version
+        stays = edge in self.sparse and self.taken.get(edge) == version
+        self.taken[edge] = version
         return not stays
 
 
@@ -256,7 +267,8 @@ def evaluations(plan: Plan, edge: Edge) -> list[Evaluation]:
 
 def awaits(plan: Plan, ahead: Mapping[str, int]) -> dict[str, set[str]]:
     """By pool that may be ahead the others of these whose rows it waits for within an iteration."""
-    pool_of, turns = _pools(plan), _openings(plan)[0]
+    pool_of = _pools(plan)
+    turns = _openings(plan)[0]
     found: dict[str, set[str]] = {pool: set() for pool in ahead}
     for node, pool in pool_of.items():
         if pool in found and node in turns.get(pool, (node,)):
@@ -270,7 +282,8 @@ def awaits(plan: Plan, ahead: Mapping[str, int]) -> dict[str, set[str]]:
 @_once
 def hindered(plan: Plan) -> dict[str, str]:
     """By pool that has to be in step with the updates, why, as the end of a sentence that begins with the pool."""
-    found, pool_of = dict[str, str](), _pools(plan)
+    found = dict[str, str]()
+    pool_of = _pools(plan)
     turns, _ = _openings(plan)
     for (_, dst), behind in _staleness(plan).items():
         if pool_of[dst] in turns:
@@ -315,8 +328,11 @@ def _openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]]:
 
     These are the generations, what they need, and frozen nodes that need no function's rows but these, unless their
     weights follow the update's. So nothing in it waits, and functions get their rows as early as can be."""
-    graph, pool_of, behind = plan.graph, _pools(plan), _staleness(plan)
-    found, why = dict[str, frozenset[str]](), dict[str, str]()
+    graph = plan.graph
+    pool_of = _pools(plan)
+    behind = _staleness(plan)
+    found = dict[str, frozenset[str]]()
+    why = dict[str, str]()
     shared = [(src, dst) for (src, dst), n in behind.items() if n and pool_of[src] == pool_of[dst]]
     updated = {*graph.weighty} if shared else set()
     for pool in dict.fromkeys(pool_of[dst] for _, dst in shared):
@@ -335,7 +351,9 @@ def _openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]]:
 
 def _waits(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str) -> str:
     """Why a pool cannot begin its generations early, which need some nodes; "" if it can."""
-    graph, pool_of, behind = plan.graph, _pools(plan), _staleness(plan)
+    graph = plan.graph
+    pool_of = _pools(plan)
+    behind = _staleness(plan)
     filter, rounds = looping(graph)
     seldom = {(e.src, e.dst) for e in graph.reshards() if ReshardingEdgeAttributes.of(e).every > 1}
     for src, dst in edges:
@@ -363,7 +381,8 @@ def _waits(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str
 def by_state(plan: Plan, generations: Sequence[str]) -> str:
     """The function that reads a state and that one of some generations waits for, as the end of a sentence that begins
     with the generation; "" if there is none."""
-    late, before = waiting(plan), {n for dst in generations for n in plan.graph.flow.before(dst)}
+    late = waiting(plan)
+    before = {n for dst in generations for n in plan.graph.flow.before(dst)}
     node = next((n for n in late if n in before), "")
     return f"waits for `{node}`, which reads the state `{late[node]}` of the iteration before" if node else ""
 

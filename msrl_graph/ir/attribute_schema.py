@@ -78,7 +78,8 @@ class DeclaredAttributes:
     @classmethod
     def values(cls, stated: Mapping[str, Expr]) -> dict[str, Any]:
         """The Python values of what is stated, by name."""
-        known, found = cls._fields(), dict[str, Any]()
+        known = cls._fields()
+        found = dict[str, Any]()
         for name, expr in stated.items():
             if name in known and (value := known[name].kind.value(expr)) is not None:
                 found[name] = value

@@ -60,7 +60,8 @@ class Flow:
     def _above(self) -> tuple[dict[str, int], dict[str, int]]:
         """A bit for each writer that a reader has no edge from, and for each node the bits of those from which a path
         leads there."""
-        graph, joined = self.graph, self._joined
+        graph = self.graph
+        joined = self._joined
         writers = {c: n for n in graph.nodes for c in n.writes}
         apart = (
             writers[c].name
@@ -106,7 +107,8 @@ class Flow:
 
 
 def _reached(node: str, neighbours: Callable[[str], Iterable[str]]) -> set[str]:
-    found, left = {node}, [node]
+    found = {node}
+    left = [node]
     while left:
         new = set(neighbours(left.pop())) - found
         found |= new

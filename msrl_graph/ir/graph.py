@@ -302,7 +302,8 @@ class Graph(GraphViews):
 
     @cached_property
     def _groups(self) -> tuple[dict[str, tuple[Node, ...]], dict[str, tuple[Node, ...]]]:
-        verbs, workers = dict[str, list[Node]](), dict[str, list[Node]]()
+        verbs = dict[str, list[Node]]()
+        workers = dict[str, list[Node]]()
         for node in self.nodes:
             verbs.setdefault(node.verb, []).append(node)
             workers.setdefault(node.worker, []).append(node)
@@ -321,7 +322,8 @@ class Graph(GraphViews):
 
     @cached_property
     def _ends(self) -> tuple[dict[str, list[Edge]], dict[str, list[Edge]]]:
-        into, out = dict[str, list[Edge]](), dict[str, list[Edge]]()
+        into = dict[str, list[Edge]]()
+        out = dict[str, list[Edge]]()
         for edge in self.samples():
             into.setdefault(edge.dst, []).append(edge)
             out.setdefault(edge.src, []).append(edge)

@@ -90,12 +90,14 @@ class Walk:
 
     def step(self, pool: str) -> Instruction | None:
         """What a pool does next; None at the end of its stream."""
-        stream, at = self.streams[pool], self._at[pool]
+        stream = self.streams[pool]
+        at = self._at[pool]
         return stream[at] if at < len(stream) else None
 
     def advance(self, pool: str, walker: Walker) -> bool:
         """Takes the next step of a pool; whether it could be taken."""
-        stream, at = self.streams[pool], self._at[pool]
+        stream = self.streams[pool]
+        at = self._at[pool]
         if at == len(stream):
             return False
         step = stream[at]

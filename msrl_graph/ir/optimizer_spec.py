@@ -15,7 +15,8 @@ from ..sharding.layout import Tensor, TensorKind, TensorKinds
 MASTER = 4  # bytes of the float32 copy of a weight of another type, by which any optimizer steps
 # An optimizer whose states lie in host memory steps by so many parts (MindSpeed's --swap-optimizer-times): one is on
 # the device, and the next one on its way.
-PARTS, AT_ONCE = 16, 2
+PARTS = 16
+AT_ONCE = 2
 
 
 @dataclass(frozen=True, eq=False)

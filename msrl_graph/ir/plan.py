@@ -27,7 +27,8 @@ from .views import PlanViews
 
 FORMAT_VERSION = 1
 # The names of the pool that has all devices, and of the hosts' processes that call functions.
-DEVICES, FUNCTIONS = "devices", "functions"
+DEVICES = "devices"
+FUNCTIONS = "functions"
 # What every run reports by itself: the keys of a line of metrics.jsonl. A column that a run reports too has another
 # name.
 METRICS = frozenset(
@@ -375,7 +376,8 @@ class Plan(PlanViews):
 
     def on_hosts(self, pool: str) -> list[int]:
         """How many devices of a pool each host has."""
-        found, each = self.pool(pool), self.cluster.devices_per_node
+        found = self.pool(pool)
+        each = self.cluster.devices_per_node
         held = [0] * self.cluster.nodes
         for first, stop in runs(found.first, found.devices, found.each, each):
             for host in range(first // each, min(self.cluster.nodes, -(-stop // each))):
@@ -384,7 +386,8 @@ class Plan(PlanViews):
 
     def group_hosts(self, node: str) -> list[int]:
         """The host of each data-parallel group of a node, where its first rank is; a function has one group a host."""
-        placement, each = self.placement(node), self.cluster.devices_per_node
+        placement = self.placement(node)
+        each = self.cluster.devices_per_node
         if placement.pool == FUNCTIONS:
             return [*range(self.cluster.nodes)]
         layout = placement.layout

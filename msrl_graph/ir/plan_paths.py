@@ -55,7 +55,8 @@ def remote(plan: Plan) -> bool:
 
 
 def _fetched(plan: Plan, model: Callable[[Model], str], data: Callable[[DataSource], str]) -> Plan:
-    deploy, told = plan.deploy, list[Diagnostic]()
+    deploy = plan.deploy
+    told = list[Diagnostic]()
 
     def moved(items: Mapping[str, T], to: Callable[[T], str]) -> dict[str, T]:
         found = dict(items)

@@ -112,7 +112,8 @@ def _level(units: Units, bins: list[list[int]], room: Sequence[float]) -> list[l
             for own in bins
         ]
         while (worst := max(over)) > 0:
-            giver, taker = over.index(worst), over.index(min(over))
+            giver = over.index(worst)
+            taker = over.index(min(over))
             at = bisect_right(items[giver], min(worst, -over[taker]), key=lambda item: item.weight) - 1
             if at < 0:  # the lightest may go where that is better for the worse of the two
                 if whole or not items[giver] or over[taker] + items[giver][0].weight >= worst:

@@ -98,7 +98,8 @@ class Rowsets:
         for other in sorted(needed):
             if common(self.sets, rows, other) != other:
                 self.apart.setdefault(node.name, (rows, other))
-        self.nodes[node.name], self.passed[node.name] = rows, passed
+        self.nodes[node.name] = rows
+        self.passed[node.name] = passed
         self.units[node.name] = self.up(rows, graph.unit_level(node))
         made = rows
         if node.verb == "generate":
@@ -108,7 +109,8 @@ class Rowsets:
             )
         for column in node.writes:
             self.columns[column] = made if node.verb == "generate" else self.up(rows, graph.column(column).level)
-        said, generates = CallAttributes.of(node), node.verb == "generate"
+        said = CallAttributes.of(node)
+        generates = node.verb == "generate"
         if node.filters and said.keep is None and said.select is None:
             self.sieves[node.name] = Sieve(node.name, made, made, failures=node.fails, generates=generates)
         elif node.filters:

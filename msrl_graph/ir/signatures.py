@@ -239,7 +239,8 @@ def _filled(kind: CallKind, name: str, names: set[str]) -> bool:
 
 
 def _option(parameter: ast.arg, required: bool, makers: dict[str, set[str]]) -> Option:
-    annotation, names = parameter.annotation, _names(parameter.annotation)
+    annotation = parameter.annotation
+    names = _names(parameter.annotation)
     calls = tuple(maker for maker, made in makers.items() if made & names - {"None"})
     several = isinstance(annotation, ast.Subscript) and {"Sequence", "float"} <= names
     kind = None if calls or several else _plain(annotation)

@@ -125,7 +125,8 @@ def placements(plan: Plan) -> Iterator[str]:
     if not _every_node_once(plan, [p.node for p in plan.placements]):
         yield _unfilled("place")
         return
-    cluster, pools = plan.cluster, {p.name: p for p in plan.pools}
+    cluster = plan.cluster
+    pools = {p.name: p for p in plan.pools}
     per_host = cluster.devices_per_node
     for pool in plan.pools:
         taken = runs(pool.first, pool.devices, pool.each, per_host)
@@ -224,7 +225,8 @@ class _Streams(Walker):
     where weights are."""
 
     def __init__(self, plan: Plan, task: str, streams: Sequence[InstructionStream]) -> None:
-        self.plan, self.streams = plan, streams
+        self.plan = plan
+        self.streams = streams
         self.repeated = looping(plan.graph)[1] if task == "train" else frozenset[str]()
         self.left = {n: 2 if n in self.repeated else 1 for n in nodes_run(streams, task)}  # times to run
         self.edges = {r.dst: r for r in plan.reshards}

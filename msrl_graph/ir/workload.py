@@ -70,7 +70,8 @@ def in_flight(work: Workload, stage: int) -> float:
     """Micro-batches whose activations a stage keeps at once, in wholes of its layers. One forward, one backward
     (arXiv:2104.04473): pp less the stages before it. Interleaved: 2 (pp - stage - 1) + (vpp - 1) pp + 1 chunks, each 1
     / vpp of its layers."""
-    pp, vpp = work.layout.pp, work.layout.vpp
+    pp = work.layout.pp
+    vpp = work.layout.vpp
     if vpp == 1:
         return min(work.batches, pp - stage)
     return min(work.batches * vpp, 2 * (pp - stage - 1) + (vpp - 1) * pp + 1) / vpp

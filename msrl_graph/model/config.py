@@ -192,8 +192,10 @@ def _shown(value: object) -> str:
 
 
 def _heads(config: Config, family: str) -> ConfigError | None:
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    kv, dim = config.get("num_key_value_heads") or heads, config.get("head_dim")
+    hidden = config["hidden_size"]
+    heads = config["num_attention_heads"]
+    kv = config.get("num_key_value_heads") or heads
+    dim = config.get("head_dim")
     if family == "deepseek_v3":  # its heads have sizes of their own
         if kv != heads:
             return ConfigError(
@@ -224,8 +226,11 @@ def _routed(config: Config, family: str) -> ConfigError | None:
             known = isinstance(value, str | int)
             message = f"has {_shown(value)} for `{name}`: only `{only}` is supported yet"
             return ConfigError(name, message, f"routers with `{name} = {value}`" if known else "")
-    number, layers = config["n_routed_experts"], config["num_hidden_layers"]
-    groups, some, first = config["n_group"], config["topk_group"], config["first_k_dense_replace"]
+    number = config["n_routed_experts"]
+    layers = config["num_hidden_layers"]
+    groups = config["n_group"]
+    some = config["topk_group"]
+    first = config["first_k_dense_replace"]
     if first >= layers:
         return ConfigError("first_k_dense_replace", f"has {first:,} layers without experts, and {layers:,} layers")
     if number % groups or number // groups < 2:
@@ -294,7 +299,8 @@ def _ids(config: Config) -> ConfigError | None:
 
 
 def _windows(config: Config) -> ConfigError | None:
-    layers, types = config["num_hidden_layers"], config.get("layer_types")
+    layers = config["num_hidden_layers"]
+    types = config.get("layer_types")
     if types is not None and len(types) != layers:
         return ConfigError("layer_types", f"has {len(types):,} `layer_types` for {layers:,} layers")
     if other := [t for t in types or () if t != "full_attention"]:

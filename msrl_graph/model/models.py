@@ -106,9 +106,11 @@ def _unknown(target: str, folder: Path, hub: str, span: Span) -> Diagnostic:
         what = f"the model folder `{target}` {'has no config.json' if there else 'does not exist'}"
         help = "a Hugging Face model folder holds a config.json"
     elif is_folder(folder / target):
-        what, help = f"no model preset is called `{target}`", f'for the folder beside the program write `"./{target}"`'
+        what = f"no model preset is called `{target}`"
+        help = f'for the folder beside the program write `"./{target}"`'
     else:
-        what, help = f"no model preset is called `{target}`", presets.others(target)
+        what = f"no model preset is called `{target}`"
+        help = presets.others(target)
         if not help.startswith("did"):
             help += f"; {shape}, a run its weights too: the folder is written with a slash, `./my-model`"
     return Diagnostic("unknown-model", what, span, help)
@@ -172,7 +174,8 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
             help = f"no engine has {wrong.feature} yet: use a model without"
             raise Fault(Diagnostic("not-yet", f"the config.json of `{name}` {wrong.message}", span, help))
         raise unfit(wrong.message)
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
+    hidden = size("hidden_size")
+    heads = size("num_attention_heads")
     stated = str(dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16")
     if stated not in DTYPES:
         raise Fault(
@@ -189,7 +192,8 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
         experts = ExpertSizes(number, size("num_experts_per_tok"), size("moe_intermediate_size"))
     elif family == "deepseek_v3":
         width = size("moe_intermediate_size")
-        shared, first = size("n_shared_experts") * width, config["first_k_dense_replace"]
+        shared = size("n_shared_experts") * width
+        first = config["first_k_dense_replace"]
         assert isinstance(first, int)
         experts = ExpertSizes(
             size("n_routed_experts"), size("num_experts_per_tok"), width, shared, first, corrected=True
@@ -220,7 +224,9 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
 def _tensors(shape: Shape, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
     """The tensors in the model's order; a projection's input stands in dim 1, so q, k, v, gate and up divide dim 0, o
     and down dim 1."""
-    layers, hidden, experts = shape.layers, shape.hidden, shape.experts
+    layers = shape.layers
+    hidden = shape.hidden
+    experts = shape.experts
     yield Tensor(
         "model.embed_tokens.weight",
         (shape.vocabulary, hidden),
@@ -269,7 +275,9 @@ def _mlp(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...
 
 def _attention(shape: Shape, at: Callable[..., Tensor], o_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
     """Attention with grouped key-value heads: whole heads stay together."""
-    unit, q, kv = shape.head_dim, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    unit = shape.head_dim
+    q = shape.heads * shape.head_dim
+    kv = shape.kv_heads * shape.head_dim
     yield from _linear(at, "self_attn.q_proj", (q, shape.hidden), 0, shape.qkv_bias, unit=unit)
     for name in ("k", "v"):
         yield from _linear(at, f"self_attn.{name}_proj", (kv, shape.hidden), 0, shape.qkv_bias, unit=unit, shared=True)
@@ -282,7 +290,8 @@ def _attention(shape: Shape, at: Callable[..., Tensor], o_bias: bool, qk_norm: b
 def _latent(shape: Shape, latent: Latent, at: Callable[..., Tensor]) -> Iterator[Tensor]:
     """Multi-head latent attention: what goes down to the latents is copied, what comes up from them is divided by
     heads."""
-    hidden, heads = shape.hidden, shape.heads
+    hidden = shape.hidden
+    heads = shape.heads
     unit = latent.nope + latent.rope
     if latent.q_rank:
         yield from _linear(at, "self_attn.q_a_proj", (latent.q_rank, hidden), -1, shape.qkv_bias)

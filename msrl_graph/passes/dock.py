@@ -49,7 +49,8 @@ class InsertDock(Pass):
         )
 
     def _controller(self, plan: Plan, placement: Placement) -> ControllerSpec:
-        node, layout = plan.graph.node(placement.node), placement.layout
+        node = plan.graph.node(placement.node)
+        layout = placement.layout
         edges = [SampleEdgeAttributes.of(e) for e in plan.graph.into(node.name)]
         on_hosts = placement.pool == FUNCTIONS
         spans = (

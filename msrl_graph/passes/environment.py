@@ -27,7 +27,8 @@ class PrepareEnvironments(Pass):
 
     def apply(self, plan: Plan) -> Plan:
         wants = SettingConditions(plan.deploy.dock.deadline, plan.deploy.run.deterministic)
-        found, notes = list[ProcessEnvironment](), list[PlanNote]()
+        found = list[ProcessEnvironment]()
+        notes = list[PlanNote]()
         for pool in plan.pools:
             settings = {s.name: s for s in plan.cluster.device.kind.settings(wants)}
             for placement in (p for p in plan.placements if p.pool == pool.name != FUNCTIONS):

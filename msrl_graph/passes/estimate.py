@@ -49,16 +49,19 @@ class EstimateTime(Pass):
         phases: list[Phase] = []
         sends = Sends(plan)
         for r in plan.reshards:
-            src, dst = plan.placement(r.src).pool, plan.placement(r.dst).pool
+            src = plan.placement(r.src).pool
+            dst = plan.placement(r.dst).pool
             alone = r.copied is not None  # from a copy, whose making is the update's
             # Of weights that are not sent each time, so much of it on average.
             share = sends.share((r.src, r.dst)) if alone else 1.0
             seconds["RESHARD", r.dst] = _on_average(costs.reshard(plan, r), share)
             used["RESHARD", r.dst] = {dst} if alone else {src, dst}
             if alone:
-                seconds["PUBLISH", r.dst], used["PUBLISH", r.dst] = _on_average(costs.publish(plan, r), share), {src}
+                seconds["PUBLISH", r.dst] = _on_average(costs.publish(plan, r), share)
+                used["PUBLISH", r.dst] = {src}
             if r.swap_in.bytes:
-                seconds["SWAP_IN", r.src], used["SWAP_IN", r.src] = costs.swap_in(r), {src}
+                seconds["SWAP_IN", r.src] = costs.swap_in(r)
+                used["SWAP_IN", r.src] = {src}
         # Edges of other pools run beside these: an iteration shows what the slowest rank spends on its own.
         for name, op in (("reshard", "RESHARD"), ("copy to send from", "PUBLISH"), ("swap in (H2D)", "SWAP_IN")):
             by_pool = {p.name: [f for k, f in seconds.items() if k[0] == op and p.name in used[k]] for p in plan.pools}
@@ -127,19 +130,27 @@ class EstimateTime(Pass):
         """All of an iteration's rows, but for the exchange of gradients."""
         if node.graph_node.verb == "generate":
             return self._generate(node)
-        plan, batches, epochs = node.plan, node.micro_batches(), UpdateAttributes.of(node.graph_node).epochs
+        plan = node.plan
+        batches = node.micro_batches()
+        epochs = UpdateAttributes.of(node.graph_node).epochs
         count = holdings.row_count(plan, node.node) / (node.layout.dp * batches)
         batch = node.micro_batch(node.rows(count) if self.rows is None else self._part(node, self.rows, count))
-        seconds, basis, source = batch.value * batches * epochs, f"micro-batches: {batch.basis}", batch.source
+        seconds = batch.value * batches * epochs
+        basis = f"micro-batches: {batch.basis}"
+        source = batch.source
         if node.graph_node.verb == "update":
             step = node.optimizer_step()
             seconds += step.value * node.steps()
-            basis, source = f"{basis}; steps: {step.basis}", weakest(batch, step)
+            basis = f"{basis}; steps: {step.basis}"
+            source = weakest(batch, step)
             if (follow := followed(node)).value:
                 seconds += follow.value
-                basis, source = f"{basis}; {follow.basis}", weakest(batch, step, follow)
+                basis = f"{basis}; {follow.basis}"
+                source = weakest(batch, step, follow)
         elif (fetch := node.fetch()).value:
-            seconds, basis, source = seconds + fetch.value, f"{basis}; {fetch.basis}", weakest(batch, fetch)
+            seconds = seconds + fetch.value
+            basis = f"{basis}; {fetch.basis}"
+            source = weakest(batch, fetch)
         return Figure(seconds, source, basis)
 
     def _part(self, node: Costs, rows: Rows, count: float) -> Rows:
@@ -155,8 +166,10 @@ class EstimateTime(Pass):
         return drawn.part(count / drawn.count)
 
     def _generate(self, node: Costs) -> Figure:
-        plan, name = node.plan, node.node
-        samples, prompts = holdings.samples(plan, name), holdings.group_rows(plan, name)
+        plan = node.plan
+        name = node.node
+        samples = holdings.samples(plan, name)
+        prompts = holdings.group_rows(plan, name)
         written = holdings.written_tokens(plan, name)
         rows = self.rows or Rows.alike(prompts * samples, holdings.row_tokens(plan, name) - written, written, samples)
         prompt = rows.prompt / rows.count

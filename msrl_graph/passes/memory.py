@@ -112,7 +112,8 @@ class CountMemory(Pass):
     def _reshards(self, plan: Plan, pool: str) -> list[PhaseMemory]:
         entries = []
         for r in plan.reshards:
-            source, target = plan.placement(r.src).pool, plan.placement(r.dst).pool
+            source = plan.placement(r.src).pool
+            target = plan.placement(r.dst).pool
             if pool not in (source, target):
                 continue
             items = holdings.resident(plan, self.engines, pool, r.dst)
@@ -161,7 +162,8 @@ class CountMemory(Pass):
                 plan, pool, verb, items, f"{remark}; {holdings.gigabytes(each)} of keys and values each{fullest}"
             )
         items = holdings.resident(plan, self.engines, pool, node) | working
-        size, tokens = holdings.micro_batch(plan, node), holdings.row_tokens(plan, node)
+        size = holdings.micro_batch(plan, node)
+        tokens = holdings.row_tokens(plan, node)
         return self._entry(
             plan,
             pool,

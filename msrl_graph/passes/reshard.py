@@ -64,7 +64,8 @@ class InsertResharding(Pass):
     def _send(self, plan: Plan, edge: Edge) -> Reshard:
         """Between two pools: bucket by bucket, on each host one generation rank of those that want the same box
         receives it in exact overlaps from ranks that have them, and hands it on to the others."""
-        cluster, model = plan.cluster, plan.model(edge.src)
+        cluster = plan.cluster
+        model = plan.model(edge.src)
         source, target = (holdings.side(plan, self.engines, n) for n in (edge.src, edge.dst))
         pools = [plan.placement(n).pool for n in (edge.src, edge.dst)]
         item = BYTES[holdings.dtype(plan, edge.src)]
@@ -104,13 +105,16 @@ class InsertResharding(Pass):
         )
 
     def _reshard(self, plan: Plan, edge: Edge) -> Reshard:
-        options, cluster, model = plan.deploy.reshard, plan.cluster, plan.model(edge.src)
+        options = plan.deploy.reshard
+        cluster = plan.cluster
+        model = plan.model(edge.src)
         source, target = (holdings.side(plan, self.engines, n) for n in (edge.src, edge.dst))
         item = BYTES[holdings.dtype(plan, edge.src)]
         update, generate = (holdings.weights(plan, self.engines, n) for n in (edge.src, edge.dst))
         families = _families(model.kinds, source, target)
         found = ways_of(model.kinds, source, target, cluster.devices_per_node, item)
-        ways, moved = tuple(way for way, _ in found), _sum([m for _, m in found])
+        ways = tuple(way for way, _ in found)
+        moved = _sum([m for _, m in found])
 
         def alike(tensor: Tensor) -> tuple[Tensor, int, int]:
             """What moves of one, moves of all like it: of layers that change their stage all, of others nothing."""
@@ -122,7 +126,8 @@ class InsertResharding(Pass):
         taken: dict[tuple[Tensor, int, int], tuple[int, int]] = {}  # the number of its way, and bytes
         for index, way in enumerate(ways):
             for tensor in {alike(p.tensor): p.tensor for p in pairs(families[way.of], source, target)}.values():
-                one, per_host = (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),), cluster.devices_per_node
+                one = (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),)
+                per_host = cluster.devices_per_node
                 if way.how == "all-to-all":  # in two buffers, as it leaves and as it arrives
                     amount = 2 * movement(one, source, target, per_host).received
                 else:
@@ -143,7 +148,8 @@ class InsertResharding(Pass):
         swap = options.mode == "swap"
         others = sum(holdings.resident(plan, self.engines, plan.placement(edge.src).pool).values()) - update
         order, reason = _order(plan, others, update, generate, bucket)
-        received, link = item * moved.received, cluster.device.copies
+        received = item * moved.received
+        link = cluster.device.copies
         out = Step("swap out (D2H)", update if swap else 0, _ratio(update if swap else 0, link, "bytes / host link"))
         methods = list(dict.fromkeys(w.how for w in ways if w.bytes)) or ["all-gather"]
         steps = [
@@ -154,10 +160,8 @@ class InsertResharding(Pass):
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
         ]
         if swap and order == "staged":
-            back, gather = (
-                _ratio(update, link, "bytes / host link, read back from the host by bucket"),
-                steps[1].seconds,
-            )
+            back = _ratio(update, link, "bytes / host link, read back from the host by bucket")
+            gather = steps[1].seconds
             both = Figure(back.value + gather.value, weakest(back, gather), f"{back.basis}; {gather.basis}")
             steps = [steps[0], out, replace(steps[1], seconds=both), steps[2], steps[4]]
         return Reshard(
@@ -205,7 +209,8 @@ def _families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict
 def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> dict[tuple[str, str], float]:
     """By instruction, seconds below which a reshard cannot get, whatever else it does: what the first host and the last
     lack has to come in; and what is swapped goes over the host's link, out and in."""
-    cluster, model = plan.cluster, plan.model(edge.src)
+    cluster = plan.cluster
+    model = plan.model(edge.src)
     source, target = (holdings.side(plan, engines, n) for n in (edge.src, edge.dst))
     inward = lacking(model.kinds, source, target, cluster.devices_per_node)
     links = cluster.between(min(s.on_host(s.devices, cluster.devices_per_node) for s in (source, target)))
@@ -270,8 +275,10 @@ def _buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...
 
 
 def _order(plan: Plan, others: int, update: int, generate: int, bucket: int) -> tuple[str, str]:
-    options, capacity = plan.deploy.reshard, holdings.capacity(plan.cluster).value
-    need, size = others + update + generate + bucket, holdings.gigabytes
+    options = plan.deploy.reshard
+    capacity = holdings.capacity(plan.cluster).value
+    need = others + update + generate + bucket
+    size = holdings.gigabytes
     if options.mode == "naive":
         return "direct", "naive: the update weights stay beside the generation weights"
     if options.order:

@@ -52,11 +52,11 @@ class Throughput:
 
     def mean_staleness(self, plan: Plan) -> float:
         """Return the age of the weights that generate, in versions: the long-run mean over their resharding edges."""
-        sends, run, turns = Sends(plan), plan.deploy.run, pipelined(plan)
-        ahead, many = (
-            [p for p in sends.leads if p not in turns],
-            ROUNDS * self.places * (1 + max(sends.leads.values(), default=0)),
-        )
+        sends = Sends(plan)
+        run = plan.deploy.run
+        turns = pipelined(plan)
+        ahead = [p for p in sends.leads if p not in turns]
+        many = ROUNDS * self.places * (1 + max(sends.leads.values(), default=0))
         begins: dict[str, list[float]] = {name: [] for name in (*ahead, UPDATES)}
         behind: list[int] = []
         for number in range(many):
@@ -92,7 +92,8 @@ def pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
     places = math.lcm(*(sends.sparse.values()))
     arcs = _arcs(plan, seconds, around, sends, places)
     circle = _slowest(arcs, places)
-    whole, iterations = math.fsum(a.seconds for a in circle), sum(a.iterations for a in circle)
+    whole = math.fsum(a.seconds for a in circle)
+    iterations = sum(a.iterations for a in circle)
     chain = " > ".join(dict.fromkeys(a.path for a in circle))
     why = f"{iterations} iterations at a time: {chain}"
     if all((a.src, a.iterations) == (a.dst, 1) for a in circle):
@@ -103,13 +104,17 @@ def pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
 def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:
     """Between the pools that may be ahead, each by itself, and all others, which begin together when all of the
     iteration before has ended."""
-    edges, turns, parts = frozenset(fetched(plan)), pipelined(plan), _parts(plan)
+    edges = frozenset(fetched(plan))
+    turns = pipelined(plan)
+    parts = _parts(plan)
     ahead = {pool: lead for pool, lead in sends.leads.items() if pool not in turns}
     in_step = {p.name: 0.0 for p in plan.pools if p.name not in ahead}
-    found, back = list[_Arc](), dict[str, float]()
+    found = list[_Arc]()
+    back = dict[str, float]()
     for pool in turns:  # first the opening of a later iteration, then the rest of this one
         own = _Clock(plan, seconds, parts, {_opening(pool): 0.0}, edges)
-        in_step[pool], back = own.clock[_opening(pool)], back | own.back
+        in_step[pool] = own.clock[_opening(pool)]
+        back = back | own.back
         ends = own.ends(ahead)
         found += [
             _Arc(UPDATES, dst, 1 + sends.leads[pool], end + around, path, place)
@@ -164,7 +169,9 @@ def _above(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
         for arc, (src, dst) in ends.items():
             length = longest[src] + arc.seconds - rate * arc.iterations
             if length > longest[dst] + rounding:
-                longest[dst], last[dst], at = length, arc, dst
+                longest[dst] = length
+                last[dst] = arc
+                at = dst
         if at is None:
             return None
     assert at is not None
@@ -221,7 +228,10 @@ class _Clock(Walker):
         """What follows of `begins`, when `streams` begin: of others nothing is waited for but their rows. `back` is
         when weights are that are swapped in. The source has its rows when the iteration is `opened`. Weights of the
         edges `fetches` are copied by the update, and fetched when the `copies` are there; at others two pools meet."""
-        self.plan, self.seconds, self.fetches, self.copies = plan, seconds, fetches, copies or {}
+        self.plan = plan
+        self.seconds = seconds
+        self.fetches = fetches
+        self.copies = copies or {}
         self.edges = {(t.src, t.dst): t.seconds.value for t in plan.traffic}
         shared = plan.cluster.device.kind.is_host
         self.functions = {p.node: seconds.get(("RUN", p.node), 0.0) for p in plan.placements if p.pool == FUNCTIONS}
@@ -258,7 +268,9 @@ class _Clock(Walker):
         return found | {UPDATES: (self.length, self.path())}
 
     def _arrival(self, name: str) -> tuple[float, str]:
-        done, edges, handover = self.done, self.edges, self.handover
+        done = self.done
+        edges = self.edges
+        handover = self.handover
         into = [(done[e.src] + edges.get((e.src, name), 0.0) + handover, e.src) for e in self.plan.graph.into(name)]
         return max(into, default=(self.opened, ""))
 
@@ -285,7 +297,8 @@ class _Clock(Walker):
         arrived, by = self._arrival(node)
         self.cause[node] = by if arrived > self.clock[pool] else self.before[pool]
         self.clock[pool] = max(self.clock[pool], arrived) + self.seconds.get(("RUN", node), 0.0)
-        self.done[node], self.before[pool] = self.clock[pool], node
+        self.done[node] = self.clock[pool]
+        self.before[pool] = node
         for name in self._follow(node):
             self._start(name)
 

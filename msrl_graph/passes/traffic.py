@@ -57,8 +57,12 @@ class _Edges:
         return [self._edge(e, graph.flow.carried[e.src, e.dst]) for e in graph.samples()]
 
     def _edge(self, edge: Edge, columns: tuple[str, ...]) -> Traffic:
-        plan, src, dst = self.plan, edge.src, edge.dst
-        graph, hosts, network = plan.graph, plan.cluster.nodes, plan.cluster.network
+        plan = self.plan
+        src = edge.src
+        dst = edge.dst
+        graph = plan.graph
+        hosts = plan.cluster.nodes
+        network = plan.cluster.network
         sizes = graph.column_bytes
         epochs = UpdateAttributes.of(graph.node(dst)).epochs
         amount = sum(sizes[c] for c in columns) * epochs
@@ -83,13 +87,15 @@ class _Edges:
     @cached_property
     def _bases(self) -> tuple[str, str]:
         """Where seconds are from, through a central buffer and through the dock."""
-        hosts, network = self.plan.cluster.nodes, self.plan.cluster.network
+        hosts = self.plan.cluster.nodes
+        network = self.plan.cluster.network
         parts = f"bytes x {hosts - 1}/{hosts}"
         spread = f"{parts} / {len(self.plan.docks.warehouses)} warehouses / network; {network.basis}"
         return f"{parts} through one host, puts and gets; {network.basis}", spread
 
     def _how(self, dst: str, epochs: int) -> str:
-        plan, hosts = self.plan, self.plan.cluster.nodes
+        plan = self.plan
+        hosts = self.plan.cluster.nodes
         reader = "hosts" if plan.placement(dst).pool == FUNCTIONS else "groups"
         key = plan.controller(dst).groups, reader, epochs
         if key not in self._hows:

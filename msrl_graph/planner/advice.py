@@ -94,7 +94,8 @@ class Advice:
 
     def _other(self, plan: Plan, nodes: Sequence[str], worst: PhaseMemory) -> str:
         """Another layout of the same devices, or recomputation."""
-        engine, model = plan.placement(nodes[0]).engine, plan.model(nodes[0])
+        engine = plan.placement(nodes[0]).engine
+        model = plan.model(nodes[0])
         updates = [plan.graph.node(n) for n in nodes]
         # What is open of the others stays as the search left it: a search for each would take minutes.
         placed = [p for p in plan.placements if p.pool in {x.name for x in plan.pools}] if plan.search else []
@@ -118,8 +119,11 @@ class Advice:
     def _near(self, plan: Plan, node: str, worst: PhaseMemory) -> list[Layout]:
         """Layouts of all devices of a node's pool with another tp, division of experts or ZeRO stage, the nearest
         first."""
-        placement, model = plan.placement(node), plan.model(node)
-        now, devices, spec = placement.layout, plan.pool(worst.pool).devices, self.engines[placement.engine.name]
+        placement = plan.placement(node)
+        model = plan.model(node)
+        now = placement.layout
+        devices = plan.pool(worst.pool).devices
+        spec = self.engines[placement.engine.name]
         stages = (now.zero,) if worst.phase == "generate" else tuple(z for z in spec.zero if z >= now.zero)
         rest = now.cp * now.pp
         tried = []
@@ -180,7 +184,8 @@ class Advice:
         other = self._fitting(replace(plan.deploy, engines={**plan.deploy.engines, **open_}), plan, pool)
         if other is None:
             return ""
-        graph, found = other.graph, []
+        graph = other.graph
+        found = []
         for p in other.placements:
             if "offload" in p.engine.options and graph.sharing(graph.node(p.node).worker)[0].name == p.node:
                 found.append(f"`engine {p.node} = {p.engine.name} {{ offload = {p.engine.options['offload']} }}`")

@@ -72,7 +72,8 @@ class Choices:
         return sorted(found, key=lambda c: c.over)[:1]
 
     def _tried(self, plan: Plan, division: Division, owner: Owner, wide: bool) -> Iterator[Placement]:
-        node, pool = plan.graph.node(owner.node), division.pool_of(owner.node)
+        node = plan.graph.node(owner.node)
+        pool = division.pool_of(owner.node)
         now = plan.placement(owner.node)
         specs = engines(plan, owner, self.place.engines)
         if not has_open_layout(plan, owner):
@@ -91,7 +92,8 @@ class Choices:
         return plan.deploy.engines.get(node.name, EngineChoice(spec.name))
 
     def _allowed(self, plan: Plan, owner: Owner, spec: EngineSpec, choice: Placement) -> bool:
-        layout, model = choice.layout, plan.model(owner.node)
+        layout = choice.layout
+        model = plan.model(owner.node)
         rows = (rows_in_step(plan.graph, plan.graph.node(n)) for n in owner.nodes)
         stated = (replace(choice, engine=plan.deploy.engines.get(n, choice.engine)) for n in owner.nodes)
         return (
@@ -102,7 +104,8 @@ class Choices:
 
     def _choice(self, skeleton: Plan, owner: Owner, placement: Placement) -> Choice:
         """Counted with the owner's nodes alone on their devices."""
-        engines, name = self.place.engines, owner.node
+        engines = self.place.engines
+        name = owner.node
         every = tuple(self._alone(skeleton, owner, p, placement) for p in skeleton.placements)
         plan = replace(skeleton, placements=every, pools=(skeleton.pool(placement.pool),), reshards=())
 
@@ -161,7 +164,8 @@ class Choices:
 
 def _least(engines: Mapping[str, EngineSpec], placement: Placement, offload: str) -> Placement:
     """With the options that need the least memory, where they are not stated."""
-    known, options = engines[placement.engine.name].options, placement.engine.options
+    known = engines[placement.engine.name].options
+    options = placement.engine.options
     least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
     added = {k: v for k, v in least if k in known and k not in options}
     return holdings.with_options(placement, added)
@@ -178,10 +182,13 @@ def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Plac
 def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) -> Iterator[Layout]:
     """All layouts of a node on a pool, tensor parallelism within a host. `wide` adds those across hosts, context
     parallelism, other divisions of experts, and such as are planned and not run: for what does not fit otherwise."""
-    model, devices, host = plan.model(node.name), pool.devices, pool.each or plan.cluster.devices_per_node
+    model = plan.model(node.name)
+    devices = pool.devices
+    host = pool.each or plan.cluster.devices_per_node
     # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
     zero = [z for z in (1, 3) if z in spec.zero and node.verb != "generate"] or [1]
-    here, planned = runs(spec.name), spec.planned(plan.cluster.device.kind.where)
+    here = runs(spec.name)
+    planned = spec.planned(plan.cluster.device.kind.where)
     axes = [a for a in spec.axes if not (here and a in planned)]
     for tp in _divisors(devices, spec, "tp", devices if wide else host):
         for cp in _divisors(devices // tp, spec, "cp", devices if wide else 1):

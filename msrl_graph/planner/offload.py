@@ -78,7 +78,9 @@ def _over(plan: Plan, engines: holdings.Engines) -> str:
 
 def _near(plan: Plan, engines: holdings.Engines, source: str, target: str) -> bool:
     """Whether a reshard might not fit, whatever its buckets are."""
-    options, item, model = plan.deploy.reshard, BYTES[holdings.dtype(plan, source)], plan.model(source)
+    options = plan.deploy.reshard
+    item = BYTES[holdings.dtype(plan, source)]
+    model = plan.model(source)
     arriving = holdings.weights(plan, engines, target) + max(options.bucket or GIB, item * model.largest)
     leaving = 0
     pools = {plan.placement(n).pool for n in (source, target)}

@@ -46,7 +46,8 @@ def owner_of(plan: Plan, division: Division, node: Node) -> str:
         return update.name
     if stated := first_stated(plan, node, plan.deploy.layouts):
         return node.name if node.name in plan.deploy.layouts else stated
-    worker, engine = plan.graph.worker(node.worker), first_stated(plan, node, plan.deploy.engines)
+    worker = plan.graph.worker(node.worker)
+    engine = first_stated(plan, node, plan.deploy.engines)
     for other in plan.graph.verb("update"):
         alike = (
             plan.graph.worker(other.worker).model == worker.model and other.name in division.pool_of(node.name).nodes
@@ -76,7 +77,8 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
     asked = (owner.node, *(owner.nodes if has_open_layout(plan, owner) else ()))
     if stated := [n for n in asked if n in plan.deploy.engines]:
         return [known[plan.deploy.engines[stated[0]].name]]
-    device, family = plan.cluster.device, plan.model(owner.node).family
+    device = plan.cluster.device
+    family = plan.model(owner.node).family
     found = [e for e in known.values() if e.chosen and _does(plan, owner, e)]
     conditions: tuple[Callable[[EngineSpec], bool], ...] = (
         lambda e: family in e.families,
@@ -107,7 +109,8 @@ def _does(plan: Plan, owner: Owner, spec: EngineSpec) -> bool:
 
 def _lacks(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
     """What keeps an engine from the model, or from dividing it as is stated; "" where nothing does."""
-    model, stated = plan.model(owner.node), plan.deploy.layouts.get(owner.node)
+    model = plan.model(owner.node)
+    stated = plan.deploy.layouts.get(owner.node)
     layout = None if stated is None else spec.spread.settled(stated, model)
     lacking = [f"no {model.family} models"] * (model.family not in spec.families)
     if layout is not None:

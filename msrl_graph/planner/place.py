@@ -108,30 +108,25 @@ class PlaceNodes(PlacementPass):
         found: Mapping[str, Placement],
         numbered: bool,
     ) -> Placement:
-        pool, owner = division.pool_of(node.name), owned.node
+        pool = division.pool_of(node.name)
+        owner = owned.node
         engine = self._engine(plan, node, owned, decision, found)
         stated = plan.deploy.layouts.get(node.name)
         if owner != node.name and owner in found and node.verb != "generate":
             shares = plan.graph.node(owner).worker == node.worker
-            layout, reason = (
-                found[owner].layout,
-                f"has the weights of {owner}" if shares else f"as {owner}, which has the same model",
-            )
+            layout = found[owner].layout
+            reason = f"has the weights of {owner}" if shares else f"as {owner}, which has the same model"
             if not shares and owner in plan.deploy.layouts and engine.name != found[owner].engine.name:
                 open_ = plan.deploy.layouts[owner]  # what it leaves to an engine is another's here
                 layout = self.resolve(plan, node.name, open_, engine.name, pool.devices)[0]
         elif owner != node.name and owner in plan.deploy.layouts and stated is None:
-            layout, reason = (
-                self.resolve(plan, node.name, plan.deploy.layouts[owner], engine.name, pool.devices)[0],
-                f"has the weights of {owner}",
-            )
+            layout = self.resolve(plan, node.name, plan.deploy.layouts[owner], engine.name, pool.devices)[0]
+            reason = f"has the weights of {owner}"
         elif stated is not None:
             layout, reason = self.resolve(plan, node.name, stated, engine.name, pool.devices)
         else:
-            layout, reason = (
-                decision.layouts.get(owner, Layout(dp=pool.devices)),
-                decision.why or "data-parallel over its pool",
-            )
+            layout = decision.layouts.get(owner, Layout(dp=pool.devices))
+            reason = decision.why or "data-parallel over its pool"
         if node.verb == "generate" and numbered:
             layout, reason = self._inner(plan, node, pool, found, engine, layout, reason)
         return Placement(node.name, pool.name, layout, pool.first, engine, reason, each=pool.each)
@@ -139,7 +134,8 @@ class PlaceNodes(PlacementPass):
     def resolve(self, plan: Plan, node: str, stated: Layout, engine: str, devices: int) -> tuple[Layout, str]:
         """A stated layout with its dp, where 0 stands for one that the file leaves to the placement, and the etp of
         its engine; and why it is that."""
-        layout, reason = stated, "stated"
+        layout = stated
+        reason = "stated"
         if not stated.dp:
             layout = replace(stated, dp=max(1, devices // (stated.tp * stated.cp * stated.pp)))
             reason = f"stated; dp {layout.dp} from {devices} devices"
@@ -148,7 +144,8 @@ class PlaceNodes(PlacementPass):
     def _engine(
         self, plan: Plan, node: Node, owned: Owner, decision: PlacementDecision, found: Mapping[str, Placement]
     ) -> EngineChoice:
-        stated, owner = plan.deploy.engines.get(node.name), owned.node
+        stated = plan.deploy.engines.get(node.name)
+        owner = owned.node
         update = holdings.update_of(plan, node.worker) if node.verb != "generate" else None
         sharing = update.name if update is not None else first_stated(plan, node, plan.deploy.engines)
         if sharing is None or sharing == node.name:
@@ -204,16 +201,16 @@ class PlaceNodes(PlacementPass):
         if placement.pool == FUNCTIONS:
             return placement
         placement = replace(placement, weight_bytes=holdings.weights(plan, self.engines, placement.node))
-        node, options, spec = placement.node, placement.engine.options, self.engines[placement.engine.name]
+        node = placement.node
+        options = placement.engine.options
+        spec = self.engines[placement.engine.name]
         if "micro_batch" not in spec.options or (plan.graph.node(node).verb == "generate" and "micro_batch" in options):
             return placement
         if plan.graph.node(node).verb == "generate":
             # As many prompts, each with its samples, as memory holds: an evaluation may bring more than an iteration
             # does.
-            most, room = (
-                max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE),
-                holdings.kv_room(plan, self.engines, node),
-            )
+            most = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE)
+            room = holdings.kv_room(plan, self.engines, node)
             return _with(placement, micro_batch=self._largest(plan, placement, most, room))
         return self._in_batches(plan, placement)
 
@@ -221,7 +218,9 @@ class PlaceNodes(PlacementPass):
         """As many rows at once as keep the device busy, fewer where memory holds fewer, or where a pipeline, or a
         device whose rates were measured, is quicker with fewer. Where nothing says whether an update recomputes
         activations, it does if it does not fit otherwise, or is quicker."""
-        node, options, room = placement.node, placement.engine.options, self._room(plan, placement)
+        node = placement.node
+        options = placement.engine.options
+        room = self._room(plan, placement)
         most = max(
             1, min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
         )
@@ -273,7 +272,8 @@ class PlaceNodes(PlacementPass):
     def _working(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
         """Bytes that a node holds at its peak with such a micro-batch, beside what is resident. It hangs on nothing of
         the other nodes' places, nor on where its own devices are: many plans of a search ask the same."""
-        engine, of = placement.engine, (plan.cluster, plan.deploy, self.engines)
+        engine = placement.engine
+        of = (plan.cluster, plan.deploy, self.engines)
         # By their ids, which are those of no others while they are kept.
         known: tuple[Any, dict[tuple[Any, ...], int]] = (of, {})
         known = plan.graph.worked_out.setdefault(("working", *map(id, of)), known)

@@ -140,7 +140,8 @@ def _shares(pools: int, left: int, per_host: int) -> list[tuple[int, ...]]:
 def _home(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
     """The stated pools with the nodes that none of them names in one of them, or in a pool of their own; beside what,
     in the former case."""
-    stated, nodes = list(plan.deploy.pools), [n.name for n in nodes_of(plan)]
+    stated = list(plan.deploy.pools)
+    nodes = [n.name for n in nodes_of(plan)]
     rest = tuple(n for n in nodes if n not in named)
     if not rest:
         return stated, ""
@@ -157,7 +158,8 @@ def _size(plan: Plan, pools: list[Pool]) -> list[Pool]:
     """Pools with their numbers of devices: stated, or by a layout (an update's before others'), 0 where nothing sizes
     them; `first` is
     -1 where it is open."""
-    layouts, sized = plan.deploy.layouts, []
+    layouts = plan.deploy.layouts
+    sized = []
     for pool in pools:
         laid_out = [n for n in pool.nodes if n in layouts and layouts[n].dp]
         if pool.devices:
@@ -172,13 +174,16 @@ def _size(plan: Plan, pools: list[Pool]) -> list[Pool]:
 def _share(pools: list[Pool], every: int, shares: tuple[int, ...]) -> list[Pool]:
     """What nothing sizes gets a share of what is left: those of `shares`, else even ones."""
     open_ = sum(not p.devices for p in pools)
-    left, done, shared = every - sum(p.devices for p in pools), 0, []
+    left = every - sum(p.devices for p in pools)
+    done = 0
+    shared = []
     reason = "what is left" if open_ == 1 else "planned" if shares else "an even share"
     for pool in pools:
         if not pool.devices:
             share = shares[done] if shares else max(1, -(-left // (open_ - done)))
             pool = replace(pool, first=-1, devices=share, reason=reason)
-            left, done = left - share, done + 1
+            left = left - share
+            done = done + 1
         shared.append(pool)
     return shared
 

@@ -67,7 +67,8 @@ class Search(PlacementPass):
     def _compared(self, run: _Run, plan: Plan) -> Plan:
         """A plan that was found with the best of the other kind, where the program allows staleness: pools that may be
         ahead of the updates, or ahead of themselves, against the same program without staleness."""
-        found, ahead = plan.search, bool(leads(plan))
+        found = plan.search
+        ahead = bool(leads(plan))
         if (
             found is None
             or not found.seconds
@@ -75,7 +76,8 @@ class Search(PlacementPass):
         ):
             return plan
         placed = [(d, run.place.apply(run.plan, PlacementDecision(d), numbered=False)) for d in run.some]
-        whole, others = run.plan, [d for d, other in placed if leads(other)]
+        whole = run.plan
+        others = [d for d, other in placed if leads(other)]
         if ahead:  # of all, if some have generations take turns with their updates
             whole, others = in_step(whole), [*run.some] if any(not fetched(other) for _, other in placed) else []
         if not others:
@@ -239,7 +241,8 @@ class _Run:
     def _step(self, heap: list[_Item], item: _Item) -> None:
         """Takes a combination one stage further: into the open, to its own bound, placed without resharding, through
         all passes."""
-        space, at = item.space, item.at
+        space = item.space
+        at = item.at
         if item.stage == 2:
             self.spent += 0.3
             for i in range(len(at)):
@@ -328,7 +331,8 @@ class _Run:
         )
         loses = {}
         if found.plan is not None and self.found[0].plan is not None:
-            mine, theirs = _phases(self.found[0].plan), _phases(found.plan)
+            mine = _phases(self.found[0].plan)
+            theirs = _phases(found.plan)
             loses = {n: theirs.get(n, 0.0) - mine.get(n, 0.0) for n in {**mine, **theirs}}
         return Candidate(
             pools, layouts, found.seconds, found.plan is not None, {n: s for n, s in loses.items() if s}, found.wrong

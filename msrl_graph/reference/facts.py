@@ -265,7 +265,8 @@ def _engines() -> str:
     for name, e in ENGINES.items():
         zero = ", ".join(map(str, e.zero)) if "update" in e.verbs else ""
         here = "yes" if runs(name) else "no: planned and simulated"
-        verbs, families = ", ".join(e.verbs), ", ".join(e.families)
+        verbs = ", ".join(e.verbs)
+        families = ", ".join(e.families)
         cells = (verbs, either(e.axes, ", "), zero, either(e.options, ", "), families, here)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     host, other = (either(tuple(n for n, e in ENGINES.items() if w in e.chosen), ", ") for w in get_args(Where))
@@ -295,7 +296,8 @@ def _kinds() -> str:
 
 
 def _units() -> str:
-    decimal, binary = expressions.PREFIXES, expressions.BINARY
+    decimal = expressions.PREFIXES
+    binary = expressions.BINARY
     sizes = (either(tuple(f"{p}B" for p in powers), ", ") for powers in (decimal, binary))
     lines = [
         f"| bytes | {' (powers of 1000), '.join(sizes)} (powers of 1024) |",
@@ -346,7 +348,8 @@ def entries() -> Iterator[tuple[str, str]]:
     for name, device in DEVICES.items():
         yield name, f"A preset of `device`.\n\n{_device(device)}"
     for of, found in (("model", _models()), ("engine", _engines())):
-        head, rows = found.splitlines()[:2], found.splitlines()[2:]
+        head = found.splitlines()[:2]
+        rows = found.splitlines()[2:]
         for row in rows:
             if row.startswith("| `"):
                 yield (

@@ -75,10 +75,14 @@ class Layout:
         return max(1, self.stage_devices // (self.ep * self.etp))
 
     def coordinates(self, rank: int) -> Coordinates:
-        near, rest = rank % self.inner, rank // self.inner
-        tp, rest = rest % self.tp, rest // self.tp
-        cp, rest = rest % self.cp, rest // self.cp
-        outer, pp = rest % (self.dp // self.inner), rest // (self.dp // self.inner)
+        near = rank % self.inner
+        rest = rank // self.inner
+        tp = rest % self.tp
+        rest = rest // self.tp
+        cp = rest % self.cp
+        rest = rest // self.cp
+        outer = rest % (self.dp // self.inner)
+        pp = rest // (self.dp // self.inner)
         dp = outer * self.inner + near
         # Experts count the ranks as the engine does, to which `inner` is unknown.
         index = (dp * self.cp + cp) * self.tp + tp
@@ -326,7 +330,8 @@ def box_at(tensor: Tensor, side: Side, at: tuple[int, int, int]) -> Box:
 
 def owns(tensor: Tensor, side: Side, rank: int) -> bool:
     """Whether `rank` is the first of those that hold its box."""
-    layout, at = side.layout, side.layout.coordinates(rank)
+    layout = side.layout
+    at = side.layout.coordinates(rank)
     if layout.pp > 1 and at.pp != stages(tensor, layout)[0]:
         return False
     tp, ranks = (at.etp, layout.etp) if tensor.experts else (at.tp, layout.tp)

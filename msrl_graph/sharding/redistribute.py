@@ -46,7 +46,8 @@ def _staged(tensor: Tensor, side: Side, rank: int) -> Box:
 
 def crosses(source: Side, target: Side, layers: int) -> bool:
     """Whether layers change their pipeline stage."""
-    a, b = source.layout, target.layout
+    a = source.layout
+    b = target.layout
     if a.pp == b.pp == 1:
         return False
     return a.pp != b.pp or any(a.stage_layers(s, layers) != b.stage_layers(s, layers) for s in range(a.pp))
@@ -89,7 +90,8 @@ def _covers(tensor: Tensor, source: Side, target: Side, g: int, width: int, offs
 def gatherers(source: Side, across: bool, block: int) -> list[tuple[int, ...]]:
     """The groups of ranks that gather together, in blocks of `block` ranks of a stage, `across` the stages or each
     stage alone."""
-    width, pp = source.layout.stage_devices, source.layout.pp
+    width = source.layout.stage_devices
+    pp = source.layout.pp
     stages_of = [range(pp)] if across else [range(s, s + 1) for s in range(pp)]
     return [
         tuple(s * width + start + i for s in some for i in range(block))
@@ -102,7 +104,8 @@ def gatherers(source: Side, across: bool, block: int) -> list[tuple[int, ...]]:
 def served(source: Side, target: Side, ways: tuple[tuple[bool, int], ...]) -> frozenset[tuple[frozenset[int], ...]]:
     """The stages of the target that a rank's neighbours are on, by way (`across` and `block` as in `gatherers`), for
     each kind of rank: weights of other stages never reach it."""
-    width, there = source.layout.stage_devices, target.layout.stage_devices
+    width = source.layout.stage_devices
+    there = target.layout.stage_devices
 
     def on(rank: int, across: bool, block: int) -> frozenset[int]:
         start = rank % width // block * block
@@ -201,7 +204,8 @@ class Movement:
 def movement(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, block: int = 0) -> Movement:
     """Counts what `fetches` moves over all tensors of `kinds`: to each device just what it lacks; with `block`, all
     that an all-gather over blocks of so many ranks brings together (the kinds are all of experts then, or none is)."""
-    received, inward = dict.fromkeys(range(target.devices), 0), dict.fromkeys(_hosts(target, per_host), 0)
+    received = dict.fromkeys(range(target.devices), 0)
+    inward = dict.fromkeys(_hosts(target, per_host), 0)
     demand = [0] * source.layout.pp  # elements that hosts take from each stage
     for experts in (False, True):
         found = _laid((k for k in kinds if k.tensor.experts is experts), source, target)
@@ -213,7 +217,8 @@ def movement(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host
                 for device, amount in amounts.items():
                     received[target.rank(device + (host - alike[0]) * per_host, per_host)] += amount
             demand = [d + len(alike) * t for d, t in zip(demand, taken, strict=True)]
-    outward, width = 0, source.layout.stage_devices
+    outward = 0
+    width = source.layout.stage_devices
     for stage, amount in enumerate(demand):
         low, high = (source.device(rank, per_host) // per_host for rank in (stage * width, (stage + 1) * width - 1))
         outward = max(outward, -(-amount // (high - low + 1)))
@@ -227,7 +232,8 @@ def _hosts(side: Side, per_host: int) -> range:
 @lru_cache(maxsize=1 << 10)
 def _alike(source: Side, target: Side, per_host: int, block: int, experts: bool) -> tuple[list[int], ...]:
     """The hosts of the target in classes that hold the same, whichever tensors."""
-    counting, classes = _Hosts(source, target, per_host, block, experts), dict[tuple[object, ...], list[int]]()
+    counting = _Hosts(source, target, per_host, block, experts)
+    classes = dict[tuple[object, ...], list[int]]()
     for host in _hosts(target, per_host):
         classes.setdefault(counting.signature(host), []).append(host)
     return tuple(classes.values())
@@ -291,7 +297,8 @@ class _Hosts:
             tuple((i, self._start(self.source.rank(first + i, self.per_host))) for i in takers) if self.block else ()
         )
         # Of all stages only those that are on this host make a difference.
-        held, wanted = {at.pp for at in givers.values()}, {at.pp for at in takers.values()}
+        held = {at.pp for at in givers.values()}
+        wanted = {at.pp for at in takers.values()}
         here = {
             s: (tuple(held.intersection(s[0])), tuple(wanted.intersection(s[1])))
             for s in {s for n in found.values() for s in n}
@@ -299,7 +306,8 @@ class _Hosts:
         own = {
             w: (self._own(givers, self.source, w[0]), self._own(takers, self.target, w[1])) for w in set(here.values())
         }
-        received, taken = dict.fromkeys(takers, 0), [0] * self.source.layout.pp
+        received = dict.fromkeys(takers, 0)
+        taken = [0] * self.source.layout.pp
         for tensor, numbers in found.items():
             sums = dict.fromkeys((here[s] for s in numbers), 0)
             for s, number in numbers.items():
@@ -405,7 +413,8 @@ def left_behind(kinds: Iterable[TensorKind], source: Side, target: Side) -> int:
         for tensor, number in found:
             here = stages(tensor, source.layout)
             for ranks in (ranks for (at, _), ranks in places.items() if at[0] in here):
-                old, new = shard(tensor, source, ranks[0]), shard(tensor, target, ranks[0])
+                old = shard(tensor, source, ranks[0])
+                new = shard(tensor, target, ranks[0])
                 kept = elements(new) if elements(new) and overlap(old, new) == new else 0
                 total += number * len(ranks) * (elements(old) - kept)
     return total

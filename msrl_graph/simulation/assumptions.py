@@ -105,7 +105,8 @@ def generated(graph: Graph) -> list[str]:
 def _lengths(plan: Plan, text: str) -> dict[str, Source]:
     """`[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE`. Without a column: what is generated; a file of pairs says prompts
     too."""
-    known, responses = token_columns(plan.graph), generated(plan.graph)
+    known = token_columns(plan.graph)
+    responses = generated(plan.graph)
     column, equals, rest = text.partition("=")
     stated = bool(equals) and re.fullmatch(r"\s*[A-Za-z]\w*\s*", column) is not None
     column, rest = (column.strip(), rest.strip()) if stated else ("", text.strip())
@@ -164,7 +165,8 @@ def _file(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
         raise Fault(
             Diagnostic("missing-file", what, help=f"name a file, or a distribution: {', '.join(INVERSES)}")
         ) from None
-    pairs, by_iteration = list(_pairs(lines)), any(isinstance(line, dict) for line in lines)
+    pairs = list(_pairs(lines))
+    by_iteration = any(isinstance(line, dict) for line in lines)
     plain = not by_iteration or all(isinstance(line, dict) for line in lines)
     if not pairs or None in pairs or not plain:
         help = "each line is a number of tokens, a pair [prompt, response], or a line of a run's metrics"
@@ -205,7 +207,8 @@ def _stragglers(text: str) -> Stragglers:
     try:
         share, factor = (float(found[1]) / (100 if found[2] else 1), float(found[3])) if found else (-1.0, 0.0)
     except ValueError:
-        share, factor = -1.0, 0.0
+        share = -1.0
+        factor = 0.0
     if not 0 <= share <= 1 or factor < 1:
         what = f"`--stragglers {text}` is not a share of the devices and how many times slower they are"
         raise Fault(Diagnostic("bad-value", what, help="write `1% x3`"))

@@ -64,7 +64,11 @@ class SimulatedDriver(PoolProgress):
         steps: Callable[[Turn], Walker],
     ) -> None:
         super().__init__(plan)
-        self.plan, self.iterations, self.pools, self.opened, self.steps = plan, iterations, pools, opened, steps
+        self.plan = plan
+        self.iterations = iterations
+        self.pools = pools
+        self.opened = opened
+        self.steps = steps
         training = [s for s in plan.schedule if s.task == "train"]
         first = {s.pool: opening(plan, s) for s in training}
         # What a pipelined pool does of an iteration while the updates are in an earlier one; and the rest of all.
@@ -162,7 +166,8 @@ class SimulatedDriver(PoolProgress):
 
     def _goes_on(self, queue: deque[_Job]) -> bool:
         """Takes what can be taken of the first job of a queue; whether anything could."""
-        job, moved = queue[0], False
+        job = queue[0]
+        moved = False
         if not job.begun:
             # What comes after the functions' opening reads what the iteration before left, if there is an opening.
             late = job.ends and FUNCTIONS in job.walk.streams and self.openings[FUNCTIONS]

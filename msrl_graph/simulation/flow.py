@@ -65,15 +65,18 @@ class SimulatedDocks:
         graph = self.plan.graph
         at = graph.unit_level(node)
         above = graph.common(at, level)
-        up, down = graph.fan(at, above), graph.fan(level, above)
+        up = graph.fan(at, above)
+        down = graph.fan(level, above)
         found = units if up == 1 else sorted({u // up for u in units})
         return found if down == 1 else [u * down + s for u in found for s in range(down)]
 
     def tokens(self, node: Node, lengths: Lengths) -> list[float]:
         """Of each unit of a node how many tokens it has, as a run's controller counts them."""
-        graph, units = self.plan.graph, self.units(node)
+        graph = self.plan.graph
+        units = self.units(node)
         level = graph.level(node)
-        rows, found = self.rows(level), [0.0] * units
+        rows = self.rows(level)
+        found = [0.0] * units
         for name, times in weighs(graph, node).items():
             column = graph.column(name)
             known = lengths.get(next((d.like for d in column.dims if d.like), name))
@@ -88,7 +91,8 @@ class SimulatedDocks:
         balanced = any(SampleEdgeAttributes.of(e).balance for e in self.plan.graph.into(node.name))
         tokens = self.tokens(node, lengths) if balanced or controller.chunk_tokens else []
         edges = [(e.src, self._traffic(e.src, node.name)) for e in self.plan.graph.samples() if e.dst == node.name]
-        units, handover = self.units(node), costs.handover(self.plan).value
+        units = self.units(node)
+        handover = costs.handover(self.plan).value
         had = [0.0] * controller.groups
 
         def dealt(some: list[int]) -> list[list[int]]:
@@ -101,7 +105,8 @@ class SimulatedDocks:
 
         if node.verb == "update":
             said = UpdateAttributes.of(node)
-            epochs, size = range(said.epochs), said.step_rows(units)
+            epochs = range(said.epochs)
+            size = said.step_rows(units)
             rounds = [r for e in epochs for r in self.draws.mini_batches(node.name, iteration, e, units, size)]
         elif not controller.streams:
             rounds = [list(range(units))]
@@ -114,7 +119,8 @@ class SimulatedDocks:
         if node.verb != "update":
             order = sorted(range(units), key=lambda u: (max(t[u] for t in times), u))
             rounds = _cut(order, controller, tokens)
-        found, link = [], [0.0] * len(edges)
+        found = []
+        link = [0.0] * len(edges)
         for r in rounds:
             for i, ((_, traffic), there) in enumerate(zip(edges, times, strict=True)):
                 link[i] = max(link[i], max(there[u] for u in r)) + costs.dispatch(traffic, 1 / len(rounds)).value
@@ -132,7 +138,8 @@ class SimulatedDocks:
         graph = self.plan.graph
         level = graph.unit_level(node)
         above = graph.common(done.level, level)
-        up, down = graph.fan(done.level, above), graph.fan(level, above)
+        up = graph.fan(done.level, above)
+        down = graph.fan(level, above)
         times = done.times if up == 1 else [max(done.times[u * up : (u + 1) * up]) for u in range(self.rows(above))]
         return times if down == 1 else [times[u // down] for u in range(self.rows(level))]
 
@@ -140,7 +147,9 @@ class SimulatedDocks:
 def _cut(order: list[int], controller: ControllerSpec, tokens: list[float]) -> list[list[int]]:
     """Batches of units that become ready in an order, as a controller cuts them: the first by number of those that are
     ready, as soon as they are enough, and in the end what is left."""
-    found, ready, held = list[list[int]](), list[int](), 0.0
+    found = list[list[int]]()
+    ready = list[int]()
+    held = 0.0
     for unit in order:
         insort(ready, unit)
         held += tokens[unit] if tokens else 0

@@ -46,7 +46,10 @@ def generate(
     found = Generated(start)
     waiting = list(sequences)[::-1]
     live: list[tuple[int, int, Sequence]] = []  # by the step at which each ends
-    step, cached, now, admitted = 0, 0.0, start, 0
+    step = 0
+    cached = 0.0
+    now = start
+    admitted = 0
     while waiting or live:
         begin = now
         if waiting and (not live or (continuous and len(live) < slots)):
@@ -58,7 +61,8 @@ def generate(
                 heapq.heappush(live, (step + sequence.tokens - 1, admitted, sequence))
                 admitted += 1
                 cached += sequence.context
-        steps, count = live[0][0] - step, len(live)
+        steps = live[0][0] - step
+        count = len(live)
         now += slow * steps * costs.decode_step(count, cached + count * steps / 2).value if steps else 0.0
         found.stretches.append((begin, now, count))
         step += steps

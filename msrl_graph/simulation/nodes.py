@@ -45,10 +45,12 @@ class ModelNode:
     tell: Callable[[LaneSpan], None]
 
     def __post_init__(self) -> None:
-        plan, name = self.plan, self.costs.node
+        plan = self.plan
+        name = self.costs.node
         graph = plan.graph
         self.node: Node = graph.node(name)
-        self.level, generates = graph.level(self.node), self.node.verb == "generate"
+        self.level = graph.level(self.node)
+        generates = self.node.verb == "generate"
         found = sequences(graph, self.node)
 
         def fan(column: str) -> tuple[str, int]:
@@ -79,7 +81,8 @@ class ModelNode:
         times = [0.0] * self.flow.rows(self.level)
         free = [self.lanes.free(g) for g in self.groups]
         causes = [self.lanes.before[g[0]] for g in self.groups]
-        update, in_step = self.node.verb == "update", self.costs.spec.in_step(self.costs.layout)
+        update = self.node.verb == "update"
+        in_step = self.costs.spec.in_step(self.costs.layout)
         fetch = self.costs.fetch().value
         for batch in batches:
             rows = [self.flow.rows_of(self.node, part, self.level) for part in batch.parts]
@@ -136,7 +139,8 @@ class ModelNode:
         """All of an iteration's responses, whole."""
         level = self.plan.graph.row_level(self.node)
         samples = holdings.samples(self.plan, self.node.name)
-        tokens, times = lengths[self.written], [0.0] * self.flow.rows(level)
+        tokens = lengths[self.written]
+        times = [0.0] * self.flow.rows(level)
         rounds = []
         for batch in batches:
             parts = []
@@ -156,7 +160,8 @@ class ModelNode:
         stretches: list[tuple[float, float, int]] = []
         cause = by
         begin = max(ready, max(map(self.lanes.free, self.groups)))
-        working, begins = rollout.begin(version), True
+        working = rollout.begin(version)
+        begins = True
         while not rollout.enough(working):
             parts = [
                 [s for g in part for s in working[g].sequences(g, rollout.most, begins)]
@@ -166,7 +171,9 @@ class ModelNode:
             ran = self._decode([(ready, by, parts)], iteration, times)
             rollout.grow(working, times)
             begins = False
-            ready, by, stretches = ran.done.last, self.node.name, stretches + ran.stretches
+            ready = ran.done.last
+            by = self.node.name
+            stretches = stretches + ran.stretches
             cause = ran.cause if ran.cause != self.node.name else cause
         taken = rollout.take(working)
         times = [max(begin, g.end) for g in taken for _ in range(rollout.samples)]
@@ -179,12 +186,15 @@ class ModelNode:
         is continuous, else at its share's."""
         at_once, _ = holdings.waves(self.plan, self.node.name)
         slots = at_once * holdings.samples(self.plan, self.node.name)
-        ends, causes = [], []
+        ends = []
+        causes = []
         stretches: list[tuple[float, float, int]] = []
         for g, devices in enumerate(self.groups):
-            free, cause = self.lanes.free(devices), self.lanes.before[devices[0]]
+            free = self.lanes.free(devices)
+            cause = self.lanes.before[devices[0]]
             for ready, by, parts in rounds:
-                begin, cause = max(free, ready), by if ready > free else cause
+                begin = max(free, ready)
+                cause = by if ready > free else cause
                 made: Generated = generate(self.costs, parts[g], slots, self.spec.continuous, self.slow[g], begin)
                 for sequence in parts[g]:
                     times[sequence.row] = made.ends[sequence.row] if self.spec.continuous else made.end

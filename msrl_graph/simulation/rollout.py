@@ -60,7 +60,8 @@ class SimulatedRollout:
     next: int = 0
 
     def begin(self, version: int) -> list[Group]:
-        working, self.cut = self.cut, []
+        working = self.cut
+        self.cut = []
         while len(working) < self.under_way:
             context, tokens = self.prompt(self.next)
             working.append(Group(self.next, context, tokens, version, [0] * self.samples))

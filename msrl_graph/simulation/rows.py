@@ -66,7 +66,8 @@ class RowSampler:
     def tokens(self, column: str, iteration: int) -> list[int]:
         """The length of each row of a token column; a column that nothing is stated of has its bound."""
         graph = self.plan.graph
-        rows, writer = graph.rows[graph.column(column).level], graph.writer(column)
+        rows = graph.rows[graph.column(column).level]
+        writer = graph.writer(column)
         most = holdings.written_tokens(self.plan, writer.name) if writer.verb == "generate" else bound(graph, column)
         source = self.specs.lengths.get(column)
         match source:

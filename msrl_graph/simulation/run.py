@@ -48,7 +48,9 @@ class _Steps(Walker):
 
     def given(self, pool: str, src: str, dst: str) -> bool:
         """A copy is given up for the next when whoever was told to fetch it has it."""
-        turn, found, edge = self.turn, self.simulator.driver.published.get((src, dst)), (src, dst)
+        turn = self.turn
+        found = self.simulator.driver.published.get((src, dst))
+        edge = (src, dst)
         if found is None:
             return True
         if pool == self.simulator.plan.placement(dst).pool:
@@ -58,8 +60,11 @@ class _Steps(Walker):
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         """All devices of both pools take part, when the last is free; where one may be ahead, the update's make a copy,
         and the generation's fetch it."""
-        simulator, turn, plan = self.simulator, self.turn, self.simulator.plan
-        edge, found = simulator.reshards[src, dst], simulator.driver.published.get((src, dst))
+        simulator = self.simulator
+        turn = self.turn
+        plan = self.simulator.plan
+        edge = simulator.reshards[src, dst]
+        found = simulator.driver.published.get((src, dst))
         begin = max(simulator.lanes[p].last for p in pools)
         if found is None:
             turn.held[dst] = turn.version.get((src, dst), turn.number)
@@ -99,7 +104,9 @@ class Simulator:
     """`engines` are the specs by name."""
 
     def __init__(self, plan: Plan, engines: Mapping[str, EngineSpec], specs: Specs) -> None:
-        self.plan, self.specs, self.draws = plan, specs, RowSampler(plan, specs)
+        self.plan = plan
+        self.specs = specs
+        self.draws = RowSampler(plan, specs)
         self.flow = SimulatedDocks(plan, self.draws)
         self.spans: list[LaneSpan] = []
         self.lanes: dict[str, Lanes] = {}
@@ -129,7 +136,8 @@ class Simulator:
             turn, ended = self.driver.iteration(i, begin)
             found.append(self._iteration(turn, end, ended))
             lengths.append({c: tuple(n) for c, n in turn.lengths.items()})
-            begin, end = self.driver.then(i, ended), ended
+            begin = self.driver.then(i, ended)
+            end = ended
         return Simulation(self.plan, self.specs, tuple(found), tuple(self.spans), tuple(lengths))
 
     def _turn(self, i: int, base: float) -> Turn:
@@ -212,7 +220,8 @@ class Simulator:
         return ran
 
     def _rollout(self, node: str) -> SimulatedRollout:
-        prompts, samples = self.flow.rows(0), holdings.samples(self.plan, node)
+        prompts = self.flow.rows(0)
+        samples = holdings.samples(self.plan, node)
         said = GenerateAttributes.of(self.plan.graph.node(node))
         most = said.stretch(holdings.written_tokens(self.plan, node))
         own = self.model_nodes[node]
@@ -229,7 +238,8 @@ class Simulator:
         """The lengths of an iteration's rows, when some come from prompts of others."""
         found: dict[str, list[int]] = {}
         for column in token_columns(self.plan.graph):
-            rows, each = [], self.plan.graph.fan(self.plan.graph.column(column).level)
+            rows = []
+            each = self.plan.graph.fan(self.plan.graph.column(column).level)
             for group in groups:
                 iteration, row = divmod(group.prompt, self.flow.rows(0))
                 rows += self._tokens(column, iteration)[row * each : (row + 1) * each]
@@ -239,7 +249,8 @@ class Simulator:
     def _function(self, turn: Turn, name: str) -> NodeTiming:
         """A function on the hosts, each its share: row after row, or several at once; the source has its rows at
         once."""
-        node, lanes = self.plan.graph.node(name), turn.hosts
+        node = self.plan.graph.node(name)
+        lanes = turn.hosts
         level = self.plan.graph.row_level(node)
         if node.verb == "source":
             return NodeTiming(RowTimes.at(level, self.flow.rows(level), turn.base), "")

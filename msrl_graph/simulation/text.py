@@ -16,7 +16,8 @@ from .result import RESHARD, Simulation
 
 
 def simulation_text(found: Simulation, width: int = WIDTH, colour: bool = False) -> str:
-    page, plan = Page(width, colour), found.plan
+    page = Page(width, colour)
+    plan = found.plan
     more = f"{many(len(found.iterations), 'iteration')}, seed {found.specs.seed}"
     page.heading(f"Simulation of {plan.graph.name} on {plan.cluster.name}", more)
     lengths = [
@@ -124,7 +125,8 @@ def _letters(names: list[str]) -> dict[str, str]:
 def _bar(spans: list[LaneSpan], begin: float, each: float, cells: int, devices: int, letters: dict[str, str]) -> str:
     busy: list[dict[str, float]] = [{} for _ in range(cells)]
     for s in spans:
-        first, last = max(0, int((s.begin - begin) / each)), min(cells - 1, int((s.end - begin) / each))
+        first = max(0, int((s.begin - begin) / each))
+        last = min(cells - 1, int((s.end - begin) / each))
         for cell in range(first, last + 1):
             inside = min(s.end, begin + (cell + 1) * each) - max(s.begin, begin + cell * each)
             if inside > 0:

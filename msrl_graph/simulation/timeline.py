@@ -15,7 +15,8 @@ from .assumptions import read
 from .run import Simulator
 
 # Under staleness and partial rollout the first iterations fill the pipeline, and later ones begin before one has ended.
-SHOWN, AFTER = 3, 2
+SHOWN = 3
+AFTER = 2
 
 
 def timeline(plan: Plan) -> Timeline:
@@ -27,7 +28,8 @@ def timeline(plan: Plan) -> Timeline:
     shown = found.iterations[SHOWN if overlap else 0]
     widths: Counter[tuple[str, str, float, float]] = Counter()
     for s in found.spans:
-        begin, end = max(s.begin, shown.begin), min(s.end, shown.end)
+        begin = max(s.begin, shown.begin)
+        end = min(s.end, shown.end)
         if begin < end:
             widths[s.pool, s.name, begin - shown.begin, end - shown.begin] += s.width
     stretches = tuple(

@@ -11,8 +11,14 @@ import platform
 import struct
 
 _THREAD = 0x10000  # CLONE_THREAD
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_OF, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_ERRNO = 0x00050000
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_OF = 0x45
+_RETURN = 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what the kernel shows a filter
 _X32 = 0x40000000  # numbers of another way into an x86-64 kernel
 # By machine: what the kernel calls it, and the numbers of calls: clone, clone3, those that other names of fork have.

@@ -56,7 +56,10 @@ def main() -> None:
     parser.add_argument("--mindspeed", type=Path, help="a clone of MindSpeed")
     mindspeed: Path | None = parser.parse_args().mindspeed
     files = dict(package(ROOT / "msrl_graph"))
-    problems, calls, replaced, names = set[str](), set(), set(), set()
+    problems = set[str]()
+    calls = set()
+    replaced = set()
+    names = set()
     with tempfile.TemporaryDirectory() as folder:
         packages = downloaded(folder)
         kept = json.loads((FOLDER / "mindspeed.json").read_text(encoding="utf-8"))

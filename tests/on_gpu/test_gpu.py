@@ -100,7 +100,8 @@ def drawn(engine):
 
 def compared(one, other):
     """How many rows drew the same, and how far log-probabilities are apart as long as rows drew the same."""
-    alike, off = 0, 0.0
+    alike = 0
+    off = 0.0
     for tokens, wanted, said, told in zip(one[0], other[0], one[1], other[1], strict=True):
         most = min(len(tokens), len(wanted))
         same = int((np.append(tokens[:most] == wanted[:most], False)).argmin())
@@ -143,8 +144,11 @@ def test_vllm_asleep_and_awake(kind, dtype, tmp_path):
 
 def _light(kind, folder):
     of = model(kind, "f32", folder)
-    on_gpu, on_host = filled(engines.generator(of, device=GPU), of), filled(engines.generator(of), of)
-    first, again, wanted = drawn(on_gpu), drawn(on_gpu), drawn(on_host)
+    on_gpu = filled(engines.generator(of, device=GPU), of)
+    on_host = filled(engines.generator(of), of)
+    first = drawn(on_gpu)
+    again = drawn(on_gpu)
+    wanted = drawn(on_host)
     assert all(map(np.array_equal, first[0], again[0]))
     alike, off = compared(first, wanted)
     print(f"{kind}: {alike} of 16 rows drawn as on the host, log-probabilities at most {off:.2g} apart")

@@ -18,8 +18,12 @@ def runner(model):
 
 class Worker:
     def __init__(self, runner, nz=False):
-        self.model_runner, self.caches = runner, tree_leaves(runner.kv_caches)
-        self.mapped, self.nz, self.told, self.saved = {"weights", "kv_cache"}, nz, [], {}
+        self.model_runner = runner
+        self.caches = tree_leaves(runner.kv_caches)
+        self.mapped = {"weights", "kv_cache"}
+        self.nz = nz
+        self.told = []
+        self.saved = {}
 
     def sleep(self, level=1):
         self.told.append(f"sleep {level}")

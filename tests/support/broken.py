@@ -237,7 +237,9 @@ def _token(text: str, other: str, rng: random.Random) -> str:
     if not found:
         return other
     at = rng.choice(found)
-    start, end, word = at.start(), at.end(), at[0]
+    start = at.start()
+    end = at.end()
+    word = at[0]
     # Another token of the same kind keeps a program's syntax: most of these get to the checks.
     same = [m for m in found if m.lastgroup == at.lastgroup] or found
     change = rng.randrange(9)
@@ -401,7 +403,9 @@ def _cut(text: str, other: str, rng: random.Random) -> str:
 def _lines(text: str, other: str, rng: random.Random) -> str:
     """Lines in another order, left out, or doubled."""
     lines = text.split("\n")
-    change, i, j = rng.randrange(5), rng.randrange(len(lines)), rng.randrange(len(lines))
+    change = rng.randrange(5)
+    i = rng.randrange(len(lines))
+    j = rng.randrange(len(lines))
     if change == 0:
         rng.shuffle(lines)
     elif change == 1:
@@ -418,10 +422,12 @@ def _lines(text: str, other: str, rng: random.Random) -> str:
 def _statement(text: str, other: str, rng: random.Random) -> str:
     """Statements of an algorithm or a deploy left out, doubled, or taken from another program."""
     statement = re.compile(r"^  (?! |\}).*(?:\n(?:   |  \}).*)*$", re.MULTILINE)
-    found, more = list(statement.finditer(text)), list(statement.finditer(other))
+    found = list(statement.finditer(text))
+    more = list(statement.finditer(other))
     if not found or not more:
         return text
-    at, change = rng.choice(found), rng.randrange(4)
+    at = rng.choice(found)
+    change = rng.randrange(4)
     if change == 0:
         return text[: at.start()] + text[at.end() :]
     if change == 1:
@@ -430,7 +436,8 @@ def _statement(text: str, other: str, rng: random.Random) -> str:
 
 
 def _spliced(text: str, other: str, rng: random.Random) -> str:
-    a, b = text.split("\n"), other.split("\n")
+    a = text.split("\n")
+    b = other.split("\n")
     return "\n".join(a[: rng.randrange(len(a) + 1)] + b[rng.randrange(len(b) + 1) :])
 
 
@@ -480,7 +487,8 @@ def compiled(
         found = list(result.warnings)
         assert not [d for d in found if d.severity == "error"], found
     except Fault as fault:
-        result, found = None, list(fault.diagnostics)
+        result = None
+        found = list(fault.diagnostics)
         assert [d for d in found if d.severity == "error"], "a fault without an error"
     hold(source, found)
     return result, found

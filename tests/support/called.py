@@ -16,7 +16,8 @@ HERE, AWAY = 0, 1  # hosts, as a process of host 0 sees them
 
 class Served:
     def __init__(self):
-        self.heard, self.gate = [], asyncio.Event()
+        self.heard = []
+        self.gate = asyncio.Event()
 
     async def echo(self, value):
         self.heard.append(value)
@@ -38,14 +39,18 @@ class Place:
     """A loop in a thread with a server, which can go and be another one at another port."""
 
     def __init__(self, host=AWAY, key=KEY, name="there", below=""):
-        self.host, self.key, self.name = host, key, name
+        self.host = host
+        self.key = key
+        self.name = name
         self.top = tempfile.mkdtemp()
         self.folder = f"{self.top}/{below or 'own'}"
         Path(self.folder).mkdir(0o700)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.finds, self.lines, self.posts = 0, [], []
+        self.finds = 0
+        self.lines = []
+        self.posts = []
         self.start()
 
     def start(self):

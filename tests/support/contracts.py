@@ -143,7 +143,8 @@ def misfit(text: str, call: Call) -> str:
 
 def unlike(ours: str, theirs: str) -> bool:
     """Whether something that `theirs` takes does not go with `ours`, which stands in its place."""
-    own, held = signature(ours), signature(theirs)
+    own = signature(ours)
+    held = signature(theirs)
     for i, name in enumerate(held.plain):
         alone = i < held.unnamed
         if i < len(own.plain):

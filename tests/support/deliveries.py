@@ -22,7 +22,8 @@ from msrl_graph.sharding.layout import slices
 
 EDGE = "actor.update", "actor.generate"
 COLUMNS, ROWS = "model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight"  # how tp divides them
-UPDATE, GENERATE = "layout actor.update   { dp = 2, zero = 3 }", "layout actor.generate { tp = 2 }"
+UPDATE = "layout actor.update   { dp = 2, zero = 3 }"
+GENERATE = "layout actor.generate { tp = 2 }"
 APART = ((UPDATE, "layout actor.update { dp = 1 }"), (GENERATE, f"{GENERATE}\n  apart actor.generate, actor.update"))
 STALE = (
     *APART,
@@ -42,7 +43,8 @@ WAYS = {"swap": (2, ()), "send": (3, APART), "fetch": (3, STALE)}
 
 
 def planned(way, *changes):
-    world, text = WAYS[way][0], (EXAMPLE / "grpo.rlg").read_text()
+    world = WAYS[way][0]
+    text = (EXAMPLE / "grpo.rlg").read_text()
     for old, new in (*WAYS[way][1], *SMALLER, ("devices_per_node = 2", f"devices_per_node = {world}"), *changes):
         assert old in text, old
         text = text.replace(old, new)
@@ -56,7 +58,8 @@ class Delivering(Rank):
         Training.__init__(self, plan, rank)
         self.store = met(rank, folder)
         self.build()
-        self.mover, self.proof = self.resharders[EDGE], self.proofs[EDGE]
+        self.mover = self.resharders[EDGE]
+        self.proof = self.proofs[EDGE]
         self.trained = self.trainers["actor"].shards() if "actor" in self.trainers else []
 
     def learn(self):
@@ -192,7 +195,8 @@ class Prefixes(hf.HfEngine):
     def logits(self, ids, mask, position, cache):
         if ids.shape[1] == 1:
             return super().logits(ids, mask, position, cache)
-        key, but_last = ids.numpy().tobytes(), self.cache()
+        key = ids.numpy().tobytes()
+        but_last = self.cache()
         if key not in self.kept:
             super().logits(ids[:, :-1], mask[:, :-1], position[:, :-1], but_last)
             self.kept[key] = [(layer.keys, layer.values) for layer in but_last.layers]
@@ -211,14 +215,18 @@ class PrefixesOfOld(Prefixes):
 
 def keeping(rank, folder, plan, engine, out):
     """Three versions for an engine that keeps something, each of them probed; what this rank says of each."""
-    before, share = backends.ENGINES["hf"], weight_proof.SHARE
-    backends.ENGINES["hf"], weight_proof.SHARE = replace(before, build=f"deliveries:{engine}"), 1e9
+    before = backends.ENGINES["hf"]
+    share = weight_proof.SHARE
+    backends.ENGINES["hf"] = replace(before, build=f"deliveries:{engine}")
+    weight_proof.SHARE = 1e9
     try:
-        found, told = Delivering(from_json(plan), rank, folder), []
+        found = Delivering(from_json(plan), rank, folder)
+        told = []
         for version in range(3):
             told.append(found.deliver(version))
             assert found.proof.generator is None or "probed" in found.report.sums or told[-1]
             found.learn()
     finally:
-        backends.ENGINES["hf"], weight_proof.SHARE = before, share
+        backends.ENGINES["hf"] = before
+        weight_proof.SHARE = share
     Path(out, str(rank)).write_text("\n".join(told))

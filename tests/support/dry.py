@@ -74,7 +74,8 @@ class Handed(client.Client):
     def take(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
         batch = super().take(node, task, group, at_once)
         self.dry.sizes[task.key] = task.prompts
-        reader, graph = self.readers[node], self.dry.plan.graph
+        reader = self.readers[node]
+        graph = self.dry.plan.graph
         for column, rows in ((r.column, r.rows) for r in reader.reads):
             if not len(batch.rows):
                 continue
@@ -143,7 +144,9 @@ class Computed:
     """Stands in for calling.Function."""
 
     def __init__(self, dry: Dry, node: Node) -> None:
-        self.dry, self.node, self.sieve = dry, node, dry.rows.sieves.get(node.name)
+        self.dry = dry
+        self.node = node
+        self.sieve = dry.rows.sieves.get(node.name)
         self.filled = InjectedArguments(SimpleNamespace(fills=("rng",)), node, dry.plan)  # type: ignore[arg-type]
 
     def spoilt(self, batch: Batch) -> Array:
@@ -157,7 +160,8 @@ class Computed:
         self.dry.work(self.node.name, task)
         for unit in batch.share.units:
             self.filled(task.name, task.number, int(unit))
-        reader, numbers = self.dry.readers[self.node.name], self.dry.readers[self.node.name].numbers(task)
+        reader = self.dry.readers[self.node.name]
+        numbers = self.dry.readers[self.node.name].numbers(task)
         failed: dict[str, ColumnRows] = {}
         rows = batch.rows
         if self.sieve is not None:
@@ -168,7 +172,8 @@ class Computed:
             if not self.sieve.failures:
                 return Results(failed, rows=len(batch.rows))
             rows = batch.rows[times > 0]
-        states, units = {}, [int(u) for u in batch.share.units]
+        states = {}
+        units = [int(u) for u in batch.share.units]
         self.dry.see(task, "", ((name, value) for name, value in task.states.items() if name in self.node.states))
         for name in self.node.sets:
             if name not in batch.columns:
@@ -189,7 +194,8 @@ class Versions:
     task, the version that it generates with; `told`: the versions in the order in which they are fetched."""
 
     def __init__(self, allowed: int) -> None:
-        self.allowed, self.told = allowed, list[int]()
+        self.allowed = allowed
+        self.told = list[int]()
         self.taken: dict[str, int] = {}
         self.copied = set[int]()  # versions that a copy was made of
         self.asked: Counter[int] = Counter()
@@ -213,7 +219,8 @@ class Weightless(InstructionRunner):
         name = next(r.name for r in rank.plan.reshards if (r.src, r.dst) == (src, dst))
         if (src, dst) not in fetched(rank.plan):
             if (src, dst) in rank.dry.versions:
-                found, said = rank.dry.versions[src, dst], self.task.fetches.get(name)
+                found = rank.dry.versions[src, dst]
+                said = self.task.fetches.get(name)
                 version = said.version if said else self.task.number
                 if rank.local < rank.plan.placement(src).layout.devices:
                     due = UpdateAttributes.of(rank.plan.graph.node(src)).due
@@ -224,7 +231,9 @@ class Weightless(InstructionRunner):
             rank._meet((src, dst), rank._here(*ends))
             rank.dry.work(f"reshard {dst}", self.task)
             return
-        versions, number, many = rank.dry.versions[src, dst], self.task.number, rank.sparse.get((src, dst), 1)
+        versions = rank.dry.versions[src, dst]
+        number = self.task.number
+        many = rank.sparse.get((src, dst), 1)
         sends, fetches = (rank._here(pool) for pool in ends)
         fetch = self.task.fetches.get(name)
 
@@ -285,7 +294,8 @@ class DryRank(Rank):
 
     def __init__(self, dry: Dry, rank: int) -> None:
         Training.__init__(self, dry.plan, rank)
-        plan, host = dry.plan, dry.plan.cluster.host(rank)
+        plan = dry.plan
+        host = dry.plan.cluster.host(rank)
         self.dry = dry
         self.client = Handed(dry, f"rank {rank}", list(dry.readers.values()), dry.way, host)
         self.asking = Strand(dry.world, f"rank {rank} asks")  # type: ignore[assignment]
@@ -336,9 +346,11 @@ class DryRank(Rank):
             sieve = self.dry.rows.sieves[node.name]
             truth = self.dry.truth(task)
             times = np.array([truth.verdict(node.name, truth.key(numbers, int(r), made)) for r in rows], np.int32)
-            failed[sieve.column], rows = Verdicts(rows, ColumnData(times)), rows[times > 0]
+            failed[sieve.column] = Verdicts(rows, ColumnData(times))
+            rows = rows[times > 0]
         chance = self.dry.world.random
-        order, count = chance.sample(range(len(rows)), len(rows)), chance.randint(1, 3)
+        order = chance.sample(range(len(rows)), len(rows))
+        count = chance.randint(1, 3)
         for i, part in enumerate(np.array_split(rows[order], count)) if len(batch.rows) else ():  # as they end
             some = np.sort(part)
             yield (failed if i == 0 else {}) | {c: ColumnRows(some, cells(self.plan.graph, c, some)) for c in names}
@@ -379,7 +391,10 @@ class DryRank(Rank):
 class Mute:
     """Stands in for who only tells: the display, the metrics."""
 
-    live, written, lines, bests = True, 0, (), ()
+    live = True
+    written = 0
+    lines = ()
+    bests = ()
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, float]]:
         return lambda *_: {}
@@ -389,7 +404,9 @@ class Data:
     """Stands in for a data file of so many rows."""
 
     def __init__(self, plan: Plan, rows: int) -> None:
-        self.plan, self.rows, self.too_long = plan, rows, 0
+        self.plan = plan
+        self.rows = rows
+        self.too_long = 0
 
     def __len__(self) -> int:
         return self.rows
@@ -408,8 +425,11 @@ class Dry:
     """One run of a plan; `handed` are the shares that each node got, by task."""
 
     def __init__(self, plan: Plan, seed: int, kindness: float) -> None:
-        self.plan, self.seed, self.kindness = plan, seed, kindness
-        self.world, self.rows = World(random.Random(seed)), rowsets(plan.graph)
+        self.plan = plan
+        self.seed = seed
+        self.kindness = kindness
+        self.world = World(random.Random(seed))
+        self.rows = rowsets(plan.graph)
         self.readers = {r.node: r for r in readers(plan)}
         self.handed: dict[tuple[str, str], list[tuple[int, Any]]] = defaultdict(list)
         self.shared: dict[Any, Any] = {}
@@ -441,7 +461,8 @@ class Dry:
     @property
     def keyed(self) -> Callable[..., Any]:
         """Makes keys, each of which is of one stream and place alone."""
-        made, drawn = noise.RandomStream.keys, self.drawn
+        made = noise.RandomStream.keys
+        drawn = self.drawn
 
         def keys(stream: noise.RandomStream, *parts: Any) -> Any:
             found = made(stream, *parts)
@@ -496,7 +517,8 @@ class Dry:
                 self.world.close()
 
     def _driver(self, rows: int) -> Driver:
-        plan, world = self.plan, self.world
+        plan = self.plan
+        world = self.world
         docks = []
         for i, member in enumerate(self.members):
             some = [self.readers[node] for node, name in self.way.controllers.items() if name == member.name]

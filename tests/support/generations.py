@@ -90,7 +90,9 @@ def columns():
         logp = ColumnData(draw.normal(size=len(ids.values)).astype(np.float32), ids.offsets)
         return {name: ColumnRows(rows, ids), f"{name}.logp": ColumnRows(rows, logp)}
 
-    prompts, problems, kept = np.arange(4), np.arange(8), np.array([3, 5])
+    prompts = np.arange(4)
+    problems = np.arange(8)
+    kept = np.array([3, 5])
     solutions = np.concatenate([np.arange(12, 16), np.arange(20, 24)])
     chosen = np.array([13, 14, 21, 23, 32 + 13, 32 + 21, 64 + 21])
     made = {"prompt": tokens("prompt", prompts)["prompt"], "answer": ColumnRows(prompts, texts(["21", "ä", "", "1"]))}

@@ -26,7 +26,11 @@ from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.sharding.layout import full
 
 EXPERTS = {"family": "qwen3_moe", "experts": (8, 2, 64)}
-ROWS, EACH, PROMPT, RESPONSE, BATCHES = 8, 4, 12, 30, 2
+ROWS = 8
+EACH = 4
+PROMPT = 12
+RESPONSE = 30
+BATCHES = 2
 
 
 def small(folder, family="llama", experts=(), **changes):

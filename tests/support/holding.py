@@ -37,7 +37,9 @@ class Holding:
     """What was met so far, of the file that `path` names."""
 
     def __init__(self, contracts: Contracts, table: Mapping[str, Sequence[str]]) -> None:
-        self.contracts, self.table, self.path = contracts, table, ""
+        self.contracts = contracts
+        self.table = table
+        self.path = ""
         self.problems: dict[Problem, None] = {}
         self.names: set[tuple[str, int, str]] = set()
         self.calls: set[tuple[str, int, int]] = set()
@@ -109,7 +111,8 @@ class Holding:
             return
         self.replaced.add((self.path, getattr(node, "lineno", 0)))
         if all(unlike(takes_ours, one) for one in takes(line)):
-            title, their = self.contracts.title(whole), takes(line)[0]
+            title = self.contracts.title(whole)
+            their = takes(line)[0]
             says = f"`{name}{takes_ours}` stands for `{whole}{their}` of {title}, and takes other arguments"
             self._problem(node, says)
 

@@ -48,7 +48,10 @@ class Hosts:
     default route."""
 
     def __init__(self, count, hidden=(), rate="", twice=False, cpus=(), dashboard=0, bare=False):
-        self.rate, self.twice, self.cpus, self.dashboard = rate, twice, cpus, dashboard
+        self.rate = rate
+        self.twice = twice
+        self.cpus = cpus
+        self.dashboard = dashboard
         self.name = f"m{os.getpid() % 100000}"
         self.network = f"10.{64 + os.getpid() % 64}.{os.getpid() // 64 % 256}"
         self.folder = Path(tempfile.mkdtemp(prefix="h", dir="/tmp"))
@@ -144,7 +147,9 @@ class Hosts:
         ip("-n", f"{name}s", "link", "add", "bridge0", "type", "bridge")
         ip("-n", f"{name}s", "link", "set", "bridge0", "up")
         for i in range(count):
-            host, here, there = f"{name}h{i}", f"{name}v{i}", f"{name}w{i}"
+            host = f"{name}h{i}"
+            here = f"{name}v{i}"
+            there = f"{name}w{i}"
             ip("link", "add", here, "netns", host, "type", "veth", "peer", "name", there, "netns", f"{name}s")
             ip("-n", host, "link", "set", here, "name", "eth0")
             ip("-n", host, "addr", "add", f"{self.ip(i)}/24", "dev", "eth0")

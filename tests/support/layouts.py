@@ -17,7 +17,9 @@ def tensors(draw: st.DrawFn) -> Tensor:
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     experts = draw(st.booleans()) and len(shape) > 1
     tp_dim = draw(st.sampled_from([-1, *range(1 if experts else 0, len(shape))]))
-    unit, shared, padded = draw(st.sampled_from([1, 1, 2, 3])), draw(st.booleans()), draw(st.booleans())
+    unit = draw(st.sampled_from([1, 1, 2, 3]))
+    shared = draw(st.booleans())
+    padded = draw(st.booleans())
     if tp_dim >= 0:
         shape[tp_dim] *= unit
     layer = draw(st.integers(-1, LAYERS))

@@ -12,11 +12,13 @@ from msrl_graph.runtime.doctor.examine import question
 from msrl_graph.runtime.doctor.findings import ExaminedHost
 from msrl_graph.runtime.doctor.machine import ABSENT, PYTHON, CommandOutput, Machine, look
 
-GIB, KIB = 1 << 30, 1 << 10
+GIB = 1 << 30
+KIB = 1 << 10
 CANN = "/usr/local/Ascend/cann-9.1.0"
 NNAL = "/usr/local/Ascend/nnal/atb"
 DRIVER = "/usr/local/Ascend/driver/version.info"
-INFO, TRY_NPU = "npu-smi info", f"{PYTHON} -c {ascend.CODE}"
+INFO = "npu-smi info"
+TRY_NPU = f"{PYTHON} -c {ascend.CODE}"
 QUERY, APPS, TOPOLOGY, LOG = (" ".join(w) for w in (cuda.QUERY, cuda.APPS, cuda.TOPOLOGY, cuda.LOG))
 TRY_GPU = f"{PYTHON} -c {cuda.CODE}"
 RUN = dict.fromkeys(("ray", "transformers", "tokenizers", "safetensors", "numpy", "tensordict", "psutil"), "2.60.0")
@@ -28,9 +30,13 @@ class Fake(Machine):
     not 0; what is not among these is not there."""
 
     def __init__(self, files, said, packages, environment, **facts):
-        self.files, self.said, self.packages, self.environment = files, said, packages, environment
+        self.files = files
+        self.said = said
+        self.packages = packages
+        self.environment = environment
         self.room_of = facts.pop("rooms", {"/dev/shm": (64 * GIB, 64 * GIB)})
-        self.sizes, self.marks = facts.pop("sizes", {}), facts.pop("marks", "7 7")
+        self.sizes = facts.pop("sizes", {})
+        self.marks = facts.pop("marks", "7 7")
         self.given = {
             "name": "node-a",
             "system": "Linux 5.10.0",
@@ -89,7 +95,8 @@ def meminfo(free=1200 * GIB, total=1500 * GIB):
 def npu_smi(dies, version="25.5.2", held=()):
     """`dies` as (npu, chip, number on the host or "", name, health, MB used, MB there), `held` as (npu, chip, process,
     name, MB)."""
-    line, thick = "+---------------------------+---------------+" + "-" * 52 + "+\n", "+===========================+"
+    line = "+---------------------------+---------------+" + "-" * 52 + "+\n"
+    thick = "+===========================+"
     thick += "===============+" + "=" * 52 + "+\n"
     text = "+" + "-" * 96 + "+\n" + f"| npu-smi {version:<24} Version: {version:<53}|\n" + line
     text += "| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|\n"

@@ -46,7 +46,8 @@ class Module:
     """What the body of a module binds, whatever the conditions: by name its definitions in their order."""
 
     def __init__(self, name: str, is_package: bool, tree: ast.Module) -> None:
-        self.name, self.package = name, name if is_package else name.rpartition(".")[0]
+        self.name = name
+        self.package = name if is_package else name.rpartition(".")[0]
         self.bound: dict[str, list[ast.AST | str]] = {}  # a string is where an import leads
         self.stars: list[str] = []
         for node in statements(tree.body):

@@ -78,7 +78,9 @@ def same_steps(rank, _, name, folder, cases, **options):
 
 
 def _same_steps(rank, name, of, layout, optimizer, options):
-    made, micro, told = [], batches(layout, rank), []
+    made = []
+    micro = batches(layout, rank)
+    told = []
     at = engines.mesh(layout)
 
     def built(offload):
@@ -113,8 +115,11 @@ def same_gradients(rank, _, name, folder, cases, **options):
     gc.collect()
     before = memory.held()["host"]  # which other tests of this process left
     for number, (layout, dtype, recompute) in enumerate(cases):
-        of, micro = model(Path(folder) / f"{rank}-{number}", dtype), batches(layout, rank)
-        at, found, between = engines.mesh(layout), [], []
+        of = model(Path(folder) / f"{rank}-{number}", dtype)
+        micro = batches(layout, rank)
+        at = engines.mesh(layout)
+        found = []
+        between = []
 
         def told(made, i, between=between):
             between.append(memory.held()["host"] > before)
@@ -136,11 +141,10 @@ def same_gradients(rank, _, name, folder, cases, **options):
 def frozen_turns(rank, _):
     """A reference whose weights are there in its turns alone gives what one gives that keeps them."""
     at = "  layout actor.generate"
-    kept, away = (
-        Stage(one_rank()),
-        Stage(one_rank((at, f"  engine reference.infer = fsdp {{ offload = weights }}\n{at}"))),
-    )
-    node, shards = away.plan.graph.node("reference.infer"), away.trainers["reference"].shards()
+    kept = Stage(one_rank())
+    away = Stage(one_rank((at, f"  engine reference.infer = fsdp {{ offload = weights }}\n{at}")))
+    node = away.plan.graph.node("reference.infer")
+    shards = away.trainers["reference"].shards()
     columns = kept.sampled()
     wanted = kept.act(node.name, columns)["ref_logp"]
     for _turn in range(2):

@@ -18,7 +18,8 @@ from msrl_graph.backends.spec import EngineSpec, Outputs, Response, Shard
 from msrl_graph.ir.attributes import GenerateAttributes, UpdateAttributes
 from msrl_graph.sharding.layout import shard
 
-TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 GENERATOR = EngineSpec(
     name="likeliest",
     verbs=("generate",),
@@ -49,7 +50,8 @@ def shards(spec, weights, placement, devices):
 
 class Likeliest:
     def __init__(self, weights, placement, devices):
-        self.held, self.fills = shards(GENERATOR, weights, placement, devices), 0
+        self.held = shards(GENERATOR, weights, placement, devices)
+        self.fills = 0
         self.said = GenerateAttributes.of(weights.node)
 
     def allocate(self):
@@ -59,7 +61,8 @@ class Likeliest:
         self.fills += 1
         weights = {s.name: s.tensor for s in self.held}
         logp = (weights[TABLE] @ weights[HEAD].T).log_softmax(-1)
-        self.next, self.logp = logp.argmax(-1).numpy(), logp.amax(-1).numpy()
+        self.next = logp.argmax(-1).numpy()
+        self.logp = logp.amax(-1).numpy()
 
     def release(self):
         pass
@@ -74,11 +77,14 @@ class Likeliest:
 
 class Pairs:
     def __init__(self, weights, placement, devices):
-        self.held, self.rank = shards(TRAINER, weights, placement, devices), devices.rank
-        self.calls, self.told = [], []
+        self.held = shards(TRAINER, weights, placement, devices)
+        self.rank = devices.rank
+        self.calls = []
+        self.told = []
         hf_modules.fill(weights.model, self.held)
         self.weights = {s.name: s.tensor.detach().requires_grad_() for s in self.held if s.tensor.numel()}
-        self.first, self.last = TABLE in self.weights, HEAD in self.weights
+        self.first = TABLE in self.weights
+        self.last = HEAD in self.weights
         self.group = None if self.first and self.last else devices.axis("pp").get_group()
         self.width = weights.model.hidden
 

@@ -148,5 +148,6 @@ def assert_alike(one, other, rel=1e-4, weight=1e-5):
         for line in (a, b):
             if "iteration" in line:
                 assert 0 < line["logp_drift"] <= line["logp_drift_max"] < 1e-4 and line["skipped"] == 0
-    mine, theirs = weights(one), weights(other)
+    mine = weights(one)
+    theirs = weights(other)
     assert all(abs(value - theirs[tensor]).max() < weight for tensor, value in mine.items())

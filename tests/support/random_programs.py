@@ -87,7 +87,8 @@ class Program:
         name = f"{worker}.{verb}"
         if name in self.verbs:
             label = f"n{len(self.nodes)}"
-            text, name = f"{label}: {worker}.{verb}{text}", label
+            text = f"{label}: {worker}.{verb}{text}"
+            name = label
         else:
             text = f"{worker}.{verb}{text}"
         self.verbs.setdefault(f"{worker}.{verb}", []).append(name)
@@ -132,7 +133,8 @@ class Program:
                 if len(c.path) < len(reads[0].path) and reads[0].path[: len(c.path)] == c.path
             ]
             reads = [self.one(above), *reads] if above else reads
-        at, path = len(self.columns), max((c.path for c in reads), key=len)
+        at = len(self.columns)
+        path = max((c.path for c in reads), key=len)
         name = f"g{at}"
         self.wrote("", name, "i32[<= 4]", "tokens", (*path, name))
         writes = [name]
@@ -168,7 +170,8 @@ class Program:
 
     def function(self) -> None:
         reads = self.chosen(self.one(self.columns), 3, "tokens", "text", "number", "list")
-        path, at = max((c.path for c in reads), key=len), len(self.columns)
+        path = max((c.path for c in reads), key=len)
+        at = len(self.columns)
         kind = self.one(("number", "number", "number", "list", "text"))
         responses = [c for c in reads if c.kind == "tokens" and c.path == path]
         state, per = self.one((None, None, *self.states)), self.one(("row", "row", "batch", "column"))
@@ -188,7 +191,8 @@ class Program:
         scope = f", per = {per}" if per != "row" else ""
         given = self.names(reads)
         if state and not (state == "rate" and per == "batch" and path):
-            given, call = f"{given}, {state}", f"{call}_{state}"
+            given = f"{given}, {state}"
+            call = f"{call}_{state}"
         scope += ", on_failure = leave" if (fails := self.often(20)) else ""
         node = self.node("host", f"f{at}", f'({given}) -> c{at} {{ call = "{FILE}:{call}"{scope} }}', reads)
         self.rename(node, [at])
@@ -211,7 +215,8 @@ class Program:
         """A node that reads only a state, and writes a column."""
         if not self.states:
             return
-        at, state = len(self.columns), self.one(self.states)
+        at = len(self.columns)
+        state = self.one(self.states)
         per = self.one(("row", "prompt", "batch"))
         scope = f", per = {per}" if per != "row" else ""
         self.wrote("", f"c{at}", "f32", "number", ())
@@ -223,7 +228,8 @@ class Program:
         path = max((c.path for c in reads), key=len)
         prompts = False  # whether it chooses whole prompts
         if self.often(25) and self.states:
-            reads, given = [], self.one(self.states)
+            reads = []
+            given = self.one(self.states)
             attributes = f"keep = {given} < 3"
         else:
             given = self.names(reads)
@@ -264,7 +270,8 @@ class Program:
             options = f"(number = {reads[-1].name})"
         given = self.names(reads)
         if self.states and self.often(20) and "step" in self.states:
-            given, options = f"{given}, step", options
+            given = f"{given}, step"
+            options = options
         attributes = [f'loss = "{FILE}:{call}"{options}', "optimizer = adamw(lr = 1e-6)"]
         attributes += [f"mini_batch = {self.one((1, 2, 4))}"] if self.often(50) else []
         attributes += ["epochs = 2"] if self.often(25) else []
@@ -346,7 +353,8 @@ class Program:
         return [f"{w} : {kind}" for w, kind in known.items() if w in used]
 
     def deployed(self) -> list[str]:
-        nodes, each = self.one((1, 1, 2)), 2 if self.stale else self.one((1, 2))
+        nodes = self.one((1, 1, 2))
+        each = 2 if self.stale else self.one((1, 2))
         devices = nodes * each
         found = [f'cluster c {{ device = "cpu", nodes = {nodes}, devices_per_node = {each} }}', "deploy a on c {"]
         used = {key.split(".")[0] for key in self.verbs}

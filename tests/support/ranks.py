@@ -73,7 +73,9 @@ class Team:
     PATIENCE = 120.0  # seconds for an answer, many times what it takes
 
     def __init__(self, world, function, *arguments):
-        self.world, self.function, self.arguments = world, function, arguments
+        self.world = world
+        self.function = function
+        self.arguments = arguments
         self.pipes = []
 
     def start(self):
@@ -103,7 +105,8 @@ class Team:
         return self.answers(self.PATIENCE)
 
     def answers(self, patience):
-        found, until = {}, time.monotonic() + patience
+        found = {}
+        until = time.monotonic() + patience
         while len(found) < self.world:
             ready = connection.wait([p for p in self.pipes if p not in found], max(0, until - time.monotonic()))
             found |= {pipe: pipe.recv() for pipe in ready}

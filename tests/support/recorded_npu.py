@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 class Event:
     def __init__(self, npu):
-        self.npu, self.recorded = npu, None
+        self.npu = npu
+        self.recorded = None
 
     def record(self, stream):
         self.npu.tell("record")
@@ -24,7 +25,8 @@ class Event:
 
 class Stream:
     def __init__(self, npu):
-        self.npu, self.waits = npu, set()
+        self.npu = npu
+        self.waits = set()
 
     def wait_stream(self, other):
         self.npu.tell("wait_stream")
@@ -39,9 +41,12 @@ class Npu:
     """Stands for the module `torch.npu`."""
 
     def __init__(self):
-        self.told, self.mine, self.peaks = [], threading.local(), 0
+        self.told = []
+        self.mine = threading.local()
+        self.peaks = 0
         self.first = Stream.__new__(Stream)
-        self.first.npu, self.first.waits = self, set()
+        self.first.npu = self
+        self.first.waits = set()
 
     def tell(self, what):
         assert what == "set_device" or getattr(self.mine, "device", None) is not None, f"{what} before set_device"

@@ -31,7 +31,8 @@ class Operators(ModuleType):
 
     def __init__(self):
         super().__init__("torch_npu")
-        self.calls, self.named = Counter(), {}
+        self.calls = Counter()
+        self.named = {}
 
     @contextmanager
     def there(self):
@@ -55,7 +56,8 @@ class Operators(ModuleType):
         self.calls["npu_swiglu"] += 1
         assert input.dtype in FLOATS and 1 <= input.dim() <= 8 and input.shape[dim] % 2 == 0
         half = input.shape[dim] // 2
-        a, b = input.narrow(dim, 0, half), input.narrow(dim, half, half)
+        a = input.narrow(dim, 0, half)
+        b = input.narrow(dim, half, half)
         return a / (1 + torch.exp(-a)) * b
 
     def npu_rotary_mul(self, input, r1, r2, rotary_mode="half", rotate=None):
@@ -108,7 +110,8 @@ class Operators(ModuleType):
         assert head_num == heads <= 256 and heads % key.shape[1] == 0, "wrong number of heads"
         assert key.shape == value.shape and len(key) == rows and key.shape[3] == size <= 768
         length = key.shape[2]
-        at, on = torch.arange(width)[:, None], torch.arange(length)
+        at = torch.arange(width)[:, None]
+        on = torch.arange(length)
         assert sparse_mode in (0, 1, 2, 3, 4)
         if atten_mask is None:
             assert sparse_mode == 0, "this mode is given no mask, and would see everything"
@@ -238,7 +241,9 @@ class _Backend:
     """Of a group, and else the real one."""
 
     def __init__(self, operators, group, real, place):
-        self.operators, self.group, self.real = operators, group, real(group, place)
+        self.operators = operators
+        self.group = group
+        self.real = real(group, place)
 
     def __getattr__(self, name):
         return getattr(self.real, name)

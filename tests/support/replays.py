@@ -62,7 +62,9 @@ def deviations(found, wanted):
     took, the `update`."""
     lines = list(zip(metrics(found), metrics(wanted), strict=True))
     away = {name: max(abs(a[name] / b[name] - 1) for a, b in lines) for name in ("loss", "grad_norm")}
-    ours, theirs, start = weights(found), weights(wanted), weights(wanted.parent, "model")
+    ours = weights(found)
+    theirs = weights(wanted)
+    start = weights(wanted.parent, "model")
     apart = {name: np.abs(value - theirs[name]).max() for name, value in ours.items()}
     step = max(np.abs(value - start[name]).max() for name, value in theirs.items())
     away["weights"] = max(apart[name] / np.abs(value).max() for name, value in theirs.items())

@@ -151,12 +151,14 @@ def drawn(draw: Random, folder, world, trainer, generator, model, wanted=None):
     while True:
         if apart := world > 1 and wanted is None and draw.random() < 0.15:
             first = draw.randrange(1, world)
-            ends, more = (first, world - first), "apart actor.update, actor.generate"
+            ends = (first, world - first)
+            more = "apart actor.update, actor.generate"
         else:
             mode = draw.choice(["swap", "swap", "swap", "naive"])
             order = draw.choice(["", ", order = direct", ", order = staged"]) * (mode == "swap")
             bucket = draw.choice(["", f", bucket = {draw.choice([1, 40, 300])} KB"])
-            ends, more = (world, world), f"reshard {{ mode = {mode}{order}{bucket} }}"
+            ends = (world, world)
+            more = f"reshard {{ mode = {mode}{order}{bucket} }}"
         update, generate = (
             _layout(draw, ENGINES[name], devices, "mixture" in model)
             for name, devices in zip((trainer, generator), ends, strict=True)
@@ -173,7 +175,8 @@ def drawn(draw: Random, folder, world, trainer, generator, model, wanted=None):
 
 def _layout(draw, spec, devices, mixed):
     """Any sizes of an engine's axes that come to so many devices; what it cannot have, the compiler says."""
-    sizes, rest = {}, devices
+    sizes = {}
+    rest = devices
     # Of cp weights are copies, so that little is seen of it.
     axes = [a for a in ("tp", "pp", "cp") if a in spec.axes and (a != "cp" or draw.random() < 0.3)]
     for axis in draw.sample(axes, len(axes)):
@@ -208,10 +211,13 @@ def moving(rank):
         (edge,) = plan.reshards
         engines = Engines(plan, rank)
         engines.build()
-        mover, swap = engines.resharders[edge.src, edge.dst], engines.swaps.get("actor")
+        mover = engines.resharders[edge.src, edge.dst]
+        swap = engines.swaps.get("actor")
         trained = engines.trainers["actor"].shards() if engines.trainers else []
         generator = engines.generators.get(edge.dst)
-        update, sizes, filled = storages(trained), [s.tensor.untyped_storage().nbytes() for s in trained], []
+        update = storages(trained)
+        sizes = [s.tensor.untyped_storage().nbytes() for s in trained]
+        filled = []
 
         def allocate():
             filled[:] = generator.allocate() if generator else []
@@ -255,7 +261,8 @@ def moving(rank):
 
 def weights(plan, seed):
     """Whole tensors of an update's model, at random, the same on each rank."""
-    model, draw = plan.model(plan.reshards[0].src), torch.Generator().manual_seed(seed)
+    model = plan.model(plan.reshards[0].src)
+    draw = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, hf_modules.DTYPES[model.dtype])
     return {t.name: torch.randn(t.shape, generator=draw).to(dtype) for t in model.tensors}
 

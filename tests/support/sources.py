@@ -95,7 +95,8 @@ class Sources:
         return owner is not None and isinstance(owner[1], ast.ClassDef)
 
     def _module(self, name: str) -> Module | None:
-        read, path = self.packages.get(name.partition(".")[0]), name.replace(".", "/")
+        read = self.packages.get(name.partition(".")[0])
+        path = name.replace(".", "/")
         found: Module | None = None
         if name in LIBRARIES and read:
             library, exports = (read(file) or "" for file in LIBRARIES[name])
@@ -182,7 +183,8 @@ class Sources:
         found = self.resolved(name)
         if found is None or not isinstance(found[1], ast.ClassDef):
             return []
-        scope, every = self.module(found[0]), [name]
+        scope = self.module(found[0])
+        every = [name]
         assert scope is not None
         for base in found[1].bases:
             inner = base.value if isinstance(base, ast.Subscript) else base
@@ -313,7 +315,8 @@ class _Whole(ast.NodeTransformer):
     TYPING = frozenset(("Iterator", "Iterable", "Sequence", "Mapping", "Optional", "List", "Dict", "Tuple", "Union"))
 
     def __init__(self, sources: Sources, scope: Module) -> None:
-        self.sources, self.scope = sources, scope
+        self.sources = sources
+        self.scope = scope
 
     def _whole(self, node: ast.Name | ast.Attribute) -> ast.expr:
         text = ast.unparse(node)

@@ -66,7 +66,9 @@ class Stale:
 
 
 def stale(draw: random.Random) -> Stale:
-    staleness, prompts, samples = draw.randint(1, 4), draw.choice([4, 8]), draw.choice([2, 4])
+    staleness = draw.randint(1, 4)
+    prompts = draw.choice([4, 8])
+    samples = draw.choice([2, 4])
     deterministic = draw.random() < 0.2
     every = draw.choice([1, draw.randint(1, staleness + 1)])
     refills = not deterministic and draw.random() < 0.4
@@ -77,7 +79,8 @@ def stale(draw: random.Random) -> Stale:
             f"{together}\n  apart actor.update, judge.infer",
             f"{together}\n  place actor.update, judge.infer together",
         ]
-    evaluate, save = draw.choice([0, draw.randint(1, 7)]), draw.choice([0, 0, 5])
+    evaluate = draw.choice([0, draw.randint(1, 7)])
+    save = draw.choice([0, 0, 5])
     text = PROGRAM.format(
         prompts=prompts,
         samples=samples,

@@ -105,7 +105,8 @@ def nth(things: Things, at: int, unpacked: bool = True) -> Things:
     found: list[Of] = []
     for thing in things:
         if isinstance(thing, Of) and "[" in thing.type:
-            outer, inner = thing.type.partition("[")[0], arguments(thing.type)
+            outer = thing.type.partition("[")[0]
+            inner = arguments(thing.type)
             if outer in ("tuple", "Tuple") and inner[-1] != "...":
                 inner = inner[at : at + 1] if -len(inner) <= at < len(inner) else []
             elif outer in MAPPINGS:

@@ -69,7 +69,8 @@ class Truth:
 
     def up(self, key, start, end):
         while start != end:
-            key, start = key[1], self.rows.sets[start].above
+            key = key[1]
+            start = self.rows.sets[start].above
         return key
 
     def rounds(self, count, size=0):

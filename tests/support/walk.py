@@ -120,7 +120,8 @@ class Sharing(InstructionRunner):
     def run(self, pool, node):
         self.rank.written = {}
         super().run(pool, node)
-        everyone, mine = [None] * dist.get_world_size(), self.rank.written
+        everyone = [None] * dist.get_world_size()
+        mine = self.rank.written
         dist.all_gather_object(
             everyone, {c: (p.rows, [p.column[i] for i in range(len(p.rows))]) for c, p in mine.items()}
         )
@@ -173,7 +174,8 @@ class Walk(Rank):
 
     def _batches(self, node, task, report):
         """This group's rows of what a node reads; of an update, mini-batch by mini-batch."""
-        layout, graph = self.plan.placement(node.name).layout, self.plan.graph
+        layout = self.plan.placement(node.name).layout
+        graph = self.plan.graph
         every = np.arange(graph.rows[graph.level(node)])
         size = UpdateAttributes.of(node).step_rows(len(every))
         for start in range(0, len(every), size):
@@ -186,10 +188,13 @@ class Walk(Rank):
 
     def iteration(self, number, measure):
         """The instructions of one iteration, with what ranks write shared among them; the report."""
-        graph, draw = self.plan.graph, np.random.default_rng(number)
-        prompts, responses = graph.rows[0], graph.rows[-1]
+        graph = self.plan.graph
+        draw = np.random.default_rng(number)
+        prompts = graph.rows[0]
+        responses = graph.rows[-1]
         size = self.plan.model("actor.update").vocabulary
-        bound, longest = graph.bound("prompt"), graph.bound("response")
+        bound = graph.bound("prompt")
+        longest = graph.bound("response")
         self.columns = {"prompt": ragged([draw.integers(0, size, bound) for _ in range(prompts)], np.int32)}
         offsets = offsets_of(np.full(responses, longest))
         self.columns["advantage"] = ColumnData(draw.normal(size=responses * longest).astype(np.float32), offsets)

@@ -34,12 +34,16 @@ class Ref:
     """The result of a call that is on its way."""
 
     def __init__(self, world: World) -> None:
-        self.world, self.done, self.waiting = world, False, list[asyncio.Future[None]]()
+        self.world = world
+        self.done = False
+        self.waiting = list[asyncio.Future[None]]()
         self.value: Any = None
         self.error: BaseException | None = None
 
     def settle(self, value: Any = None, error: BaseException | None = None) -> None:
-        self.value, self.error, self.done = value, error, True
+        self.value = value
+        self.error = error
+        self.done = True
         for future in self.waiting:
             future.set_result(None)
 
@@ -63,7 +67,8 @@ class Strand:
     """A process that does one call after another: a thread that moves when the world lets it."""
 
     def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+        self.world = world
+        self.name = name
         self.calls: deque[tuple[Ref, Callable[..., Any], tuple[Any, ...]]] = deque()
         self.until: Callable[[], bool] = lambda: bool(self.calls)
         self.go = threading.Semaphore(0)
@@ -108,7 +113,9 @@ class Method:
     """An actor's, as Ray gives it."""
 
     def __init__(self, world: World, actor: str, name: str) -> None:
-        self.world, self.actor, self.name = world, actor, name
+        self.world = world
+        self.actor = actor
+        self.name = name
 
     def options(self, **_: Any) -> Method:
         return self
@@ -121,7 +128,8 @@ class Method:
 
 class Handle:
     def __init__(self, world: World, name: str) -> None:
-        self._world, self._name = world, name
+        self._world = world
+        self._name = name
 
     def __getattr__(self, method: str) -> Method:
         return Method(self._world, self._name, method)
@@ -133,7 +141,8 @@ class World:
     exceptions = real_ray.exceptions
 
     def __init__(self, random: random.Random) -> None:
-        self.random, self.over = random, False
+        self.random = random
+        self.over = False
         self.strands: list[Strand] = []
         self.moving: Strand | None = None
         self.back = threading.Semaphore(0)

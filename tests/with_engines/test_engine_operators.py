@@ -73,6 +73,8 @@ def test_vllm_calls_as_many_operators_as_its_spec_says(alone, tmp_path):
     def generate(tokens):
         return operators(lambda: collected(engine.generate(prompts, np.arange(4), Sampling(1, tokens, 1.0, 1.0, 0))))
 
-    one, five, python = generate(1), generate(5), OperatorCalls(vllm.KERNELS, 0)
+    one = generate(1)
+    five = generate(5)
+    python = OperatorCalls(vllm.KERNELS, 0)
     assert one == pytest.approx(counted("vllm", "prefill", model.layers, python), rel=0.1)
     assert (five - one) / 4 == pytest.approx(counted("vllm", "decode", model.layers, python), rel=0.1)

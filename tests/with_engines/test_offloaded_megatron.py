@@ -7,7 +7,8 @@ from offloaded import same_gradients, same_steps
 
 from msrl_graph.sharding.layout import Layout
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32 = torch.float32
+BF16 = torch.bfloat16
 OPTIMIZERS = {
     1: [(Layout(), "adamw", F32), (Layout(), "muon", BF16)],
     2: [(Layout(dp=2, zero=1), "adamw", BF16), (Layout(pp=2), "adamw", F32), (Layout(tp=2), "sgd", F32)],

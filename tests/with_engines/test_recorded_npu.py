@@ -28,8 +28,12 @@ def workers(monkeypatch):
     from vllm.engine import arg_utils
     from vllm.model_executor.layers import rotary_embedding
 
-    made, asked, own = [], [], []
-    real, group, build = arg_utils.EngineArgs, dist.new_group, Stage.build
+    made = []
+    asked = []
+    own = []
+    real = arg_utils.EngineArgs
+    group = dist.new_group
+    build = Stage.build
 
     def arguments(**named):
         asked.append({name: named[name] for name in ("enable_sleep_mode", "enforce_eager", "compilation_config")})

@@ -52,7 +52,8 @@ def test_log_probabilities_are_those_of_any_engine(kind, tmp_path):
         tmp_path / "scored", SCORED, "--record", "--replay", str(drew), kind=kind, iterations=2, changes=LONGER
     )
     for iteration in range(2):
-        rows, again = rows_of(drew, iteration), rows_of(scored, iteration)
+        rows = rows_of(drew, iteration)
+        again = rows_of(scored, iteration)
         assert rows["response"] == again["response"]
         found = {
             "vllm": flat(rows["response_logp"]),

@@ -60,11 +60,13 @@ def test_what_was_found(pair, folder):
 
 def _resident(rank, _, text):
     """Resident bytes where the update's weights are on the device, on the host beside the generation's, and back."""
-    found, read = [], psutil.Process().memory_info
+    found = []
+    read = psutil.Process().memory_info
     engines = resharded.Engines(from_json(text), rank)
     engines.build()
     ((edge, mover),) = engines.resharders.items()
-    swap, generator = engines.swaps["actor"], engines.generators[edge[1]]
+    swap = engines.swaps["actor"]
+    generator = engines.generators[edge[1]]
     for _ in range(2):
         ctypes.CDLL(None).malloc_trim(0)
         found = [read().rss]

@@ -81,7 +81,8 @@ def test_it_draws_what_the_light_engine_draws(both, sampling):
 
 def test_rows_are_drawn_by_their_numbers_wherever_they_are(both):
     """More prompts than run at once, some alike, in another order."""
-    prompts, draw = [PROMPTS[i % 3] for i in range(9)], np.random.default_rng(0)
+    prompts = [PROMPTS[i % 3] for i in range(9)]
+    draw = np.random.default_rng(0)
     whole = compare(*both, prompts, np.arange(100, 136), PLAIN)
     order = draw.permutation(9)
     rows = (100 + order[:, None] * 4 + np.arange(4)).reshape(-1)
@@ -100,7 +101,8 @@ def test_a_response_goes_on_where_it_was_left(both):
 def test_a_stop_string_across_a_stretch_or_a_cut_ends_a_response(both):
     """At the token at which it ends where all is drawn at once."""
     strings = tuple(f"{a}{b}" for a in "1357" for b in range(10))
-    rows, said = np.arange(12), replace(PLAIN, temperature=3.0, stop=strings)
+    rows = np.arange(12)
+    said = replace(PLAIN, temperature=3.0, stop=strings)
     whole = compare(*both, PROMPTS, rows, said)
     assert len({len(t) for t in whole}) > 2
     parts = [[] for _ in rows]
@@ -178,7 +180,8 @@ def wider(folder):
 
 
 def _divided(rank, _, layout, of):
-    one, other = filled(vllm(layout, rank, of=of), of), filled(engines.generator(of), of)
+    one = filled(vllm(layout, rank, of=of), of)
+    other = filled(engines.generator(of), of)
     prompts = [PROMPTS[i % 3] for i in range(6)]
     compare(one, other, prompts, np.arange(24), PLAIN)
     one.release()
@@ -239,7 +242,8 @@ def test_an_example_could_be_run(name, tmp_path):
 
 @pytest.mark.parametrize("axis", ["tp", "dp", "pp"])
 def test_a_program_trains_alike(axis, reference, place):
-    layout, before = f"layout actor.generate {{ {axis} = 2 }}", shared()
+    layout = f"layout actor.generate {{ {axis} = 2 }}"
+    before = shared()
     place.write(("layout actor.generate { tp = 2 }", f"{layout}\n  engine actor.generate = vllm"), *TRAINED)
     code, _, err = place.run("p.rlg", *THRICE, "--out", "out", "--measure-memory")
     assert code == 0, err

@@ -56,8 +56,12 @@ class SequenceBatch:
     ) -> None:
         import numpy as np
 
-        self.network, self.prompts, self.keys, self.begun = network, prompts, keys, begun
-        self.each, self.room = len(keys) // len(prompts), sampling.max_tokens - begun
+        self.network = network
+        self.prompts = prompts
+        self.keys = keys
+        self.begun = begun
+        self.each = len(keys) // len(prompts)
+        self.room = sampling.max_tokens - begun
         self.joined = np.broadcast_to(sampling.joined, len(keys))
         self.sampling, self.slots, self.stops = sampling, max(slots, self.each), stops
         self.tokens = np.zeros((len(keys), self.room.max()), np.int32)
@@ -95,7 +99,8 @@ class SequenceBatch:
         import numpy as np
         import torch
 
-        left, under_way = len(self.prompts) - self.taken, len(self.running) > 0
+        left = len(self.prompts) - self.taken
+        under_way = len(self.running) > 0
         count = min((self.slots - len(self.running)) // self.each, left)
         if not count or (under_way and (count < min(left, FREE * self.slots / self.each) or self._slides)):
             return
@@ -108,14 +113,20 @@ class SequenceBatch:
         for row, i in enumerate(first):
             ids[row, width - len(given[i]) :] = torch.from_numpy(given[i].astype(np.int64))
             mask[row, width - len(given[i]) :] = 1
-        place, cache = self.network.place, self.network.cache()
-        ids, mask = ids.to(place, non_blocking=True), mask.to(place, non_blocking=True)
+        place = self.network.place
+        cache = self.network.cache()
+        ids = ids.to(place, non_blocking=True)
+        mask = mask.to(place, non_blocking=True)
         logits = self.network.logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), cache)
         at = np.repeat(np.searchsorted(first, [alike[p.tobytes()] for p in given]), self.each)
         rows = np.arange(self.taken * self.each, (self.taken + count) * self.each)
         self.taken += count
         if not under_way:
-            self.running, self.at, self.cache, self.mask, self.logits = rows, at, cache, mask, logits
+            self.running = rows
+            self.at = at
+            self.cache = cache
+            self.mask = mask
+            self.logits = logits
             return
         assert self.mask is not None and self.logits is not None
         live, self.at = np.unique(self.at, return_inverse=True)
@@ -147,7 +158,9 @@ class SequenceBatch:
         if self.stops is not None:
             going[going] = ~self.stops([self._text(i) for i in running[going]])
         ended: NDArray[np.int64] = running[~going]
-        self.running, at, token = running[going], self.at[going], token[going]
+        self.running = running[going]
+        at = self.at[going]
+        token = token[going]
         if not len(self.running):
             self.cache = self.mask = self.logits = None
             self.at = at
@@ -158,9 +171,11 @@ class SequenceBatch:
         if len(np.unique(parent)) == len(parent) and len(parent) * 2 > len(self.logits):
             # Nothing parts, and little has ended: to carry that along takes less than to copy the cache.
             fed = np.zeros(len(self.logits), np.int64)
-            fed[parent], self.at = token, at
+            fed[parent] = token
+            self.at = at
         else:
-            fed, self.at = token, which
+            fed = token
+            self.at = which
             self._keep(parent)
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(fed), 1)], 1)
         position = self.mask.sum(1, keepdim=True) - 1

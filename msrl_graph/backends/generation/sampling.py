@@ -36,7 +36,8 @@ def draw(
     else:
         if cold.any():  # of these rows one token is certain
             certain = torch.full_like(logits, -torch.inf).scatter_(-1, token[:, None], 0.0)
-            logits, heat = logits.where(~cold, certain), heat.where(~cold, 1.0)
+            logits = logits.where(~cold, certain)
+            heat = heat.where(~cold, 1.0)
         whole = share = (logits / heat).double().softmax(-1)
         if sampling.top_k:
             floor = logits.topk(min(sampling.top_k, logits.shape[-1]), dim=-1).values[:, -1:]

@@ -35,7 +35,9 @@ def in_stretches(
 
     each = len(keys) // len(prompts)
     contexts = [prompts[i // each] for i in range(len(keys))]
-    begun, joined, live = begun.copy(), np.broadcast_to(sampling.joined, len(keys)).copy(), np.arange(len(keys))
+    begun = begun.copy()
+    joined = np.broadcast_to(sampling.joined, len(keys)).copy()
+    live = np.arange(len(keys))
     longest = np.broadcast_to(np.asarray(sampling.max_tokens), len(keys))
     while len(live):
         bounds = np.minimum(begun[live] + stretch, longest[live])

@@ -56,7 +56,8 @@ def _turning(attention: Any, kernel: Rotary) -> Callable[..., Any]:
     def halves(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        cos = cos.unsqueeze(1)
+        sin = sin.unsqueeze(1)
         return kernel(q, cos, sin), kernel(k, cos, sin)
 
     def pairs(

@@ -15,7 +15,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float,
     """softmax(q kᵀ · scaling) v, over the keys that a query sees: its own and those before it, in the window."""
     import torch
 
-    each, at = q.shape[1] // k.shape[1], torch.arange(q.shape[2])
+    each = q.shape[1] // k.shape[1]
+    at = torch.arange(q.shape[2])
     k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
     back = at[:, None] - at  # how far a key lies before a query
     seen = (back >= 0) & (back < (window or len(at)))

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
     import torch
 
-    width, mask = q.shape[2], None
+    width = q.shape[2]
+    mask = None
     if window is not None and width > window:
         mask = torch.ones(width, width, dtype=torch.bool, device=q.device).tril().triu(1 - window)
     return torch.nn.functional.scaled_dot_product_attention(

@@ -36,7 +36,9 @@ NAMES = {
 }
 # The same of experts, whose parameters become parts of one each.
 EXPERTS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
-TABLE, LAST_NORM, LOGITS = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+TABLE = "model.embed_tokens.weight"
+LAST_NORM = "model.norm.weight"
+LOGITS = "lm_head.weight"
 
 
 class Nodes:
@@ -45,7 +47,8 @@ class Nodes:
     qkv_format = "nodes"
 
     def __init__(self, tree: prefix_tree.Tree, angles: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.tree, self.angles = tree, angles
+        self.tree = tree
+        self.angles = angles
 
 
 def stage(
@@ -90,7 +93,8 @@ def stage(
     class TreeAttention(SelfAttention):  # type: ignore[misc]
         def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
             both, _none = self.linear_qkv(hidden_states)
-            heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
+            heads = self.num_attention_heads_per_partition
+            groups = self.num_query_groups_per_partition
             parts = torch.split(both, [heads * size, groups * size, groups * size], dim=-1)
             q, k, v = (x.reshape(*x.shape[:-1], -1, size) for x in parts)
             return (
@@ -129,7 +133,8 @@ def stage(
                 multi_latent_attention=model.latent is not None,
                 normalization="RMSNorm",
             )
-            parts, attention = layer.submodules, layer.submodules.self_attention
+            parts = layer.submodules
+            attention = layer.submodules.self_attention
             parts.input_layernorm = parts.pre_mlp_layernorm = ChunkNorm
             attention.submodules.core_attention = Attend
             if model.latent is not None:

@@ -83,11 +83,16 @@ class MegatronEngine:
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         import torch
 
-        self.model, self.layout, self.devices = weights.model, placement.layout, devices
-        model, layout, self.place = self.model, self.layout, devices.device.place
+        self.model = weights.model
+        self.layout = placement.layout
+        self.devices = devices
+        model = self.model
+        layout = self.layout
+        self.place = devices.device.place
         self.context = ContextGroup.of(layout, devices)
         at = layout.coordinates(devices.rank)
-        self.first, self.last = at.pp == 0, at.pp == layout.pp - 1
+        self.first = at.pp == 0
+        self.last = at.pp == layout.pp - 1
         stretches = [range(*s) for s in layout.stage_layers(at.pp, model.layers)]
         whole = hf_modules.empty(model)
         if devices.device.kind.plugin:
@@ -110,12 +115,14 @@ class MegatronEngine:
             )
             self.chunks = []
             for i, layers in enumerate(stretches):
-                first, last = self.first and i == 0, self.last and i == len(stretches) - 1
+                first = self.first and i == 0
+                last = self.last and i == len(stretches) - 1
                 config = _config(
                     model, layout, whole.config, len(layers), placement.engine.options.get("recompute") == "full"
                 )
                 module = chunk.stage(model, config, whole, layers, first, last, self.groups, self.place)
-                module.config, module.model_type = self.config, _kind()
+                module.config = self.config
+                module.model_type = _kind()
                 module.vp_stage = i if layout.vpp > 1 else None
                 away = weights.optimizer is not None and placement.engine.options.get("activations") == "offload"
                 module.passing = Activations(devices.device, module.decoder.layers).kept_away if away else nullcontext
@@ -124,7 +131,8 @@ class MegatronEngine:
         pairs = list(zip(self.chunks, stretches, strict=True))
         self._shards = list(chunk.views(pairs, boxes, self.first, self.last, model, self.place))
         hf_modules.fill(model, self._shards)
-        self._rules, self._optimizer = weights.optimizer, None
+        self._rules = weights.optimizer
+        self._optimizer = None
         self._pieces = _pieces(self.chunks, self._shards)
         for module in self.chunks:
             module.requires_grad_(weights.optimizer is not None)
@@ -219,7 +227,8 @@ class MegatronEngine:
         node: Node | None = None,
     ) -> float:
         assert self._optimizer is not None and self._rules is not None
-        gradients, left = [], Counter(p for parameters, _ in self._pieces for p in parameters)
+        gradients = []
+        left = Counter(p for parameters, _ in self._pieces for p in parameters)
         for i, (parameters, _) in enumerate(self._pieces):
             gradients.append(self._gradient(i))
             left.subtract(parameters)
@@ -238,7 +247,8 @@ class MegatronEngine:
         import torch
         from torch import distributed as dist
 
-        tensor, piece = self.model.tensors[i], self._shards[i]
+        tensor = self.model.tensors[i]
+        piece = self._shards[i]
         parameters, where = self._pieces[i]
         made = [self._gradients.of(p) for p in parameters]
         if not tensor.experts and made and made[0] is not None:
@@ -273,7 +283,9 @@ def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
     found = {name: devices.axis(name) for name in ("tp", "pp", "dp") if getattr(layout, name) > 1}
     for name in ("tp", "cp", "pp", "dp"):
         setattr(groups, name, found[name].get_group() if name in found else alone)
-    groups.dp_cp, groups.pos_embd, groups.embd = groups.dp, None, None
+    groups.dp_cp = groups.dp
+    groups.pos_embd = None
+    groups.embd = None
     # Of experts, by the axes on which a group's ranks stand alike: they lie in a mesh of their own.
     for name, alike, size in (
         ("ep", ("etp", "edp"), layout.ep),
@@ -390,6 +402,7 @@ def _pieces(chunks: Sequence[Any], shards: Sequence[Shard]) -> list[tuple[list[A
             continue
         parameters = held[piece.tensor.untyped_storage().data_ptr()]
         row = parameters[0][0].numel() if parameters[0].ndim > 1 else 1
-        begin, rows = piece.tensor.storage_offset() // row, piece.tensor.shape[-2 if piece.tensor.ndim > 2 else 0]
+        begin = piece.tensor.storage_offset() // row
+        rows = piece.tensor.shape[-2 if piece.tensor.ndim > 2 else 0]
         found.append((parameters, slice(begin, begin + rows)))
     return found

@@ -71,7 +71,10 @@ def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, gr
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
 
-    nope, rope, value, tp = latent.nope, latent.rope, latent.value, groups.tp
+    nope = latent.nope
+    rope = latent.rope
+    value = latent.value
+    tp = groups.tp
     turned = modeling.apply_rotary_pos_emb
     if theirs.config.rope_interleave:
         turned = modeling.apply_rotary_pos_emb_interleave
@@ -124,7 +127,8 @@ def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, gr
                 """[1, heads, nodes, size], as transformers turns them."""
                 return states.reshape(1, states.shape[0], -1, size).transpose(1, 2)
 
-            query, keys = heads(both, nope + rope), heads(up, nope + value)
+            query = heads(both, nope + rope)
+            keys = heads(up, nope + value)
             ahead, turning = torch.split(query, [nope, rope], -1)
             turning, one = turned(turning, heads(key, rope), *packed_seq_params.angles)
             own, values = torch.split(keys, [nope, value], -1)

@@ -81,7 +81,8 @@ class _Stage(Sizes):
     @cached_property
     def layers(self) -> tuple[int, int]:
         """How many layers without experts and with them."""
-        model, stretches = self.work.model, self.work.layout.stage_layers(self.stage, self.work.model.layers)
+        model = self.work.model
+        stretches = self.work.layout.stage_layers(self.stage, self.work.model.layers)
         begin = model.experts.first if model.experts else model.layers
         dense = sum(max(0, min(stop, begin) - start) for start, stop in stretches)
         return dense, sum(stop - start for start, stop in stretches) - dense
@@ -227,7 +228,8 @@ def _routed(s: _Stage) -> int:
 def _update(s: _Stage) -> Named:
     """Forward and backward, at the gradients of all but the first of several micro-batches, or of the only one: then
     they come one by one, from the last layer on."""
-    work, summed = s.work, s.work.batches > 1
+    work = s.work
+    summed = s.work.batches > 1
     layers = sum(s.layers)
     rest = s.gradients if summed else 0
     others = round((s.flying - 1) * s.kept)  # of micro-batches whose turn is not yet

@@ -42,7 +42,8 @@ class Gradients:
 
 def _add(sums: dict[int, torch.Tensor], parameter: Any) -> None:
     """What a micro-batch gave."""
-    gradient, parameter.grad = _own(parameter), None
+    gradient = _own(parameter)
+    parameter.grad = None
     assert gradient is not None  # a hook runs when there is one
     if (found := sums.get(id(parameter))) is not None:
         found.add_(gradient)

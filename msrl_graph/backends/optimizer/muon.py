@@ -38,7 +38,9 @@ class Matrices(OptimizerSlice):
     def _step(self, i: int, pieces: list[tuple[slice, slice]], options: dict[str, Any]) -> None:
         """A step of the i-th shard: of its `pieces` that are this rank's to step, each where it is in its master, and
         in the shard. What it makes is gone when it returns, or the next matrix would have it beside its own."""
-        tensor, shard, master = self.tensors[i], self.shards[i], self.masters[0 if self.flat else i]
+        tensor = self.tensors[i]
+        shard = self.shards[i]
+        master = self.masters[0 if self.flat else i]
         turned = self._whole(self._momenta(master, pieces, shard, options), tensor, shard)
         for matrix in turned.view(-1, *turned.shape[-2:]):  # of experts each
             orthogonalize(matrix)
@@ -69,7 +71,8 @@ class Matrices(OptimizerSlice):
         if "momentum_buffer" not in self.state[master]:
             self.state[master]["momentum_buffer"] = torch.zeros(master.shape, device=self.place)
         assert master.grad is not None
-        buffer, gradient = self.state[master]["momentum_buffer"].view(-1)[where], master.grad.reshape(-1)[where]
+        buffer = self.state[master]["momentum_buffer"].view(-1)[where]
+        gradient = master.grad.reshape(-1)[where]
         buffer.lerp_(gradient, 1 - options["momentum"])
         return gradient.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
 
@@ -112,7 +115,9 @@ def orthogonalize(matrix: torch.Tensor) -> None:
     """
     import torch
 
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x.div_(x.norm().clamp(min=1e-7))
     following = torch.empty_like(x)

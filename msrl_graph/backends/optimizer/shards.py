@@ -39,7 +39,8 @@ class ReplicaGroup:
 def copies(layout: Layout, devices: Devices, divided: bool, experts: bool) -> ReplicaGroup:
     """Where weights are `divided` over dp, their gradients come summed over it."""
     if experts:
-        number, alike = 1 if divided else layout.edp, "pp ep etp"
+        number = 1 if divided else layout.edp
+        alike = "pp ep etp"
     else:
         number, alike = (layout.cp, "pp tp dp") if divided else (layout.cp * layout.dp, "pp tp")
     if number == 1:
@@ -65,9 +66,14 @@ class OptimizerSlice:
         import torch
 
         self.copies = copies
-        self.tensors, self.shards, self.layout, self.devices, self.divided = tensors, shards, layout, devices, divided
+        self.tensors = tensors
+        self.shards = shards
+        self.layout = layout
+        self.devices = devices
+        self.divided = divided
         self.place = devices.device.place
-        self.rule, self.keeps = rule, rule.keeps
+        self.rule = rule
+        self.keeps = rule.keeps
         self.flat = layout.zero == 1 and copies.number > 1
         self.sizes = [s.tensor.numel() for s in shards]
         if self.flat:
@@ -101,7 +107,8 @@ class OptimizerSlice:
         in the range, and which elements of it that are."""
         at = 0
         for i, size in enumerate(self.sizes):
-            low, high = max(at, start), min(at + size, stop)
+            low = max(at, start)
+            high = min(at + size, stop)
             if low < high:
                 yield i, slice(low - start, high - start), slice(low - at, high - at)
             at += size

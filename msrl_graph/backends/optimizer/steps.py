@@ -46,7 +46,9 @@ class ShardRows(NamedTuple):
         return tensors[self.number] if self.rows == slice(None) else tensors[self.number][self.rows]
 
     def shard(self, shards: Sequence[Shard]) -> Shard:
-        name, box, tensor = (whole := shards[self.number]).name, whole.box, whole.tensor
+        name = (whole := shards[self.number]).name
+        box = whole.box
+        tensor = whole.tensor
         if self.rows == slice(None):
             return whole
         first = box[0][0]
@@ -69,18 +71,23 @@ class Steps:
     ) -> None:
         import torch
 
-        self.tensors, self.layout, self.devices, self.divided = tensors, layout, devices, divided
+        self.tensors = tensors
+        self.layout = layout
+        self.devices = devices
+        self.divided = divided
         self.shards = shards
         self.copies = {e: copies(layout, devices, divided, e) for e in sorted({t.experts for t in tensors})}
         self.parts: list[OptimizerSlice] = []
         self.at: list[list[ShardRows]] = []  # what each has
-        self.offload, self.mastered = offload, any(s.tensor.dtype != torch.float32 for s in shards)
+        self.offload = offload
+        self.mastered = any(s.tensor.dtype != torch.float32 for s in shards)
         kept = sum(self._size(i) * optimizer.of(t).beside(self.mastered) for i, t in enumerate(tensors))
         for rule in optimizer.rules:
             for experts, held_by in self.copies.items():
                 at = [i for i, t in enumerate(tensors) if optimizer.of(t) is rule and t.experts is experts]
                 for pieces in self._parted(rule, at, kept / PARTS if offload else 0):
-                    made, held = Matrices if rule.whole else OptimizerSlice, [p.shard(shards) for p in pieces]
+                    made = Matrices if rule.whole else OptimizerSlice
+                    held = [p.shard(shards) for p in pieces]
                     part = made(rule, [tensors[p.number] for p in pieces], held, layout, devices, divided, held_by)
                     if offload:
                         part.leave()
@@ -105,15 +112,18 @@ class Steps:
         pieces: list[ShardRows] = []
         room = size = int(most / each)
         for i in at:
-            shape, start = self.shards[i].tensor.shape, 0
+            shape = self.shards[i].tensor.shape
+            start = 0
             rows, row = (1, self._size(i)) if rule.whole else (shape[0], shape[1:].numel())
             while start < rows and row:
                 if pieces and room < row:
                     yield pieces
-                    pieces, room = [], size
+                    pieces = []
+                    room = size
                 count = 1 if self._strided(rule, i) else min(rows - start, max(1, room // row))
                 pieces.append(ShardRows(i, slice(None) if count == rows else slice(start, start + count)))
-                room, start = room - count * row, start + count
+                room = room - count * row
+                start = start + count
         if pieces:
             yield pieces
 
@@ -207,7 +217,8 @@ class Steps:
         import torch
         from torch import distributed as dist
 
-        layout, place = self.layout, self.devices.device.place
+        layout = self.layout
+        place = self.devices.device.place
         sums: dict[int, torch.Tensor] = {}  # by number of holders
         later = layout.pp > 1 and self.devices.axis("pp").get_local_rank() > 0
         for gradient, tensor in zip(gradients, self.tensors, strict=True):

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 # Tokens of a block of the cache: of these alone do prompts share the beginning. vLLM's kernels for the CPU take
 # multiples of 32, vllm-ascend's 128 alone (attention_v1.py, get_supported_kernel_block_sizes).
-BLOCK, DEVICE_BLOCK = 32, 128
+BLOCK = 32
+DEVICE_BLOCK = 128
 DRAWN = 1 << 24  # logits that are drawn from at once, in float64
 LATENT_EPSILON = 1e-6
 STEP = 8192  # tokens that a step computes at most, unless more sequences run
@@ -99,7 +100,10 @@ class SampledBatch:
     ) -> None:
         import numpy as np
 
-        self.keys, self.begun, self.room, self.sampling = keys, begun, room, sampling
+        self.keys = keys
+        self.begun = begun
+        self.room = room
+        self.sampling = sampling
         self.joined = np.broadcast_to(sampling.joined, len(keys))
         most = int(room.max(initial=0))
         self.tokens = np.zeros((len(keys), most), np.int32)
@@ -137,12 +141,15 @@ class TokenSampler:
         import numpy as np
         import torch
 
-        call, most = self.call, max(1, DRAWN // logits.shape[-1])
+        call = self.call
+        most = max(1, DRAWN // logits.shape[-1])
         rows, of = call.each(numbers)
-        steps, tokens = call.lengths[rows], np.zeros(len(rows), np.int64)
+        steps = call.lengths[rows]
+        tokens = np.zeros(len(rows), np.int64)
         for i in range(0, len(rows), most):
             part = slice(i, i + most)
-            some, here = rows[part], of[part]
+            some = rows[part]
+            here = of[part]
             alone = len(np.unique(here)) == len(here)
             found = logits[here[0] : here[-1] + 1] if alone else logits[torch.from_numpy(here).to(logits.device)]
             token, logp = draw(
@@ -175,7 +182,8 @@ def _processor(drawing: TokenSampler) -> type:
             for i, params, *_ in batch_update.added:
                 self.batch[i] = params.extra_args["number"]
             for i, j, how in batch_update.moved:
-                here, there = self.batch.pop(i), self.batch.pop(j, None)
+                here = self.batch.pop(i)
+                there = self.batch.pop(j, None)
                 self.batch[j] = here
                 if how == MoveDirectionality.SWAP and there is not None:
                     self.batch[i] = there
@@ -221,7 +229,8 @@ class Replica:
         """Within, the replica is all that this process sees of the world: so its groups are made."""
         from torch.distributed import distributed_c10d as c10d
 
-        world, count = c10d._get_default_group(), c10d._world.group_count
+        world = c10d._get_default_group()
+        count = c10d._world.group_count
         c10d._update_default_pg(self.group)
         c10d._world.group_count = next(_apart)
         try:
@@ -363,7 +372,8 @@ def views(
     def dense(name: str) -> torch.Tensor:
         owner, _, kind = name.rpartition(".")
         owner, _, leaf = owner.rpartition(".")
-        begin, found = 0, name
+        begin = 0
+        found = name
         if leaf in inside and name not in named:
             whole, parts = inside[leaf]
             found = f"{owner}.{whole}.{kind}"

@@ -65,7 +65,8 @@ def _settings(situation: Situation) -> Iterator[Setting]:
     waits = "graphs cannot be captured where each launch is waited for"
     yield Setting("ASCEND_LAUNCH_BLOCKING", "0", waits, "vllm-ascend, platform.py", fails="1")
     # The allocator of a vLLM that sleeps is a pool of its own, which segments that grow are not in.
-    sleeps, grows = "what sleeps gives its memory back", ".*expandable_segments *: *True.*"
+    sleeps = "what sleeps gives its memory back"
+    grows = ".*expandable_segments *: *True.*"
     yield Setting(
         "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", sleeps, "Ascend/pytorch, issue 166", fails=grows
     )
@@ -74,7 +75,8 @@ def _settings(situation: Situation) -> Iterator[Setting]:
 def _peaks(verb: str, work: Workload) -> Moments:
     """The cache has whole blocks. vLLM has logits in float32 too; some at a time are drawn from in float64: their
     exponentials, the sums of these, and what is sorted."""
-    model, layout = work.model, work.layout
+    model = work.model
+    layout = work.layout
     sequences, _ = cached(work)
     tokens = stepped(work)
     heads = -(-model.heads // layout.tp) * model.head_dim
@@ -88,7 +90,8 @@ def _peaks(verb: str, work: Workload) -> Moments:
         half = max(spaces + 4 * -(-found.shared // layout.tp), half * bool(found.first))
     met = 4 * heads if model.latent else heads + 2 * model.kv_elements
     inside = 4 * model.hidden + max(met, half)
-    logits, item = sequences * model.vocabulary, BYTES[work.dtype]
+    logits = sequences * model.vocabulary
+    item = BYTES[work.dtype]
     drawn = min(logits, max(DRAWN, model.vocabulary))
     cache = _cache(work)
     return {
@@ -110,7 +113,9 @@ def _building(work: Workload) -> dict[str, int]:
 # What is taken beside operators, in operators that take as long, by processor time: in a layer by vLLM's own kernels
 # (models of 2 and 6 layers), by the scheduler in a step for each sequence, and for each that begins, its end among it
 # (256 sequences and 4, 9 steps and one, on 2 layers). A step's own part is nothing: its operators are small ones.
-KERNELS, SCHEDULED, BEGUN = 16, 3.3, 13
+KERNELS = 16
+SCHEDULED = 3.3
+BEGUN = 13
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
@@ -152,14 +157,16 @@ class VllmEngine:
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         assert weights.work is not None
-        self.model, self.generation = weights.model, TokenSampler()
+        self.model = weights.model
+        self.generation = TokenSampler()
         self.replica = Replica(devices)
         with self.replica.as_world():
             group = self.replica.group
             self.generation.group = group if placement.layout.tp * placement.layout.pp > 1 else None
             self.core = core(weights.model, weights.work, devices, group, self.generation)
         worker = self.core.model_executor.driver_worker.worker
-        runner, kind = worker.model_runner, devices.device.kind
+        runner = worker.model_runner
+        kind = devices.device.kind
         self._memory: EngineMemory = (
             ResizedMemory(runner, placement.layout.pp) if kind.is_host else SleepingMemory(worker)
         )
@@ -178,7 +185,9 @@ class VllmEngine:
         padded = [t.name for t in weights.model.tensors if t.padded and t.name in named]
         self._padding = [named[name][boxes[name][0][1] - boxes[name][0][0] :] for name in padded]
         self._padding += [parameter for parameter in dict.fromkeys(named.values()) if parameter.ndim == 3]
-        self.module, self.runner, self.turned = runner.model, runner, bool(kind.plugin)
+        self.module = runner.model
+        self.runner = runner
+        self.turned = bool(kind.plugin)
         self.longest = weights.work.prompt + weights.work.response  # tokens of a sequence
         if kind.groups_beside_sleep:
             self.release()
@@ -220,7 +229,8 @@ class VllmEngine:
             return
 
         self._memory.cache()
-        each, room = len(keys) // len(prompts), sampling.max_tokens - begun
+        each = len(keys) // len(prompts)
+        room = sampling.max_tokens - begun
         drawn = self.generation.call = SampledBatch(keys, begun, room, sampling)
         self._prompts = [prompts[i // each] for i in range(len(keys))]
         self._params: dict[int, SamplingParams] = {}
@@ -257,7 +267,8 @@ class VllmEngine:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
 
-        drawn, number = self.generation.call, next(self._numbers)
+        drawn = self.generation.call
+        number = next(self._numbers)
         length = int(drawn.lengths[rows[0]])
         tokens = np.concatenate([self._prompts[rows[0]], drawn.tokens[rows[0], :length]])
         room = int(drawn.room[rows].max()) - length
@@ -312,7 +323,9 @@ class VllmEngine:
             ]
             going[going] = ~looks_for(self.model.path, strings)(texts)
         over: NDArray[np.int64] = rows[~going]
-        rows, of, tokens = rows[going], of[going], tokens[going]
+        rows = rows[going]
+        of = of[going]
+        tokens = tokens[going]
         order = np.lexsort((tokens, of))
         parts = np.flatnonzero(np.diff(of[order]) | np.diff(tokens[order])) + 1
         left = set(numbers)

@@ -43,7 +43,8 @@ class AgentProcess:
             env={**os.environ, "PYTHONPATH": path},
         )
         theirs.close()
-        self.process, self.line = process, Connection(ours.detach())
+        self.process = process
+        self.line = Connection(ours.detach())
         weakref.finalize(self, _leave, self.line, process)
         self.line.send(Setup(plan.to_json(), node.name, shipped_files.folder(), log.file()))
 
@@ -90,7 +91,8 @@ def main(descriptor: int) -> None:
         shipped_files.use(setup.files)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    agents, failed = None, ""
+    agents = None
+    failed = ""
     try:
         plan = from_json(setup.plan)
         agents = Agents(plan, plan.graph.node(setup.node))

@@ -58,7 +58,9 @@ class Agents:
     """Those of a node. All methods run in one event loop, but for the user's code."""
 
     def __init__(self, plan: Plan, node: Node) -> None:
-        self.plan, self.node, self.said = plan, node, GenerateAttributes.of(node)
+        self.plan = plan
+        self.node = node
+        self.said = GenerateAttributes.of(node)
         call = self.said.agent
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
@@ -97,16 +99,20 @@ class Agents:
         """Starts an agent for each row."""
         if not self.endpoint.base_url:
             await self.endpoint.start(address(self.plan.deploy.run.listen or LOOPBACK))
-        self.batch, self.live, self.left = batch, 0, len(batch.rows)
+        self.batch = batch
+        self.live = 0
+        self.left = len(batch.rows)
         self.waiting: list[_Request] = []
         self.handed: dict[int, _Request] = {}
         self.number = 0
         self.failed: dict[int, tuple[Failure, dict[str, Any]]] = {}
         self.began = self.took = 0.0  # when the last batch was handed out, and how long it took to draw
-        self.changed, self.places = asyncio.Event(), asyncio.Semaphore(AT_ONCE)
+        self.changed = asyncio.Event()
+        self.places = asyncio.Semaphore(AT_ONCE)
         self.spoken: list[AgentResponse | None] = [None] * len(batch.rows)
         self.values: list[tuple[Any, ...]] = [()] * len(batch.rows)
-        self.answers, self.figures = 0, dict.fromkeys(FIGURES, 0)
+        self.answers = 0
+        self.figures = dict.fromkeys(FIGURES, 0)
         self.tasks = [asyncio.ensure_future(self._row(i)) for i in range(len(batch.rows))]
 
     async def next(self, told: SampleReplies) -> list[SampleRequest] | AgentsFinished:
@@ -121,7 +127,9 @@ class Agents:
         while self.left and not (self.failed and self.said.on_failure == "stop"):
             patience = self._patience(clock())
             if patience <= 0:
-                wanted, self.waiting, self.began = self.waiting, [], clock()
+                wanted = self.waiting
+                self.waiting = []
+                self.began = clock()
                 self.handed |= {r.wanted.number: r for r in wanted}
                 return [r.wanted for r in wanted]
             if clock() >= until:
@@ -196,9 +204,11 @@ class Agents:
         def work() -> None:
             try:
                 with call_of(os.getpid()):
-                    found, failed = self.call(**arguments), None
+                    found = self.call(**arguments)
+                    failed = None
             except BaseException as error:
-                found, failed = None, error if isinstance(error, Exception | ProcessExit) else _exit(error)
+                found = None
+                failed = error if isinstance(error, Exception | ProcessExit) else _exit(error)
             loop.call_soon_threadsafe(tell, found, failed)
 
         # A thread of its own, not of a pool: one that hangs takes no other row's place.
@@ -214,10 +224,14 @@ class Agents:
 
     def _given(self, place: int) -> dict[str, Any]:
         """What the agent is given of the columns."""
-        batch, row, found = self.batch, place // (len(self.batch.rows) // len(self.batch.batch.rows)), {}
+        batch = self.batch
+        row = place // (len(self.batch.rows) // len(self.batch.batch.rows))
+        found = {}
         for parameter, name in self.bound:
-            element, text = self.plan.graph.column(name).element, parameter in self.signature.text
-            column, rows = batch.batch.columns[name], range(row, row + 1)
+            element = self.plan.graph.column(name).element
+            text = parameter in self.signature.text
+            column = batch.batch.columns[name]
+            rows = range(row, row + 1)
             found[parameter] = seen(column, element, rows, text, self.tokens.get(name) if text else None)[0]
         return found
 
@@ -254,7 +268,8 @@ class Agents:
         """Why there is no response."""
         if not any(a.got for a in conversations.answers):
             return "it has had no answer of the policy, and a row needs one"
-        first, context = conversations.answers[0], conversations.context
+        first = conversations.answers[0]
+        context = conversations.context
         begins, belongs = (self.speech.decode(t[:40], special=True) for t in (first.prefix, context))
         return (
             f"what it asks begins with {begins!r}, and the row's own prompt is {belongs!r}: let `{self.node.name}` "

@@ -52,7 +52,10 @@ class RequestRefused(Exception):
 
     def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
-        self.message, self.code, self.param, self.status = message, code, param, status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.status = status
 
     def body(self) -> dict[str, Any]:
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
@@ -252,7 +255,8 @@ class ChatReply:
         return {"id": f"chatcmpl-{self.row}-{self.number}", "object": kind, "created": int(time.time()), "model": model}
 
     def _usage(self) -> dict[str, int]:
-        before, drawn = len(self.prompt), len(self.tokens)
+        before = len(self.prompt)
+        drawn = len(self.tokens)
         return {"prompt_tokens": before, "completion_tokens": drawn, "total_tokens": before + drawn}
 
     def _logprobs(self, asked: CompletionRequest) -> dict[str, Any] | None:

@@ -80,7 +80,11 @@ class Conversations:
     `turns` how many answers there may be (None: any number)."""
 
     def __init__(self, row: int, context: Array, bound: int, turns: int | None, speech: ChatTemplate) -> None:
-        self.row, self.context, self.bound, self.turns, self.speech = row, context, bound, turns, speech
+        self.row = row
+        self.context = context
+        self.bound = bound
+        self.turns = turns
+        self.speech = speech
         self.answers: list[DrawnAnswer] = []
         self.strayed = 0  # requests with answers of the policy in them that are not continued token for token
         self._by_messages: dict[str, DrawnAnswer] = {}  # by the messages up to an answer and that itself
@@ -173,7 +177,8 @@ class Conversations:
     def spoken(self, last: DrawnAnswer, most: int = 1) -> AgentResponse:
         """The response that ends with an answer, of at most so many conversations: before that answer's the latest
         others that there is room for, in the order of their last answers."""
-        ends, room = [last], self.bound - (len(last.whole) - last.base)
+        ends = [last]
+        room = self.bound - (len(last.whole) - last.base)
         continued = {id(a.before) for a in self.answers if a.got}
         for answer in reversed(self.answers):
             own = len(answer.whole) - answer.base
@@ -192,7 +197,8 @@ class Conversations:
         """A conversation's tokens, their log-probabilities, which were drawn and where it begins; answers that are
         `kept` elsewhere were not drawn here."""
         whole = end.whole
-        logps, mask = np.full(len(whole), np.nan, np.float32), np.zeros(len(whole), bool)
+        logps = np.full(len(whole), np.nan, np.float32)
+        mask = np.zeros(len(whole), bool)
         for answer in end.path():
             if id(answer) not in kept:
                 kept[id(answer)] = answer
@@ -213,7 +219,8 @@ class Conversations:
 def keys(messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[str]:
     """Of each message a key of the conversation up to it. Programs hand messages back in their own way: what is no part
     of what was said, and blanks around it, make no difference."""
-    found, key = [], json.dumps(more, sort_keys=True)
+    found = []
+    key = json.dumps(more, sort_keys=True)
     for message in messages:
         said = {k: message.get(k) for k in ("role", "name", "tool_call_id")}
         said["content"] = str(message.get("content") or "").strip()

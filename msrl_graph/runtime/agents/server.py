@@ -46,7 +46,10 @@ class Endpoint:
     """Serves one model under a name; `draw` gives the tokens of an answer and their log-probabilities."""
 
     def __init__(self, model: str, speech: ChatTemplate, stops: tuple[str, ...], draw: Draw) -> None:
-        self.model, self.speech, self.stops, self.draw = model, speech, stops, draw
+        self.model = model
+        self.speech = speech
+        self.stops = stops
+        self.draw = draw
         self.rows: dict[str, OpenRow] = {}
         self.left_out: dict[str, None] = {}  # what requests say and the run decides
         self.base_url = ""
@@ -170,7 +173,8 @@ class Endpoint:
             row.drawing[answer.number] = asyncio.ensure_future(self.draw(row, answer, asked.stop))
         # It goes on where the program goes away: who asks again gets it.
         tokens, logps = await asyncio.shield(row.drawing[answer.number])
-        answer.tokens, answer.logps = tokens, logps
+        answer.tokens = tokens
+        answer.logps = logps
         text, calls = self.speech.read(tokens, asked.tools)
         for stop in asked.stop:
             text = text.partition(stop)[0] if stop not in self.stops else text

@@ -25,7 +25,8 @@ class ChatTemplate:
     format is not to be looked for."""
 
     def __init__(self, tokens: Tokens, calls: Calls | None = None) -> None:
-        self.tokens, self._calls = tokens, calls
+        self.tokens = tokens
+        self._calls = calls
         self.ends = {e: t for e in tokens.ends if (t := tokens.tokenizer.id_to_token(e))}
 
     def prepare(self) -> None:

@@ -120,7 +120,9 @@ class RateProber:
         curves["memory_bandwidth"] = tuple(together(probes.memory))
         curves["layer"] = tuple(together(probes.layer))
         curves["attention"] = tuple(together(probes.attention))
-        launch, row, copy = together(probes.launch), together(probes.row), together(probes.copy)
+        launch = together(probes.launch)
+        row = together(probes.row)
+        copy = together(probes.copy)
         kinds = together(lambda: probes.collectives(world)) if world > 1 else {}
         return BusyRates(torch.get_num_threads(), launch, row, copy, curves, kinds)
 
@@ -185,17 +187,21 @@ class DockTimings:
 
 
 def dock(plan: Plan, folder: Path) -> DockTimings:
-    found, kind = readers(plan), cast(Any, DockHost)
+    found = readers(plan)
+    kind = cast(Any, DockHost)
     (member,), way = members(plan, found)
     size = 8 * sum(plan.graph.column_bytes.values())
     host = kind.options(name=member.name).remote([member], 0, found, 60.0, way, room_name(folder.name, 0), size)
     writer, reader = (Client(name, found, way, 0) for name in ("writer", "reader"))
-    prompts, fan = plan.graph.rows[0], plan.graph.rows[-1] // plan.graph.rows[0]
+    prompts = plan.graph.rows[0]
+    fan = plan.graph.rows[-1] // plan.graph.rows[0]
     prompt = ragged([np.ones(4, np.int32)] * prompts, np.int32)
     response = ragged([np.ones(4, np.int32)] * (prompts * fan), np.int32)
     logp = ColumnData(np.ones(len(response.values), np.float32), response.offsets)
     names_drawn = drawn(plan.graph, plan.graph.node("actor.generate"))
-    hands, turns, start_of = [], [], 0.0
+    hands = []
+    turns = []
+    start_of = 0.0
     for number in range(WARM + TASKS):
         if number == WARM:
             start_of = _spent()

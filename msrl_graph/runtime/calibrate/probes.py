@@ -90,7 +90,10 @@ def layer() -> list[tuple[float, float]]:
     """(bytes that an operator on hidden states reads and writes, bytes/s), of what an eager layer does between its
     products, on so many tokens: two norms, rotation of queries and keys, gating, two residuals, and rows laid out for
     attention; bytes as cost/time.py counts them."""
-    heads, size, hidden, wide = 4, 32, 128, 448
+    heads = 4
+    size = 32
+    hidden = 128
+    wide = 448
     small = torch.ones(hidden)
     least = CHAIN * seconds(lambda: small + small, 0.01)
     found = []
@@ -167,7 +170,9 @@ def operators(action: Callable[[], Any]) -> int:
 def row() -> float:
     """What a row takes on its way into tensors and out of them."""
     rng = np.random.default_rng(0)
-    count, prompt, response = 512, 6, 6
+    count = 512
+    prompt = 6
+    response = 6
     columns = [ragged(list(rng.integers(0, 1000, (count, n)).astype(np.int32)), np.int32) for n in (prompt, response)]
     values = ragged(list(rng.random((count, response), np.float32)), np.float32)
     rows = np.arange(count)
@@ -184,7 +189,9 @@ def row() -> float:
 def collectives(world: int) -> dict[str, tuple[float, float]]:
     """By kind, seconds at least and bytes/s received, among the products of half a layer, as a model calls them: the
     more ranks have to do in between, the less they come at the same instant."""
-    x, up, down = torch.randn(256, 128), torch.randn(128, 512), torch.randn(512, 128)
+    x = torch.randn(256, 128)
+    up = torch.randn(128, 512)
+    down = torch.randn(512, 128)
 
     def work() -> None:
         torch.relu(x @ up) @ down
@@ -194,7 +201,8 @@ def collectives(world: int) -> dict[str, tuple[float, float]]:
     for kind, call, received in _kinds(world):
         taken = []
         for elements in (64, 1 << 18):
-            some, many = torch.ones(elements), torch.ones(elements * world)
+            some = torch.ones(elements)
+            many = torch.ones(elements * world)
             dist.barrier()
             calls = 40 if elements < 1000 else 15
             # All ranks must make the same number of calls, so it is not the clock that ends them.

@@ -125,7 +125,8 @@ def read(data: DataSource, graph: Graph) -> dict[int, dict[str, Any]]:
         raise Fault(
             Diagnostic("bad-value", message, data.span, "write it as JSON lines (.jsonl), or as Parquet (.parquet)")
         )
-    rows, numbers = dict[int, dict[str, Any]](), _Numbers(data, graph)
+    rows = dict[int, dict[str, Any]]()
+    numbers = _Numbers(data, graph)
     for number, row in datafile.rows(data):
         rows[number] = take_row(row, number, data, graph)
         numbers.see(number, row)
@@ -169,7 +170,8 @@ class Dataset:
     ) -> None:
         worker = speaker(plan.graph)
         assert worker is not None
-        self.data, self.graph = data, plan.graph
+        self.data = data
+        self.graph = plan.graph
         self.order = noise.RandomStream(plan.deploy.run.seed, "order", data.name)
         self.weighted = noise.RandomStream(plan.deploy.run.seed, "weighted", data.name)
         self.tokens = Tokens(plan.deploy.models[worker.model].path, tokenizer)
@@ -302,7 +304,8 @@ class Dataset:
 
     def _fits(self, name: str, plan: Plan) -> Array:
         """The rows whose column is no longer than its bound, nor empty where a model reads it."""
-        kind, column = self.graph.column(name), self.columns[name]
+        kind = self.graph.column(name)
+        column = self.columns[name]
         read = [(n, sequences(self.graph, n)) for n in models(self.graph)]
         readers = {plan.model(n.name).path for n, s in read if name in (*s.context, *s.scored)}
         lengths = [column.lengths]
@@ -327,7 +330,8 @@ class Dataset:
         """Looks for tokens outside the vocabulary of a model that reads them."""
         if not len(strange := self.usable[outside(column.take(self.usable), size)]):
             return
-        ids, line = column[strange[0]], self.lines[strange[0]]
+        ids = column[strange[0]]
+        line = self.lines[strange[0]]
         token = int(ids[(ids < 0) | (ids >= size)][0])
         text = self.tokens.tokenizer.id_to_token(token) if token >= 0 else None
         what = f"{where(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"

@@ -263,7 +263,8 @@ class NumericsWatch:
         known = known | _any(as_drawn, written & ~np.isfinite(as_drawn.values))
         row = np.repeat(np.arange(len(rows)), logp.lengths)
         compared = written & ~known[row]
-        off, row = np.abs(logp.values - as_drawn.values)[compared].astype(np.float64), row[compared]
+        off = np.abs(logp.values - as_drawn.values)[compared].astype(np.float64)
+        row = row[compared]
         if not len(off):
             return known
         of = f"/{behind}" if behind else ""

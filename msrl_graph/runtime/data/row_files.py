@@ -84,13 +84,15 @@ def _shown(graph: Graph, column: str) -> str:
 
 def _tokens(plan: Plan) -> list[str]:
     """The columns that can be read as text: tokens that a model writes or reads."""
-    graph, made = plan.graph, {drawn(plan.graph, n)[0] for n in plan.graph.verb("generate")}
+    graph = plan.graph
+    made = {drawn(plan.graph, n)[0] for n in plan.graph.verb("generate")}
     return [c.name for c in graph.columns if is_tokens(graph, c.name) and (c.name in made or vocabulary(plan, c.name))]
 
 
 def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     """`Fault` for a recording that cannot be written, or does not hold every iteration from `begin` on."""
-    found, levels = [], tables(plan.graph)
+    found = []
+    levels = tables(plan.graph)
     declared = {c.name: c for c in plan.graph.columns}
     hidden = {
         _shown(plan.graph, name)
@@ -201,7 +203,8 @@ def _table(
     sets |= {c: found.columns[r] for n in graph.verb("generate") for r, c in beginnings(graph, n).items()}
     sets |= found.columns | {s.column: s.rows for s in found.sieves.values()}
     for name in (*(c for c in declared if c in pieces), *sorted(pieces.keys() - declared.keys())):
-        rowset, piece = sets.get(name, 0), pieces[name]
+        rowset = sets.get(name, 0)
+        piece = pieces[name]
         if not any(rowset in chain(found.sets, own) for own in here):
             continue
         # How often a row goes on is not said of its repeats again.
@@ -234,7 +237,8 @@ def _here(
             here[sieve.left] = here[sieve.rows]
         elif sieve.rows in here and sieve.left != sieve.rows:
             verdicts = pieces.get(sieve.column, nothing)
-            chosen, times = verdicts.rows, verdicts.column.values
+            chosen = verdicts.rows
+            times = verdicts.column.values
             which = np.concatenate([np.arange(n) for n in times]) if len(chosen) else chosen
             here[sieve.left] = np.repeat(chosen, times) + which * numbers.space[sieve.rows]
     return here
@@ -263,7 +267,8 @@ class Recording:
     """The responses of a run that was recorded into `folder`; those of one iteration at a time are in memory."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan, self.folder = plan, folder
+        self.plan = plan
+        self.folder = folder
         self.tables = {t.column: t for t in tables(plan.graph)}
         self._read: dict[str, tuple[Path, dict[str, ColumnData]]] = {}  # by node
 

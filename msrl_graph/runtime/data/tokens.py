@@ -102,7 +102,8 @@ class Tokens:
                 "write what the `assistant` says, alone or after the prompt's messages exactly as the prompt has them"
             )
             raise BadMessages(what, help)
-        before, text = self.prompt(prompt) if prompt else "", self.rendered(whole, False)
+        before = self.prompt(prompt) if prompt else ""
+        text = self.rendered(whole, False)
         if not text.startswith(before):
             same = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
             what = (

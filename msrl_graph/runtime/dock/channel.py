@@ -30,7 +30,9 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 # Seconds: until a host that has vanished is noticed, from silence and from what it does not take.
-_IDLE, _EVERY, _TIMES = 5, 5, 3
+_IDLE = 5
+_EVERY = 5
+_TIMES = 3
 
 
 class Address(NamedTuple):

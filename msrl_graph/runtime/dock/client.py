@@ -39,7 +39,9 @@ class Client:
     is none, to the first one."""
 
     def __init__(self, process: str, readers: list[NodeReads], way: DockAddress, host: int) -> None:
-        self.process, self.host, self.way = process, host, way
+        self.process = process
+        self.host = host
+        self.way = way
         self.readers = {r.node: r for r in readers}
         self.lines = RpcConnections(found, host, way.key)
         self.home = way.hosts.index(host) if host in way.hosts else 0
@@ -91,7 +93,8 @@ class Client:
 
     def _ask(self, question: ControllerRequest[T]) -> T:
         """The answer of a node's controller, as soon as it has one."""
-        home, line = self._line(self.home), self.lines.to(self.way.controllers[question.node])
+        home = self._line(self.home)
+        line = self.lines.to(self.way.controllers[question.node])
         if line is not home:
             home.flush()
         start = time.perf_counter()
@@ -106,7 +109,8 @@ class Client:
         start = time.perf_counter()
         key, count, shares = self.taken.get(node, ("", 0, []))
         if key != task.key:
-            count, shares = 0, []
+            count = 0
+            shares = []
         shares = shares or self._ask(ShareRequest(node, task.key, group, count))
         share = shares[0]
         if at_once and len(share.units):
@@ -253,10 +257,14 @@ class Client:
         for answer in self.pending:
             answer.get()
         self._reach("end", task)
-        report.moved, self.moved = self.moved, {}
-        report.loads, self.loads = self.loads, {}
+        report.moved = self.moved
+        self.moved = {}
+        report.loads = self.loads
+        self.loads = {}
         report.events += self.events
-        self.pending, self.known, self.events = [], {}, []
+        self.pending = []
+        self.known = {}
+        self.events = []
         if self.segments is not None:
             self.segments.forget(task.key)
 

@@ -168,7 +168,8 @@ class Controller:
             lie = {c: progress.where[c].get(above[rows]) for c, rows in columns}
             met = np.unique(np.concatenate([*lie.values(), part.rows[:0]]))
             where = {c: np.searchsorted(met, at) for c, at in lie.items()}
-            of, all_ = tuple(progress.places[i] for i in met), len(everyone)
+            of = tuple(progress.places[i] for i in met)
+            all_ = len(everyone)
             shares.append(
                 Share(part.units, part.sizes, part.rows, where, of, most, all_, elements, round.epoch, round.last)
             )
@@ -180,7 +181,8 @@ class Controller:
     def again(self, key: str, rounds: int) -> bool | None:
         """Whether after so many rounds of prompts another one is needed, for the filter that refills; None while that
         is not known. RunError where there were as many rounds as there may be."""
-        book, filter = self.books[key], self.reader.refilling
+        book = self.books[key]
+        filter = self.reader.refilling
         assert filter is not None
         _, decided, count = book.progress.surviving(rounds)
         if not decided.all():
@@ -207,7 +209,9 @@ class Controller:
 
     def missing(self, key: str) -> str:
         """What the node waits for, in words."""
-        progress, reader, parts = self.books[key].progress, self.reader, list[str]()
+        progress = self.books[key].progress
+        reader = self.reader
+        parts = list[str]()
         if progress.ended and not reader.loops:  # what is heard since is no matter to it
             return ALL
         rows, known = progress.every
@@ -242,7 +246,8 @@ class Controller:
 
     def _deal_units(self, book: IterationState) -> list[Round]:
         """Batches of what is ready, to the end of what is under way."""
-        progress, found = book.progress, list[Round]()
+        progress = book.progress
+        found = list[Round]()
         while progress.left or not progress.complete:
             if not (count := self._enough(book)):
                 return found
@@ -255,7 +260,9 @@ class Controller:
 
     def _enough(self, book: IterationState) -> int:
         """How many units make a batch, of those that are ready; 0: they do not make one yet."""
-        progress, reader, counts = book.progress, self.reader, list[int]()
+        progress = book.progress
+        reader = self.reader
+        counts = list[int]()
         if 0 < reader.chunk <= progress.fresh:
             counts.append(reader.chunk)
         if 0 < reader.chunk_tokens <= book.tokens:
@@ -285,7 +292,8 @@ class Controller:
         """Shares units among the groups."""
         reader = self.reader
         rows, sizes = book.progress.rows_of(units)
-        starts, parts = np.cumsum(sizes) - sizes, []
+        starts = np.cumsum(sizes) - sizes
+        parts = []
         some = self._weighed(book, rows, sizes)
         for group, positions in enumerate(deal(some, reader.at, reader.imbalance, book.had)):
             mine = [rows[starts[i] : starts[i] + sizes[i]] for i in positions]
@@ -296,7 +304,8 @@ class Controller:
 
     def _weighed(self, book: IterationState, rows: Array, sizes: Array) -> Units:
         """Of units that have so many rows each, these unit by unit, what decides who gets them."""
-        progress, warehouses = book.progress, book.progress.warehouses
+        progress = book.progress
+        warehouses = book.progress.warehouses
         unit = np.repeat(np.arange(len(sizes)), sizes)
         lies = np.zeros((len(sizes), int(warehouses.max()) + 1))
         for read in self.reader.reads:
@@ -314,7 +323,9 @@ class Controller:
 
     def _tokens(self, book: IterationState, rows: Array, sizes: Array) -> Array:
         """How many tokens each of these units has."""
-        progress, unit, found = book.progress, np.repeat(np.arange(len(sizes)), sizes), np.zeros(len(sizes))
+        progress = book.progress
+        unit = np.repeat(np.arange(len(sizes)), sizes)
+        found = np.zeros(len(sizes))
         for read in self.reader.reads:
             if times := self.reader.tokens.get(read.column):
                 length = progress.heard[read.column].get(progress.above(rows, read.rows))

@@ -74,7 +74,9 @@ class DockHost:
         size: int,
         folder: str = "",
     ) -> None:
-        self.process, self.host, self.deadline = members[index].name, members[index].host, deadline
+        self.process = members[index].name
+        self.host = members[index].host
+        self.deadline = deadline
         self.run_folder = folder  # on this host; none where nobody watches who moves
         if folder:
             Heart(folder, self.process, Limits.of(deadline))
@@ -149,7 +151,8 @@ class DockHost:
         """Forgets a task; how many messages came since the last one was. Raises what went wrong in telling others of
         its rows."""
         await self._ready()
-        told, self.told = self.told, []
+        told = self.told
+        self.told = []
         await asyncio.gather(*told)
         fault_points.reach(self.process, f"drop {key}")
         for controller in self.controllers.values():
@@ -158,15 +161,18 @@ class DockHost:
         if self.warehouse.capacity:
             await self.leave()
             self.told += [asyncio.ensure_future(post.send("leave")) for _, post in self.others]
-        came, self.server.messages = self.server.messages, 0
+        came = self.server.messages
+        self.server.messages = 0
         return came + 2  # the driver's own, to open and to drop it
 
     async def status(self, watched: bool = False) -> Status:
         """`watched`: with what only those ask for who watch a run."""
-        now, said = time.monotonic(), self._said()
+        now = time.monotonic()
+        said = self._said()
         waits = tuple(self._wait(q) for q in sorted(self.waits, key=lambda q: (q.node, q.of_group, q.key)))
         doing = {p: CurrentActivity(s.what, now - s.since, s.progress(now)) for p, s in said.items()}
-        has, place = self.warehouse.index >= 0, self.warehouse
+        has = self.warehouse.index >= 0
+        place = self.warehouse
         seen = look(self.process, self.host, self.controllers, place if has else None, said) if watched else None
         ended = heartbeat.ended(self.run_folder) if self.run_folder else {}
         moved = heartbeat.moved(self.run_folder) if self.run_folder else 0
@@ -282,7 +288,8 @@ class DockHost:
     async def still(self) -> tuple[float, list[str]]:
         """For how many seconds no row has moved on this host, nor was one computed there; and of its processes that
         count their rows, how far they are."""
-        now, said = time.monotonic(), self._said()
+        now = time.monotonic()
+        said = self._said()
         last = max([self.moved, *(s.moved for s in said.values())])
         rows = [f"{name} in {s.what}: {words}" for name, s in sorted(said.items()) if (words := s.progress(now))]
         return now - last, rows
@@ -317,7 +324,8 @@ class DockHost:
 
     async def at(self, process: str, what: str, rows: int = 0, of: int = 0, where: str = "") -> None:
         """A process of a host without a room tells what it begins to do, or how far it is with that."""
-        now, before = time.monotonic(), self.doing.get(process)
+        now = time.monotonic()
+        before = self.doing.get(process)
         since = before.since if of and before else now
         self.doing[process] = ProcessStatus(what, since, rows=rows, of=of, moved=now if rows else 0.0, where=where)
 

@@ -31,14 +31,18 @@ class Progress:
     """
 
     def __init__(self, reader: NodeReads, task: Task) -> None:
-        self.reader, self.task, self.numbers = reader, task, reader.numbers(task)
-        size, prompts = self.numbers.size, self.numbers.size[0]
+        self.reader = reader
+        self.task = task
+        self.numbers = reader.numbers(task)
+        size = self.numbers.size
+        prompts = self.numbers.size[0]
         self.where = {c: RowTable(size[rows], -1) for c, rows in reader.hears.items()}
         self.heard = {c: RowTable(size[rows], -1) for c, rows in reader.hears.items()}
         self.places: list[RowLocation] = []
         self.warehouses = np.zeros(16, np.int64)
         self.at: dict[RowLocation, int] = {}
-        self.opened, self.ended = 1, 0
+        self.opened = 1
+        self.ended = 0
         self.ready: list[Array] = []
         self.fresh = self.dealt = 0
         self._state = RowTable(size[reader.unit], WAITS)
@@ -46,15 +50,16 @@ class Progress:
         self._filter = reader.refilling if task.trains else None
         # By prompt: whether something was heard since it was looked at, by `look` and by `surviving`; whether it is
         # settled; how many units it has (rows, where all are one unit), and whether all that is read of them is there.
-        self._news, self._unsifted = np.ones(prompts, bool), np.ones(prompts, bool)
-        self._settled, self._units, self._there = (
-            np.zeros(prompts, bool),
-            np.zeros(prompts, int),
-            np.zeros(prompts, bool),
-        )
+        self._news = np.ones(prompts, bool)
+        self._unsifted = np.ones(prompts, bool)
+        self._settled = np.zeros(prompts, bool)
+        self._units = np.zeros(prompts, int)
+        self._there = np.zeros(prompts, bool)
         # By prompt, of the filter that refills: what `first_prompts` asks for, and what it found.
-        self._alive, self._open = np.zeros(prompts, bool), np.ones(prompts, bool)
-        self._inside, self._decided = np.zeros(prompts, bool), np.zeros(prompts, bool)
+        self._alive = np.zeros(prompts, bool)
+        self._open = np.ones(prompts, bool)
+        self._inside = np.zeros(prompts, bool)
+        self._decided = np.zeros(prompts, bool)
         self._enough = True  # prompts survive, so that no others will come
 
     def note(self, news: RowsReady) -> None:
@@ -77,7 +82,8 @@ class Progress:
 
     def surviving(self, rounds: int) -> tuple[Array, Array, int]:
         """`first_prompts` of the filter that refills, of so many rounds."""
-        filter, end = self._filter, rounds * self.task.prompts
+        filter = self._filter
+        end = rounds * self.task.prompts
         assert filter is not None
         prompts = np.flatnonzero(self._unsifted[:end])
         if len(prompts):
@@ -97,7 +103,8 @@ class Progress:
 
     def look(self) -> Array:
         """The units that have become ready since the last look."""
-        reader, window = self.reader, self._window
+        reader = self.reader
+        window = self._window
         if self._filter is not None and not reader.loops:
             self._sift(window)
         prompts: Array = np.flatnonzero(self._news[window]) + window.start
@@ -134,7 +141,8 @@ class Progress:
         self._enough = found >= self.task.target
         if self._filter in self.reader.passed:
             self._news[window] |= (inside != self._inside[window]) | (decided != self._decided[window])
-            self._inside[window], self._decided[window] = inside, decided
+            self._inside[window] = inside
+            self._decided[window] = decided
 
     def rows(self, prompts: Array) -> tuple[Array, Array]:
         """The node's rows under some prompts, as far as filters have not dropped them, and which are known."""
@@ -168,7 +176,8 @@ class Progress:
     def next(self, count: int) -> Array:
         """So many of the units that are ready, the first by number; they are dealt now."""
         ready = self.first
-        units, self.ready = ready[:count], [ready[count:]]
+        units = ready[:count]
+        self.ready = [ready[count:]]
         self.fresh -= len(units)
         self.deal(units)
         return units
@@ -194,5 +203,6 @@ class Progress:
         rows, _ = self.rows(np.unique(self.numbers.above(units, reader.unit, 0)))
         of = self.above(rows, reader.unit)
         order = np.lexsort((rows, of))
-        rows, of = rows[order], of[order]
+        rows = rows[order]
+        of = of[order]
         return rows[np.isin(of, units)], np.searchsorted(of, units, "right") - np.searchsorted(of, units)

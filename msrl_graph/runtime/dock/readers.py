@@ -84,10 +84,14 @@ class NodeReads:
 def readers(plan: Plan) -> list[NodeReads]:
     """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not;
     who scores conversations, where these begin."""
-    graph, found, compared, rows = plan.graph, [], comparison(plan), rowsets(plan.graph)
+    graph = plan.graph
+    found = []
+    compared = comparison(plan)
+    rows = rowsets(plan.graph)
     balanced = {e.dst for e in graph.samples() if SampleEdgeAttributes.of(e).balance}
     stores = {host: i for i, host in enumerate(plan.docks.warehouses)}
-    refilling, repeated = rows.refilling, looping(graph)[1]
+    refilling = rows.refilling
+    repeated = looping(graph)[1]
     for controller in plan.docks.controllers:
         node = graph.node(controller.node)
         reads = [ColumnRead(c, rows.columns[c], graph.writer(c).name) for c in node.reads]

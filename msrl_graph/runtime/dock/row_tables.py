@@ -23,7 +23,8 @@ class RowTable:
     """
 
     def __init__(self, size: int, empty: int) -> None:
-        self.size, self.empty = max(size, 1), empty
+        self.size = max(size, 1)
+        self.empty = empty
         self.blocks: dict[int, Array] = {0: np.full(self.size, empty, np.int64)}
 
     def set(self, rows: Array, values: Array | int) -> None:
@@ -62,19 +63,22 @@ def enumerate_rows(
     is not known. Of 2 prompts with 2 responses each and the verdicts 1, 0, 1 and none for the responses 0 to 3: rows
     [0, 2, 3], known [True, True, False].
     """
-    rows, known = prompts, np.ones(len(prompts), bool)
+    rows = prompts
+    known = np.ones(len(prompts), bool)
     path = chain(numbers.sets, end)[::-1]
     for here, below in zip(path, [*path[1:], -1], strict=True):
         if here and not numbers.sets[here].repeats:
             fan = numbers.fans[here]
-            rows, known = (rows[:, None] * fan + np.arange(fan)).reshape(-1), np.repeat(known, fan)
+            rows = (rows[:, None] * fan + np.arange(fan)).reshape(-1)
+            known = np.repeat(known, fan)
         # One that repeats rows makes others of them: who chooses from these rows comes before it, wherever it stands in
         # the graph.
         for sieve in sorted((s for s in sieves if s.rows == here), key=lambda s: s.left != here):
             times = verdicts[sieve.column].get(rows)
             if sieve.left == here:
                 stay = times != 0
-                rows, known = rows[stay], (known & (times > 0))[stay]
+                rows = rows[stay]
+                known = (known & (times > 0))[stay]
             elif sieve.left == below:
                 # Of a row whose verdict is not there yet one stands for all.
                 count = np.where(times < 0, 1, times)
@@ -93,8 +97,10 @@ def enumerate_rows(
         )
         above = numbers.above(there, sieve.left, meeting)
         mine = numbers.above(rows, end, meeting)
-        alive, possible = np.isin(mine, above[sure]), np.isin(mine, above)
-        rows, known = rows[possible], (known & alive)[possible]
+        alive = np.isin(mine, above[sure])
+        possible = np.isin(mine, above)
+        rows = rows[possible]
+        known = (known & alive)[possible]
     return rows, known
 
 

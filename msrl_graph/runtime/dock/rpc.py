@@ -71,7 +71,8 @@ class RpcServer:
 
     def __init__(self, name: str, served: Any, methods: Sequence[str], key: bytes) -> None:
         self.name = name
-        self.served, self.methods = served, frozenset(methods)
+        self.served = served
+        self.methods = frozenset(methods)
         self.listener = Listener(key, self._serve)
         self.messages = 0
         self._address: Address | None = None
@@ -132,7 +133,10 @@ class AsyncRpcConnection:
     """A coroutine's line from a process of a `host`: what is sent waits in a queue, one call after the other."""
 
     def __init__(self, name: str, find: Callable[[str], Awaitable[Address]], host: int, key: bytes) -> None:
-        self.name, self.find, self.host, self.key = name, find, host, key
+        self.name = name
+        self.find = find
+        self.host = host
+        self.key = key
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._turn = asyncio.Lock()
         self._doubt = UnprovedPeer(name)
@@ -174,7 +178,9 @@ class PendingReply:
     """What a call is going to give."""
 
     def __init__(self, line: RpcConnection) -> None:
-        self.line, self.done, self.value = line, False, None
+        self.line = line
+        self.done = False
+        self.value = None
         self.error: Exception | None = None
 
     def get(self) -> Any:
@@ -191,7 +197,11 @@ class RpcConnection:
     the thread's lines, `every`, is waited for: it might never come where a call on this one was lost."""
 
     def __init__(self, name: str, find: Find, host: int, key: bytes, every: Mapping[str, RpcConnection]) -> None:
-        self.name, self.find, self.host, self.key, self.every = name, find, host, key, every
+        self.name = name
+        self.find = find
+        self.host = host
+        self.key = key
+        self.every = every
         self._doubt = UnprovedPeer(name)
         self._socket: socket.socket | None = None
         self._held: list[tuple[PendingReply, Call]] = []  # for the next message
@@ -268,7 +278,9 @@ class RpcConnections:
     """The lines of a process of a `host`: each of its threads has its own."""
 
     def __init__(self, find: Find, host: int, key: bytes) -> None:
-        self.find, self.host, self.key = find, host, key
+        self.find = find
+        self.host = host
+        self.key = key
         self._own = threading.local()
 
     def to(self, name: str) -> RpcConnection:
@@ -324,7 +336,8 @@ async def _write(writer: asyncio.StreamWriter, parts: list[Any]) -> None:
 
 
 def _exactly(connection: socket.socket, size: int) -> memoryview:
-    found, at = np.empty(size, np.uint8).data, 0
+    found = np.empty(size, np.uint8).data
+    at = 0
     while at < size:
         if not (got := connection.recv_into(found[at:])):
             raise ConnectionResetError

@@ -40,10 +40,13 @@ from .messages import ProcessStatus
 
 T = TypeVar("T")
 _ALIGN = 64
-LOCK, SPARE = ".held", ".spare"
+LOCK = ".held"
+SPARE = ".spare"
 _LARGE = 1 << 20  # bytes of a file whose memory is kept for the next one
 # A note: how many units of bytes its text takes, and from where on it lies.
-_SAYS, _UNIT, _BEGIN = ".says-", 16, 1
+_SAYS = ".says-"
+_UNIT = 16
+_BEGIN = 1
 _OFTEN = 0.05  # seconds between two notes of how many rows are done
 
 
@@ -81,7 +84,8 @@ class Room:
         found = {}
         for path in self.path.glob(f"{_SAYS}*"):
             with suppress(OSError, ValueError):
-                size, text = (data := path.read_bytes())[0], data[_BEGIN:]
+                size = (data := path.read_bytes())[0]
+                text = data[_BEGIN:]
                 if size:
                     process, *told = json.loads(text[: size * _UNIT])
                     found[process] = ProcessStatus(*told)
@@ -123,13 +127,16 @@ class Activity:
         finally:
             os.close(descriptor)
         self._memory[0] = 0
-        self._what, self._since, self._key = "", time.monotonic(), ""
+        self._what = ""
+        self._since = time.monotonic()
+        self._key = ""
         self._rows: tuple[int, int, float, str] = (0, 0, 0.0, "")  # as the last fields of Said
         self._wrote = 0.0
         self._done: dict[str, int] = {}  # by node, of the task of this key
 
     def say(self, what: str) -> None:
-        self._what, self._since = what[:500], time.monotonic()
+        self._what = what[:500]
+        self._since = time.monotonic()
         self._rows = (0, 0, self._rows[2], "")
         self._write()
 
@@ -143,7 +150,8 @@ class Activity:
     def did(self, key: str, node: str, rows: int) -> None:
         """Is done with so many more rows of a node that writes none."""
         if key != self._key:
-            self._key, self._done = key, {}
+            self._key = key
+            self._done = {}
         self._done[node] = self._done.get(node, 0) + rows
         self._write()
 
@@ -411,4 +419,5 @@ def _write(descriptor: int, array: Array, at: int) -> None:
     view = array.data.cast("B") if array.nbytes else memoryview(b"")
     while view:
         done = os.pwrite(descriptor, view, at)
-        view, at = view[done:], at + done
+        view = view[done:]
+        at = at + done

@@ -25,7 +25,9 @@ class Warehouse:
     place before rows are written, and never for more bytes of values than that."""
 
     def __init__(self, index: int, segments: Segments, capacity: int = 0) -> None:
-        self.index, self.segments, self.capacity = index, segments, capacity
+        self.index = index
+        self.segments = segments
+        self.capacity = capacity
         self._promised: dict[str, dict[str, int]] = {}  # by key and segment, whoever writes it
         self.tasks: dict[str, Task] = {}  # those open
         self._names: dict[str, dict[str, None]] = {}  # by key, in the order in which they were put

@@ -87,7 +87,8 @@ def dies(host: ExaminedHost) -> list[output_parsers.DeviceEntry]:
 
 
 def driver(host: ExaminedHost) -> Iterator[Finding]:
-    there, said = host.devices(ASCEND), host.said(INFO)
+    there = host.devices(ASCEND)
+    said = host.said(INFO)
     if not there and host.seen["contained"]:
         gives = "--device=/dev/davinci0 --device=/dev/davinci_manager --device=/dev/devmm_svm --device=/dev/hisi_hdc"
         binds = "-v /usr/local/Ascend/driver:/usr/local/Ascend/driver -v /usr/local/bin/npu-smi:/usr/local/bin/npu-smi"
@@ -112,7 +113,8 @@ def driver(host: ExaminedHost) -> Iterator[Finding]:
 
 def environment(host: ExaminedHost) -> Iterator[Finding]:
     """CANN's toolkit, and whether it is in the environment."""
-    home, found = host.variables.get(HOME, ""), cann(host)
+    home = host.variables.get(HOME, "")
+    found = cann(host)
     if found is None:
         install = "bash Ascend-cann-toolkit_*_linux-$(uname -m).run --install"
         told = "CANN is not installed: there is no toolkit in /usr/local/Ascend"
@@ -156,7 +158,8 @@ def kernels(host: ExaminedHost) -> Iterator[Finding]:
 
 def nnal(host: ExaminedHost) -> Iterator[Finding]:
     """The library that vllm-ascend takes its fused operators from."""
-    found, version = cann(host), output_parsers.cann(host.text(f"{NNAL}/latest/version.info"))
+    found = cann(host)
+    version = output_parsers.cann(host.text(f"{NNAL}/latest/version.info"))
     if found is None or not ("vllm-ascend" in host.packages or version):
         return
     install = f"bash Ascend-cann-nnal_{found.version}_linux-$(uname -m).run --install; then source {NNAL}/set_env.sh"

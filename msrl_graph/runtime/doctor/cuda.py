@@ -53,7 +53,8 @@ def dies(host: ExaminedHost) -> list[output_parsers.DeviceEntry]:
 
 
 def driver(host: ExaminedHost) -> Iterator[Finding]:
-    there, said = host.devices(CUDA), host.said(QUERY)
+    there = host.devices(CUDA)
+    said = host.said(QUERY)
     why = failed(said, SMI, DEADLINE, output_parsers.first_line)
     if not there and host.seen["contained"]:
         told = "the machine has NVIDIA devices, and this container was given none: /dev has no nvidia*"

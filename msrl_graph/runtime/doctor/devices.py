@@ -28,7 +28,8 @@ def seen(host: ExaminedHost, kind: DeviceKind) -> int:
 
 def mask(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
     """What the environment leaves processes of the devices."""
-    there, given = host.devices(kind), host.variables.get(kind.visible)
+    there = host.devices(kind)
+    given = host.variables.get(kind.visible)
     if given is None or not there:
         return
     if told := visibility_masks.wrong(kind, given, there):
@@ -43,7 +44,8 @@ def counted(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
     """What Ray counts on a host of a cluster."""
     if host.resources is None:
         return
-    there, counts = seen(host, kind), host.resources.get(kind.resource, 0)
+    there = seen(host, kind)
+    counts = host.resources.get(kind.resource, 0)
     if counts == there:
         return
     number = f"--{kind.asked_as.replace('_', '-')}={there}"

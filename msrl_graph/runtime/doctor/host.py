@@ -36,11 +36,14 @@ RUN = (
 PLUGGED = ("vllm-ascend",)
 EXTRAS = (ASCEND.name, NVIDIA.name)  # of this package
 LEAST = "3.11"  # of Python; pyproject.toml
-SHARED, SMALL = "/dev/shm", 64 << 20
+SHARED = "/dev/shm"
+SMALL = 64 << 20
 BESIDE = 1 << 30  # bytes of shared memory that collectives of devices take
 DESCRIPTORS, USUAL = 8192, 65536  # a process of Ray has some for each process that it speaks to
 FULL = 0.1  # the share of a host's memory below which little is free
-MEMINFO, MOST, USED = "/proc/meminfo", "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"
+MEMINFO = "/proc/meminfo"
+MOST = "/sys/fs/cgroup/memory.max"
+USED = "/sys/fs/cgroup/memory.current"
 
 WANTS = asking(
     texts=[CARDS, MEMINFO, MOST, USED],

@@ -23,7 +23,9 @@ from .findings import ExaminedHost, Finding
 from .machine import HostQuery, Machine, MachineProber, look
 
 # Seconds in which Ray has told of all hosts, in which hosts have answered, and that a clock is waited for.
-WITHIN, ANSWER, CLOCK = 55.0, 45.0, 2.0
+WITHIN = 55.0
+ANSWER = 45.0
+CLOCK = 2.0
 STATUS = "see `ray status`, and the logs of its raylet in /tmp/ray/session_latest/logs there"
 
 
@@ -52,7 +54,8 @@ def joined(address: str, asked: HostQuery) -> tuple[list[ExaminedHost], list[Fin
     told = json.loads(out.strip().splitlines()[-1])
     if "refused" in told:
         return [], [Finding("ray", told["refused"], "wrong", told["help"])]
-    found, silent = told["hosts"], told["silent"]
+    found = told["hosts"]
+    silent = told["silent"]
     findings = [Finding("ray", "does not answer in time", "wrong", STATUS, (name,)) for name in silent]
     hosts = [
         ExaminedHost(h["seen"], h["address"], h["resources"], h["apart"], len(found) + len(silent) - 1) for h in found
@@ -85,7 +88,8 @@ def _told(address: str, asked: HostQuery) -> dict[str, Any]:
     ]
     answers = [prober.look.remote(asked) for prober in probers]
     ready, _ = ray.wait(answers, num_returns=len(answers), timeout=max(1.0, until - time.monotonic()))
-    hosts, silent = [], []
+    hosts = []
+    silent = []
     for node, prober, answer in zip(nodes, probers, answers, strict=True):
         address = node["NodeManagerAddress"]
         try:

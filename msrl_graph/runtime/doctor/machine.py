@@ -32,7 +32,8 @@ SMALL = 1 << 16  # bytes of a file that are read
 FEW = 64  # files of a pattern that are read, and items that a command is repeated for
 DEADLINE, LONG = 15.0, 30.0  # seconds that a command has, and one that loads packages
 PYTHON = "{python}"  # of a command's words: the Python that asks
-HUNG, ABSENT = "hung", "absent"
+HUNG = "hung"
+ABSENT = "absent"
 
 
 class Command(TypedDict):
@@ -235,7 +236,8 @@ def numbers(paths: list[str]) -> list[int]:
 
 
 def _each(machine: Machine, command: Command) -> list[tuple[list[str], float]]:
-    words, seconds = command["words"], command["seconds"]
+    words = command["words"]
+    seconds = command["seconds"]
     if command["where"] and not machine.names(command["where"]):
         return []
     if not command["each"]:

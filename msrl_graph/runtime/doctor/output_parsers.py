@@ -73,7 +73,8 @@ def npu_dies(text: str) -> list[DeviceEntry]:
     dies: list[DeviceEntry] = []
     for first, second in pairwise(rows):
         # The second line of a die has its place on the bus, and at its end what of its memory is used.
-        named, memory = first[0].split(), re.findall(r"(\d+)\s*/\s*(\d+)", second[-1])
+        named = first[0].split()
+        memory = re.findall(r"(\d+)\s*/\s*(\d+)", second[-1])
         bus = len(second) == 3 and re.fullmatch(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+", second[1])
         if not (bus and len(named) == 2 and memory):
             continue
@@ -151,7 +152,8 @@ def torch_cuda(text: str) -> str:
 def memory(meminfo: str, most: str, used: str) -> tuple[int, int]:
     """Bytes that are free and that there are, of the machine or of the container that this is one of."""
     said = {name: int(value.split()[0]) << 10 for name, value in fields(meminfo).items() if value[:1].isdigit()}
-    free, total = said.get("MemAvailable", 0), said.get("MemTotal", 0)
+    free = said.get("MemAvailable", 0)
+    total = said.get("MemTotal", 0)
     if most.strip().isdigit() and used.strip().isdigit():
         return min(free, int(most) - int(used)), min(total, int(most))
     return free, total

@@ -88,7 +88,8 @@ def _interpreters(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding
 
 def _devices(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     cluster = plan.cluster
-    kind, each = cluster.device.kind, cluster.devices_per_node
+    kind = cluster.device.kind
+    each = cluster.devices_per_node
     having = [_having(host, kind) for host in hosts]
     able = sum(count >= each for count in having)
     if able >= cluster.nodes:
@@ -162,7 +163,8 @@ def _files(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
         lacking = tuple(h.title for h in hosts if any(h.seen["sizes"].get(p, -1) < 0 for p in paths))
         if lacking:
             absent = [p for p in paths if any(h.seen["sizes"].get(p, -1) < 0 for h in hosts)]
-            told, mend = f"{title} is not there: {listed(absent)}", SAME if len(hosts) > 1 else "put it there"
+            told = f"{title} is not there: {listed(absent)}"
+            mend = SAME if len(hosts) > 1 else "put it there"
             # Only the first host of a run reads data.
             slight = what == "data" and len(lacking) < len(hosts)
             yield Finding("plan-files", told, "warning" if slight else "wrong", mend, lacking)

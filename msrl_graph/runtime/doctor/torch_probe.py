@@ -28,7 +28,8 @@ def tried(kind: DeviceKind, code: str, found: ExaminedHost) -> Iterator[Finding]
     said = found.said([PYTHON, "-c", code])
     if said["status"] == ABSENT or any(f.state == "wrong" for rule in (*BELOW, *MASKS) for f in rule(found)):
         return
-    look, counts = f"see all that it says: python -c '{code}'", output_parsers.last_line(said["text"])
+    look = f"see all that it says: python -c '{code}'"
+    counts = output_parsers.last_line(said["text"])
     there = seen(found, kind)
     if said["status"] == HUNG:
         yield Finding("import", f"torch does not see its {kind.resource} within {LONG:.0f} s", "warning", look)

@@ -50,7 +50,8 @@ class AsyncPools(PoolProgress):
         """Has a pool begin a task when it has ended what it is at, while the updates are in the iteration `now`, or
         about to begin it."""
         for edge in self.edges[pool, task.name]:
-            name, version = self.names[edge], self.newest(edge, now) if task.trains else now
+            name = self.names[edge]
+            version = self.newest(edge, now) if task.trains else now
             before = self.fetches[name].told if name in self.fetches else 0
             self.fetches[name] = WeightFetch(version, before + self.takes(edge, version))
             if task.trains:
@@ -87,6 +88,7 @@ class AsyncPools(PoolProgress):
         """These have: tasks of training, and what they tell. Raises what went wrong in one."""
         for asked in self.at_work.values():
             for reference in [r for r in asked if r in references]:
-                task, report = asked.pop(reference), ray.get(reference)
+                task = asked.pop(reference)
+                report = ray.get(reference)
                 if task.trains:
                     yield task, report

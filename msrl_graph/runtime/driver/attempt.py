@@ -77,7 +77,8 @@ class PreparedRun:
 
     def lines(self) -> list[str]:
         """What would run."""
-        plan, run = self.plan, self.plan.deploy.run
+        plan = self.plan
+        run = self.plan.deploy.run
         begin = (
             f"from iteration {self.manifest.iteration} ({self.origin or self.begin})"
             if self.manifest
@@ -131,7 +132,8 @@ def _prepared(
         raise Fault(*warnings)
     for name, found in sizes.items():
         warnings += found.doubts(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
-    plan, copied = absolute(plan), absolute(copied)
+    plan = absolute(plan)
+    copied = absolute(copied)
     read = run_inputs.take(copied, options.replay)
     target = resume or plan.deploy.run.resume
     if not target:
@@ -144,11 +146,10 @@ def _prepared(
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
     brought = remote_folder.bring(target, span, copies) if is_url(target) else None
     whose = resumed(copied, str(brought.folder) if brought else target, span, read, trains=not options.evaluate)
-    begin, manifest = whose.path, whose.manifest
-    home, newest = (
-        begin.parent.parent,
-        brought.newest if brought else begin == checkpoint.found(begin.parent.parent)[-1],
-    )
+    begin = whose.path
+    manifest = whose.manifest
+    home = begin.parent.parent
+    newest = brought.newest if brought else begin == checkpoint.found(begin.parent.parent)[-1]
     stays = out is None or urls.same(str(out), brought.run if brought else str(home))
     if options.evaluate:
         if stays and out is not None:

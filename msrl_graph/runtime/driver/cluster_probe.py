@@ -108,7 +108,8 @@ class Hosts:
     def _files(self) -> Iterator[HostColumn]:
         own = self.here["digests"]
         for title in dict.fromkeys(title for asked in self.asked for title in asked):
-            cells, wrong = [], set()
+            cells = []
+            wrong = set()
             for i, (asked, found) in enumerate(zip(self.asked, self.seen, strict=True)):
                 paths = asked.get(title, ())
                 there = [p for p in paths if found["sizes"][p] >= 0]
@@ -133,7 +134,8 @@ class Hosts:
         yield HostColumn("out folder", ["its own" if i in self.blind[0] else "shared" for i in range(len(self.seen))])
 
     def _machines(self) -> Iterator[HostColumn]:
-        cluster, kind = self.plan.cluster, self.plan.cluster.device.kind
+        cluster = self.plan.cluster
+        kind = self.plan.cluster.device.kind
         if not kind.is_host:
             few = frozenset(i for i, f in enumerate(self.seen) if f["devices"] < cluster.devices_per_node)
             cells = [str(f["devices"]) for f in self.seen]

@@ -53,8 +53,12 @@ def reserved(plan: Plan, name: str, patience: float = 0.0) -> DeviceReservation:
     from ray.util.placement_group import placement_group, placement_group_table
 
     cluster = plan.cluster
-    nodes, each, kind = cluster.nodes, float(cluster.devices_per_node), cluster.device.resource
-    begin, own, group = time.monotonic(), ray.util.get_node_ip_address(), None
+    nodes = cluster.nodes
+    each = float(cluster.devices_per_node)
+    kind = cluster.device.resource
+    begin = time.monotonic()
+    own = ray.util.get_node_ip_address()
+    group = None
     while group is None or not group.wait(2):
         # A host that has just been lost Ray takes for alive: what is reserved there never comes.
         known = living()
@@ -68,7 +72,9 @@ def reserved(plan: Plan, name: str, patience: float = 0.0) -> DeviceReservation:
             asked = [{kind: each} | ({pinned[i]: 0.001} if pinned else {}) for i in range(nodes)]
             group = placement_group(asked, strategy="STRICT_SPREAD" if nodes > 1 else "PACK", name=name)
             continue
-        others, short, passed = _others(name), len(hosts) < nodes, time.monotonic() - begin
+        others = _others(name)
+        short = len(hosts) < nodes
+        passed = time.monotonic() - begin
         if passed > patience and (short or passed > WAIT or (others and passed > HELD)):
             if group is not None:
                 ray.util.remove_placement_group(group)

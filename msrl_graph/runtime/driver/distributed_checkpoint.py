@@ -40,7 +40,9 @@ class DistributedCheckpoint:
     perhaps, of what the run goes on from."""
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], wait: Wait) -> None:
-        self.plan, self.ranks, self.wait = plan, ranks, wait
+        self.plan = plan
+        self.ranks = ranks
+        self.wait = wait
         self.apart: list[int] = []
         self.unseen: list[int] = []
         self.wrote: dict[int, list[str]] = {}  # the files of the newest checkpoint
@@ -105,7 +107,8 @@ class DistributedCheckpoint:
     def send(self, folder: Path, url: str) -> None:
         """Puts a checkpoint at the URL of the run, where it is seen when all of it is there, and removes those that
         are kept no longer. OSError or Fault where that fails."""
-        run, below = folder.parent.parent, urls.under(url, checkpoint.FOLDER)
+        run = folder.parent.parent
+        below = urls.under(url, checkpoint.FOLDER)
         there = urls.under(below, folder.name)
         urls.remove(there, (checkpoint.MANIFEST,))  # of what a run wrote that went on otherwise
         asked = [

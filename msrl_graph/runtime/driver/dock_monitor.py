@@ -67,7 +67,8 @@ def results(ray: Any, asked: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
     """What Ray was asked for, once all of it is there. Raises HostLost where one of these hosts, by the ids that their
     nodes have in Ray, is out of reach at two looks in a row: of what is to begin on a lost host Ray itself may never
     tell."""
-    left, out = list(asked), set[str]()
+    left = list(asked)
+    out = set[str]()
     while left:
         done, left = ray.wait(left, num_returns=len(left), timeout=SILENT)
         ray.get(done)  # what went wrong, while others still work
@@ -79,8 +80,10 @@ def begun(ray: Any, asked: Mapping[str, Any], nodes: Sequence[str]) -> None:
     """Waits until all processes of these names have answered, or have died, of which the next call tells. Raises
     HostLost as `results` does, and where some take far longer than all others: of what was to begin while a host was
     out of reach and has come back, Ray may hear nothing more."""
-    left, out = dict(asked), set[str]()
-    start, last = time.monotonic(), 0.0
+    left = dict(asked)
+    out = set[str]()
+    start = time.monotonic()
+    last = 0.0
     while left:
         done, _ = ray.wait([*left.values()], num_returns=len(left), timeout=SILENT)
         left = {name: reference for name, reference in left.items() if reference not in done}
@@ -104,7 +107,8 @@ def missing(nodes: Iterable[str]) -> set[str]:
     the ids of their nodes: where Ray was started again, another node has the address."""
     import ray
 
-    known, found = {node["NodeID"]: node for node in ray.nodes()}, set[str]()
+    known = {node["NodeID"]: node for node in ray.nodes()}
+    found = set[str]()
     for node in (known[node] for node in nodes):
         address = node["NodeManagerAddress"]
         try:

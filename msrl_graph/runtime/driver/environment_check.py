@@ -11,7 +11,8 @@ from ...diagnostics import Diagnostic, Severity
 from ...hardware.environment_variables import Setting, differing
 from ...ir.plan import Plan
 
-FAILING, KEPT = "failing-variable", "kept-variable"
+FAILING = "failing-variable"
+KEPT = "kept-variable"
 
 
 def check(plan: Plan) -> list[Diagnostic]:

@@ -42,7 +42,9 @@ class FunctionHosts:
         ended: Callable[[Sequence[Any]], dict[Any, Exception | None]] | None = None,
         lanes: int = 1,
     ) -> None:
-        self.start, self.ended, self.lanes = start, ended or _ended, lanes
+        self.start = start
+        self.ended = ended or _ended
+        self.lanes = lanes
         self.places = [(host, lane) for lane in range(lanes) for host in range(hosts)]
         self.left = [restarts for _ in self.places]
         self.open: list[list[ActorCall]] = [[] for _ in self.places]

@@ -20,7 +20,9 @@ from .run_state import RunState
 
 class FunctionTasks:
     def __init__(self, ray: Any, plan: Plan, hosts: FunctionHosts, carried: RunState) -> None:
-        self.ray, self.hosts, self.carried = ray, hosts, carried
+        self.ray = ray
+        self.hosts = hosts
+        self.carried = carried
         self.numbers = range(plan.cluster.nodes)  # of the hosts
         self.reads_states = bool(waiting(plan))
         self.calls: dict[str, list[ActorCall]] = {}  # by key of a task
@@ -69,7 +71,8 @@ class FunctionTasks:
             del self.openings[number]
 
     def _ask(self, task: Task, part: Part) -> None:
-        tables, asked = self.carried.tables(task.number) if task.trains else Tables({}, {}), replace(task, part=part)
+        tables = self.carried.tables(task.number) if task.trains else Tables({}, {})
+        asked = replace(task, part=part)
         for host in self.numbers:  # host 0 has the source
             of_rows = Tables({}, {}) if host else tables
             self.calls[task.key].append(self.hosts.ask(host, "run", asked, of_rows, lane=lane(task)))

@@ -66,7 +66,10 @@ class Driver:
         import ray
 
         self.ray = ray
-        self.attempt, self.pool, self.display, self.signals = attempt, pool, display, signals
+        self.attempt = attempt
+        self.pool = pool
+        self.display = display
+        self.signals = signals
         self.plan: Plan = here(attempt.plan)
         self.docks = DockMonitor()
         self.fates = DeathReports(attempt.folder)
@@ -82,7 +85,9 @@ class Driver:
         return self.pool.functions
 
     def whole(self) -> Result:
-        pool, display, out = self.pool, self.display, Path(self.attempt.out)
+        pool = self.pool
+        display = self.display
+        out = Path(self.attempt.out)
         pool.connect()
         self.signals.heed()
         pool.start()
@@ -121,7 +126,9 @@ class Driver:
         return manifest
 
     def _train(self, sizes: dict[str, int], out: Path, resumed: checkpoint.Manifest | None) -> Result:
-        plan, run, begin = self.plan, self.plan.deploy.run, 0
+        plan = self.plan
+        run = self.plan.deploy.run
+        begin = 0
         self.carried = RunState(plan, sizes["source"])
         self.tasks = FunctionTasks(self.ray, plan, self.functions, self.carried)
         if resumed is not None:
@@ -143,10 +150,13 @@ class Driver:
         for line in self.recorder.lines:  # of what was told already
             symptoms.look(line)
         self.signals.training = True
-        running, end, enough = None, begin, ending(self.recorder.bests)
+        running = None
+        end = begin
+        enough = ending(self.recorder.bests)
         for i in range(begin, begin if enough else run.iterations):
             running = running or self._begin(self.carried.task(i), self._measured(i))
-            done, last = running, i + 1 == run.iterations
+            done = running
+            last = i + 1 == run.iterations
             saves = bool(plan.deploy.saves) and (last or bool(run.save and (i + 1) % run.save == 0))
             evaluations = [e for e in plan.deploy.evaluations if e.every and (i + 1) % e.every == 0]
             # The ranks go on while this iteration's figures are written down, unless something else has its turn first.
@@ -306,7 +316,9 @@ class Driver:
         a process dies that is not replaced; and when for `deadline` seconds (0: the dock's) nothing has ended and no
         row has moved, nor, of what reads or writes a `disk`, a byte. Meanwhile it keeps the display alive, and pools
         that may be ahead of the iteration `training` at work."""
-        left, still, counted = list(asked), StallClock(disk), not deadline
+        left = list(asked)
+        still = StallClock(disk)
+        counted = not deadline
         deadline = deadline or self.plan.docks.deadline
         often = min(LOOK / 5 if self.attempt.ports.open else LOOK, deadline)
         while left:

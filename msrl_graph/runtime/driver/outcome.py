@@ -69,7 +69,8 @@ class Outcome:
         found: dict[str, Path | str] = {}
         for best in self.bests:
             if (name := checkpoint.named(best.iteration)) in there:
-                place, folder = (checkpoint.FOLDER, name), self.folder
+                place = (checkpoint.FOLDER, name)
+                folder = self.folder
                 path = urls.under(folder, *place) if isinstance(folder, str) else folder.joinpath(*place)
                 found[best.name] = path
         return found

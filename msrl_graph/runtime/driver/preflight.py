@@ -94,12 +94,14 @@ def _packages(plan: Plan) -> Iterator[Diagnostic]:
         first = next((p for p in placements if p.engine.span.line or _reason(p)), placements[0])
         what = f"the engine `{name}` of `{first.node}` needs {', '.join(missing)}, not installed here"
         help = packages.installing(name, missing, plan.cluster.device.backend)
-        layout, reason = plan.deploy.layouts.get(first.node), _reason(first)
+        layout = plan.deploy.layouts.get(first.node)
+        reason = _reason(first)
         span = first.engine.span if first.engine.span.line else plan.graph.node(first.node).span
         if reason:
             what += f"; the plan chose it, since {reason}"
         if reason and layout is not None and layout.span.line:
-            span, help = layout.span, help + _otherwise(plan, first, layout)
+            span = layout.span
+            help = help + _otherwise(plan, first, layout)
         yield Diagnostic("not-installed", what, span, help)
 
 
@@ -117,7 +119,8 @@ def _reason(placement: Placement) -> str:
 
 def _otherwise(plan: Plan, placement: Placement, layout: Layout) -> str:
     """The axes to leave out of a layout so that an engine runs it which is installed; "" where that is not all."""
-    node, model = plan.graph.node(placement.node), plan.model(placement.node)
+    node = plan.graph.node(placement.node)
+    model = plan.model(placement.node)
     for spec in ENGINES.values():
         beyond = [axis for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.axes]
         ones: dict[str, Any] = dict.fromkeys(beyond, 1)

@@ -56,8 +56,11 @@ class ProcessPool:
     """Ranks, function hosts and docks of one plan."""
 
     def __init__(self, attempt: Attempt, say: Callable[[str], None]) -> None:
-        self.attempt, self.say = attempt, say
-        self.plan, self.folder, self.out = attempt.plan, attempt.folder, Path(attempt.out).absolute()
+        self.attempt = attempt
+        self.say = say
+        self.plan = attempt.plan
+        self.folder = attempt.folder
+        self.out = Path(attempt.out).absolute()
         self.ranks: list[Any] = []
         self.parted = DistributedCheckpoint(self.plan, self.ranks, self.results)
         self.functions: FunctionHosts | None = None
@@ -76,7 +79,8 @@ class ProcessPool:
         """Starts Ray on this machine, or joins the cluster that RAY_ADDRESS names."""
         import ray
 
-        plan, cluster = self.plan, self.plan.cluster
+        plan = self.plan
+        cluster = self.plan.cluster
         ray_options: dict[str, Any] = {"log_to_driver": bool(os.environ.get("MSRL_DEBUG")), "logging_level": "error"}
         ray_options["job_config"] = cluster_join.job_config()
         if self.attached:
@@ -106,7 +110,8 @@ class ProcessPool:
         """Starts the actors, and returns when all are ready."""
         import ray
 
-        plan, cluster = self.plan, self.plan.cluster
+        plan = self.plan
+        cluster = self.plan.cluster
         self.reserved = place = device_reservation.reserved(
             plan, f"{device_reservation.NAMED} {plan.deploy.name}, into {self.out}", self.attempt.patience
         )
@@ -129,9 +134,12 @@ class ProcessPool:
             return handle
 
         # Ranks first: they take longest to start, and Ray starts processes one after another where cores are few.
-        text, logs = plan.to_json(), str(self.out / "logs")
+        text = plan.to_json()
+        logs = str(self.out / "logs")
         for r in range(cluster.devices):
-            at, around, asks = cluster.host(r), plan.around(r), cluster.device.kind.ray()
+            at = cluster.host(r)
+            around = plan.around(r)
+            asks = cluster.device.kind.ray()
             threads = max(1, hosts[at].cores // cluster.devices_per_node)
             of = (text, r, threads, hosts[at].folder, logs, around.settings, plan.docks.deadline)
             if around.python:
@@ -193,12 +201,14 @@ class ProcessPool:
         """Looks at the hosts of a cluster, and lays down there what is shipped to them."""
         import ray
 
-        resume, replay = self.attempt.resume, self.attempt.options.replay
+        resume = self.attempt.resume
+        replay = self.attempt.options.replay
         rows = sorted(Path(replay).absolute().glob("rows/**/*.parquet")) if replay else []
         also = {"the rows to replay": str(rows[0])} if rows else {}
         files = ray.put(shipped_files.laid(Path(self.folder)))
         found = probe(self.plan, place, [self.out, *([Path(resume)] if resume else [])], also, self.probes)
-        self.parted.apart, self.parted.unseen = found.blind[0], found.blind[-1] if resume else []
+        self.parted.apart = found.blind[0]
+        self.parted.unseen = found.blind[-1] if resume else []
         for words in found.judge(self.attempt.options.verbose):
             self.say(words)
         folders = self.results([actor.keep.remote(files) for actor in found.actors])
@@ -254,7 +264,8 @@ class ProcessPool:
         actors = self._actors()
         # A busy rank does not answer, a dead one fails at once, or as soon as Ray has noticed.
         asked = {a.__ray_ready__.remote(): self.names[a._actor_id.hex()] for a in actors}
-        left, until = list(asked), time.monotonic() + patience
+        left = list(asked)
+        until = time.monotonic() + patience
         found: list[str] = []
         while left and time.monotonic() < until:
             ended, left = ray.wait(left, num_returns=1, timeout=0.2)
@@ -316,12 +327,14 @@ class ProcessPool:
 def check_machine(plan: Plan) -> None:
     """Refuses, before anything is started, what this machine alone cannot give."""
     cluster = plan.cluster
-    kind, cores = cluster.device.kind, HOST.here()
+    kind = cluster.device.kind
+    cores = HOST.here()
     asked = f"the plan asks for {many(cluster.nodes, 'host')} of {cluster.devices_per_node} {kind.resource}"
     there = f"this machine is 1 host of {cores} cores{'' if kind.is_host else f' and {kind.here()} {kind.resource}'}"
     help = ""
     if hidden := visibility_masks.wrong(kind, os.environ.get(kind.visible), kind.there()):
-        there, help = hidden, f"unset {kind.visible}, or list the machine's own numbers, rising from 0"
+        there = hidden
+        help = f"unset {kind.visible}, or list the machine's own numbers, rising from 0"
     elif not kind.is_host and cluster.devices_per_node > kind.here():
         help = 'set RAY_ADDRESS to a Ray cluster that has them, or deploy on `device = "cpu"`'
     elif cluster.nodes > 1:

@@ -58,7 +58,8 @@ def _chosen(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) ->
     names = (Path("runs") / f"{plan.deploy.name}-{n}" for n in itertools.count(1))
     folder = Path(out) if out is not None else next(p for p in names if not p.exists())
     nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    what, help = "", "name another with --out"
+    what = ""
+    help = "name another with --out"
     if folder.exists() and not folder.is_dir():
         what = "is a file"
     elif folder.exists() and any(folder.iterdir()):
@@ -197,7 +198,8 @@ def lock(out: Path) -> Iterator[int]:
 
 def holders(out: Path) -> list[int]:
     """The processes that hold the lock of a folder, of those that this one may look at."""
-    found, here = [], out.stat()
+    found = []
+    here = out.stat()
     for process in Path("/proc").iterdir():
         if process.name.isdecimal() and int(process.name) != os.getpid():
             with suppress(OSError):

@@ -224,7 +224,8 @@ def same(before: InputFile, now: InputFile) -> bool:
 
 
 def _how(before: InputFile, now: InputFile) -> str:
-    one, two = before.bytes, now.bytes
+    one = before.bytes
+    two = now.bytes
     return f"{one:,} bytes, now {two:,}" if one != two else f"{one:,} bytes as before"
 
 
@@ -245,7 +246,10 @@ class DigestThread:
     run has been told of them, `say` tells a person."""
 
     def __init__(self, run: Path, inputs: RunInputs, before: RunInputs | None, say: Callable[[str], None]) -> None:
-        self.run, self.inputs, self.before, self.say = run, inputs, before, say
+        self.run = run
+        self.inputs = inputs
+        self.before = before
+        self.say = say
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()

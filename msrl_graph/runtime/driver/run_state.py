@@ -33,7 +33,8 @@ class RunState:
     """`rows` are those of the source's data: a state of each prompt has a value for every one."""
 
     def __init__(self, plan: Plan, rows: int) -> None:
-        self.graph, self.rows = plan.graph, rows
+        self.graph = plan.graph
+        self.rows = rows
         self.refills = any(CallAttributes.of(n).refill for n in plan.graph.nodes)
         self.refill = RefillSize(self.graph)
         self.positions = {0: 0}  # in the data, by iteration, of those where it is known
@@ -169,7 +170,8 @@ class RunState:
             if name not in found:
                 raise RunError(f"{folder} holds no value of the state `{name}`: it is a checkpoint of another program")
             if found[name].shape != value.shape:
-                has, wants = found[name].size, f"the data has {self.rows} rows" if value.ndim else "the run has one"
+                has = found[name].size
+                wants = f"the data has {self.rows} rows" if value.ndim else "the run has one"
                 raise RunError(
                     f"{folder} holds {has} values of the state `{name}`, and {wants}: go on with the data that it was "
                     "made with"
@@ -213,7 +215,9 @@ def _cut(found: Mapping[str, Array], iteration: int) -> tuple[CutPrompt, ...]:
     ends = np.cumsum(held["lengths"])[:-1]
     each = [np.split(held[name], ends) if len(held["lengths"]) else [] for name in ("tokens", "logps", "versions")]
     responses = list(zip(*each, (bool(e) for e in held["ended"]), strict=True))
-    made, first, many = [], 0, len(held["positions"])
+    made = []
+    first = 0
+    many = len(held["positions"])
     began = held.get("iterations", np.full(many, iteration)), held.get("rows", np.arange(many))
     for position, cuts, count, *row in zip(held["positions"], held["cuts"], held["responses"], *began, strict=True):
         made.append(CutPrompt(int(position), tuple(responses[first : first + int(count)]), int(cuts), *map(int, row)))

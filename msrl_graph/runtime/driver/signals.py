@@ -38,6 +38,7 @@ class Signals:
             return
         if self.asked or not self.training or number == signal.SIGHUP:
             raise KeyboardInterrupt
-        self.asked, self.since = number, time.monotonic()
+        self.asked = number
+        self.since = time.monotonic()
         when = "when the checkpoint is written" if self.saving else "after this iteration, with a checkpoint"
         self.say(f"ending {when}; ask once more to end at once")

@@ -26,8 +26,11 @@ class StallClock:
     """For how long nothing has moved; `disk`: where bytes count, too."""
 
     def __init__(self, disk: bool) -> None:
-        self.disk, self.since = disk, time.monotonic()
-        self._rows, self._bytes, self._at = -1, -1, self.since
+        self.disk = disk
+        self.since = time.monotonic()
+        self._rows = -1
+        self._bytes = -1
+        self._at = self.since
 
     def moved(self) -> None:
         """Something has ended, or was mended."""
@@ -35,14 +38,17 @@ class StallClock:
 
     def hear(self, statuses: Sequence[Status]) -> None:
         """Hears what the docks say."""
-        now, rows = time.monotonic(), sum(s.moves for s in statuses)
+        now = time.monotonic()
+        rows = sum(s.moves for s in statuses)
         if rows != self._rows:
-            self._rows, self.since = rows, now
+            self._rows = rows
+            self.since = now
         if self.disk:
             moved = sum(s.bytes for s in statuses)
             if moved - self._bytes > heartbeat.RATE * (now - self._at):
                 self.since = now
-            self._bytes, self._at = moved, now
+            self._bytes = moved
+            self._at = now
 
     def seconds(self, since: float = 0.0) -> float:
         """How long nothing has moved, at most since a moment."""

@@ -117,7 +117,11 @@ class Supervisor:
         driver: Sequence[str] = PROGRAM,
         on_iteration: OnIteration | None = None,
     ) -> None:
-        self.plan, self.made, self.options, self.stderr, self.driver = made.plan, made, options, stderr, driver
+        self.plan = made.plan
+        self.made = made
+        self.options = options
+        self.stderr = stderr
+        self.driver = driver
         self.console = Screen(file=stderr or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.child: subprocess.Popen[bytes] | None = None
         self.lock = -1  # of the results' folder
@@ -167,7 +171,8 @@ class Supervisor:
 
     def _finished(self, out: Path) -> Outcome:
         """All attempts; where the run's folder is at a URL, what they left is put there, however they end."""
-        url, wrong = self.made.url, ""
+        url = self.made.url
+        wrong = ""
         try:
             outcome = self._attempts(out)
         except (RunFailed, Interrupted, CallbackFailed):
@@ -195,16 +200,20 @@ class Supervisor:
 
     def _begin(self, out: Path) -> None:
         """Where a run goes on in another folder, the lines so far are its lines too."""
-        begin, manifest = self.made.begin, self.made.manifest
+        begin = self.made.begin
+        manifest = self.made.manifest
         if begin is None or manifest is None or self.made.goes_on or self.options.evaluate:
             return
         lines, _ = whole_lines(begin.parent.parent / METRICS)
         (out / METRICS).write_bytes(b"".join(lines[: manifest.lines]))
 
     def _attempts(self, out: Path) -> Outcome:
-        limit, made = self.plan.deploy.run.restarts, self.made
+        limit = self.plan.deploy.run.restarts
+        made = self.made
         begin = (made.begin, made.manifest) if made.begin and made.manifest else None
-        known, before, died = begin, _size(out / METRICS), ""
+        known = begin
+        before = _size(out / METRICS)
+        died = ""
         for restarts in itertools.count(1):
             sweep()
             if restarts > 1 and (other := run_inputs.edited(made.inputs)):
@@ -259,7 +268,8 @@ class Supervisor:
     ) -> Result:
         """Goes on without the hosts that a run has lost, where its program fits those that are left, else once they
         are back."""
-        left, patience = many(result.hosts, "host"), self.plan.docks.deadline
+        left = many(result.hosts, "host")
+        patience = self.plan.docks.deadline
         if (fewer := with_hosts(self.plan, result.hosts)) is not None:
             self.console.print(f"{left} of {self.plan.cluster.nodes} left: planned anew for {left}")
             return self._attempt(out, known, restarts, fewer)

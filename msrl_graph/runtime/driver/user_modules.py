@@ -31,7 +31,8 @@ def of_plan(plan: Plan) -> dict[Path, Path]:
 
 def modules(path: Path) -> Iterator[Path]:
     """A Python file, and what it imports from the user's folders, file or package, with what that imports."""
-    beside, others = path.parent, _folders_of_user()
+    beside = path.parent
+    others = _folders_of_user()
     left = [path, *_packages(path)]
     seen = {*left}
     while left:

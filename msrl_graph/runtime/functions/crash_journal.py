@@ -53,8 +53,10 @@ class CrashJournal:
     def __init__(self, path: Path | None = None, again: bool = False) -> None:
         self.path = path
         self._death = _read(path) if path and again else None
-        self._memory, self._pid = mmap.mmap(-1, _SIZE), os.getpid()
-        self._call, self._times = "", 0
+        self._memory = mmap.mmap(-1, _SIZE)
+        self._pid = os.getpid()
+        self._call = ""
+        self._times = 0
         if path is None:
             return
         if self._death and self._death.trace:

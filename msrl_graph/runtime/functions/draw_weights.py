@@ -30,15 +30,19 @@ class DrawWeights:
         expr = SourceAttributes.of(source).weights
         assert expr is not None
         self.call, signature = called(expr, "function")
-        self.options, renamed = options_of(expr), expr.columns()
-        self.filled, self.data, self.rows = InjectedArguments(signature, source, plan), data, len(data)
+        self.options = options_of(expr)
+        renamed = expr.columns()
+        self.filled = InjectedArguments(signature, source, plan)
+        self.data = data
+        self.rows = len(data)
         self.bound = [(p, renamed.get(p, p)) for p in signature.columns]
         self.columns: dict[str, Callable[[], Any]] = {}  # of the data, by parameter: each call gets values of its own
         for parameter, name in self.bound:
             if name in source.weighs:
                 text = parameter in signature.text
                 tokens = data.tokens if text and is_tokens(plan.graph, name) else None
-                column, element = data.columns[name].take(data.usable), plan.graph.column(name).element
+                column = data.columns[name].take(data.usable)
+                element = plan.graph.column(name).element
                 if column.offsets is None:
                     self.columns[parameter] = column.values.copy
                 elif text or element == "text":  # what takes long to decode, and nobody can change
@@ -66,10 +70,8 @@ class DrawWeights:
                 "of the data"
             )
         if len(wrong := np.flatnonzero(~(np.isfinite(found) & (found >= 0)))):
-            row, more = (
-                self.data.where(int(wrong[0])),
-                f", and so of {len(wrong) - 1} more of {self.rows}" if len(wrong) > 1 else "",
-            )
+            row = self.data.where(int(wrong[0]))
+            more = f", and so of {len(wrong) - 1} more of {self.rows}" if len(wrong) > 1 else ""
             raise RunError(
                 f"{what} returned {found[wrong[0]]:g} for {row}{more}, where a finite number of 0 or more belongs"
             )

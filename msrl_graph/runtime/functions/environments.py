@@ -41,15 +41,20 @@ class EnvironmentClass:
     and its mask; `verdicts` the dock's name for which rows failed, "" where they end the run."""
 
     def __init__(self, node: Node, plan: Plan) -> None:
-        self.node, self.plan, self.graph = node, plan, plan.graph
+        self.node = node
+        self.plan = plan
+        self.graph = plan.graph
         said = GenerateAttributes.of(node)
         call = said.environment
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
-        self.call, self.path, self.name = call, path, name
+        self.call = call
+        self.path = path
+        self.name = name
         self.signature = classes(shipped_files.found(path).read_text(encoding="utf-8-sig"))[name]["reset"]
         # As gymnasium has it, all that the node reads are options, tokens as text.
-        seeded, signature = self.signature.seeded, self.signature
+        seeded = self.signature.seeded
+        signature = self.signature
         self.reads = [c for c in (node.reads if seeded else signature.columns) if c in node.reads]
         self.text = frozenset(c for c in self.reads if is_tokens(plan.graph, c)) if seeded else signature.text
         self.tokens = {c: of_column(plan, c) for c in self.reads if c in self.text and is_tokens(plan.graph, c)}
@@ -57,7 +62,9 @@ class EnvironmentClass:
         own = {*numerics.drawn(plan.graph, node), *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
         self.columns = tuple(c for c in node.writes if c not in own)
         self.returned = ReturnChecker(plan, self.columns)
-        self.timeout, self.on_failure, self.memory = said.timeout, said.on_failure, said.memory
+        self.timeout = said.timeout
+        self.on_failure = said.on_failure
+        self.memory = said.memory
         reward = next((c for c in plan.graph.columns if c.name == "reward"), None)
         self.gym: Literal["", "sum", "each"] = "" if not seeded else "each" if reward and reward.dims else "sum"
         sieve = rowsets(plan.graph).sieves.get(node.name)
@@ -89,10 +96,13 @@ class EnvironmentClass:
         an environment may change."""
         found: list[dict[str, Any]] = [{} for _ in range(len(batch.rows) * fan)]
         for name in self.reads:
-            text, element, column = name in self.text, self.graph.column(name).element, batch.columns[name]
+            text = name in self.text
+            element = self.graph.column(name).element
+            column = batch.columns[name]
             times = 1
             if not text and element != "text":  # texts cannot be changed, and may take long to decode
-                column, times = column.take(np.repeat(np.arange(len(column)), fan)), fan
+                column = column.take(np.repeat(np.arange(len(column)), fan))
+                times = fan
             values = seen(column, element, range(len(column)), text, self.tokens.get(name))
             for i, episode in enumerate(found):
                 episode[name] = values[i * times // fan]
@@ -105,8 +115,11 @@ class Episodes:
     `standing` says which are lost: these are over."""
 
     def __init__(self, environment: EnvironmentClass, batch: Batch, rows: Array, task: Task) -> None:
-        self.environment, self.rows, self.task = environment, rows, task
-        self.batch, self.fan = batch, len(rows) // len(batch.rows)
+        self.environment = environment
+        self.rows = rows
+        self.task = task
+        self.batch = batch
+        self.fan = len(rows) // len(batch.rows)
         self.values: list[tuple[Any, ...]] = [()] * len(rows)  # of the other columns, as the last step returned them
         self.checked: dict[str, list[Any]] = {}
         self.standing = SurvivingRows(environment.node, environment.plan, rows, self.fan, task.number)
@@ -170,7 +183,8 @@ class Episodes:
         where = f"`{self.environment.name}` in {when} of {numerics.listed(self.rows[[*alive]])}"
         for position, answer in self.instances.answers(alive, stops, where).items():
             if isinstance(answer, EnvironmentReply):
-                said[position], self.values[position] = (answer.said, answer.over), answer.values
+                said[position] = (answer.said, answer.over)
+                self.values[position] = answer.values
             else:
                 ask = asked[position]
                 self._fail(position, answer, when, ask.given if isinstance(ask, EpisodeStart) else {"text": ask})

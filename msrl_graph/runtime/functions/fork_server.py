@@ -31,7 +31,8 @@ from .user_traceback import reason
 
 ORDER = struct.Struct("<cq")  # to a nest: FORK with the bytes that may be taken, or WAIT for a process of it
 PID = struct.Struct("<q")
-FORK, WAIT = b"f", b"w"
+FORK = b"f"
+WAIT = b"w"
 _LENGTH = struct.Struct("<q")
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 

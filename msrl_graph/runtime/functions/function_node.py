@@ -89,7 +89,10 @@ class FunctionNode:
         note: CrashJournal | None = None,
         workers: Workers | None = None,
     ) -> None:
-        self.node, self.graph, self.reader, self.note = node, plan.graph, reader, note or CrashJournal()
+        self.node = node
+        self.graph = plan.graph
+        self.reader = reader
+        self.note = note or CrashJournal()
         self.returned = ReturnChecker(plan, node.writes)
         sieve = rowsets(plan.graph).sieves.get(node.name)
         self.drops = sieve.column if sieve is not None and sieve.failures else ""  # the dock's name for which rows stay
@@ -138,7 +141,9 @@ class FunctionNode:
         if self.comparison is not None:
             yield self._verdicts(batch.rows, self._compare(batch, task).astype(np.int32))
             return
-        part, done, all_ = _Part(self), 0, len(batch.rows)
+        part = _Part(self)
+        done = 0
+        all_ = len(batch.rows)
         row_progress.report(0, all_)
         with closing(self._call_units(batch, task)) as outcomes:  # an error leaves no call in progress
             for unit, outcome in outcomes:
@@ -172,10 +177,14 @@ class FunctionNode:
         return ((unit, self.of_unit(unit, task)) for unit in units)
 
     def _units(self, batch: Batch, task: Task, seen: list[tuple[str, Any]]) -> Iterator[Unit]:
-        grouped, numbers, start = self.node.per != "row", self.reader.numbers(task), 0
+        grouped = self.node.per != "row"
+        numbers = self.reader.numbers(task)
+        start = 0
         sizes = batch.share.sizes.tolist() if grouped else [1] * len(batch.rows)
         units = (batch.share.units if grouped else batch.rows).tolist()
-        most, scope, batch_rows = numbers.repeats[self.reader.rows], self.of_unit.scope, batch.rows.tolist()
+        most = numbers.repeats[self.reader.rows]
+        scope = self.of_unit.scope
+        batch_rows = batch.rows.tolist()
         for unit, size in zip(units, sizes, strict=True):
             rows = slice(start, start := start + size)
             targets: dict[str, list[int]] = {}
@@ -186,7 +195,8 @@ class FunctionNode:
                     targets[name] = batch_rows[rows]
                 else:
                     wanted, first = np.unique(numbers.above(batch.rows[rows], self.reader.rows, of), return_index=True)
-                    targets[name], positions = wanted.tolist(), (rows.start + first).tolist()
+                    targets[name] = wanted.tolist()
+                    positions = (rows.start + first).tolist()
                 like = self.like[name]
                 lengths[name] = [self._lengths(like, batch, p) if like else {} for p in positions]
             given = [(p, self._of_unit(values, rows)) for p, values in seen]
@@ -277,7 +287,8 @@ class _Part:
 
     def results(self, batch: Batch, end: int, last: bool) -> Results:
         """As results, of the rows before the position `end`."""
-        function, rows = self.function, batch.rows[self.begin : end]
+        function = self.function
+        rows = batch.rows[self.begin : end]
         if function.sieve is not None:
             found = function._verdicts(rows, np.concatenate([*self.times, np.zeros(0, np.int32)]))
             return replace(found, last=last)

@@ -101,12 +101,15 @@ class FunctionHost:
         settle(folder, logs, called, deadline)
         self.note = CrashJournal(Path(folder) / f"{called.replace(' ', '-')}.note", again)
         self.plan = from_json(zlib.decompress(plan))
-        self.host, self.called, self.digests = host, called, digests
+        self.host = host
+        self.called = called
+        self.digests = digests
         self.readers = {r.node: r for r in readers(self.plan)}
         found = list(self.readers.values())
         self.client = Client(called, found, way, host)
         self.functions: dict[str, FunctionNode] | None = None
-        graph, nodes = self.plan.graph, [n for n in self.plan.graph.nodes if n.verb != "source"]
+        graph = self.plan.graph
+        nodes = [n for n in self.plan.graph.nodes if n.verb != "source"]
         # The states of each prompt that some node reads, by their names in the dock.
         each = {s.name: s for s in graph.states if s.per}
         self.read = {s: each[s] for n in nodes for s in latest(graph, n) if s in each}
@@ -130,7 +133,8 @@ class FunctionHost:
             if digest and digest != sampled(file.path):
                 raise RunError(f"the data {file.path} ({file.span.place}) were changed after the run began")
         self.data = {n: Dataset(d, plan) for n, d in files.items()}
-        self.watch, self.means = NumericsWatch(plan), ColumnMeans(plan)
+        self.watch = NumericsWatch(plan)
+        self.means = ColumnMeans(plan)
         source = plan.graph.node("source")
         self.refilling = next((r.refilling for r in self.readers.values()), None)
         with self._noted(source, "its import"):
@@ -174,8 +178,10 @@ class FunctionHost:
         assert self.functions is not None
         report = Report(self.called)
         stream = next(s for s in self.plan.schedule if s.pool == FUNCTIONS and s.task == task.name)
-        calls, early = _Calls(self, self.functions, task, tables, report), opening(self.plan, stream)
-        begin, steps = 0, stream.instructions
+        calls = _Calls(self, self.functions, task, tables, report)
+        early = opening(self.plan, stream)
+        begin = 0
+        steps = stream.instructions
         if task.part == "opening":
             steps = steps[:early]
         elif task.part == "rest":
@@ -260,7 +266,8 @@ class FunctionHost:
         return chosen
 
     def _draw(self, task: Task, first: int, draws: Mapping[str, Array], report: Report | None) -> Array:
-        dataset, source = self._dataset(task), self.plan.graph.node("source")
+        dataset = self._dataset(task)
+        source = self.plan.graph.node("source")
         if not task.trains:
             return np.arange(len(dataset))
         if self.weigh is not None:
@@ -286,7 +293,8 @@ class FunctionHost:
             raise RunError(blame(node, died, where)) from died
 
     def _function(self, function: FunctionNode, task: Task, report: Report) -> None:
-        node, last = function.node, False
+        node = function.node
+        last = False
         while not last:
             waiting = time.perf_counter()
             batch = self.client.take(node.name, task, self.host, at_once=True)
@@ -296,7 +304,8 @@ class FunctionHost:
                 continue
             log.at(f"{node.name} in {task.key}")
             # With a `capacity` all of a share has one place, whoever writes it again after a death.
-            often, parts = math.inf if self.client.way.capacity else OFTEN, list[Results]()
+            often = math.inf if self.client.way.capacity else OFTEN
+            parts = list[Results]()
             with report.phase(node.name):
                 for part in function.parts(batch, task, often):
                     parts.append(part)
@@ -314,7 +323,8 @@ class FunctionHost:
                 first.setdefault(failure.reason, f"{where}: {failure.told.reason}")
             known = function.spoilt(batch)
             for name, piece in made.columns.items():
-                rows, column = piece.rows, piece.column
+                rows = piece.rows
+                column = piece.column
                 if isinstance(piece, Verdicts):
                     self._kept(function, task, piece, report)
                     continue
@@ -323,7 +333,9 @@ class FunctionHost:
                 if column.offsets is None and column.values.dtype.kind == "f":
                     self.means.count(report, node, task, name, rows, column.values)
             for name, found in made.states.items():
-                reader, all_, units = self.readers[node.name], report.states.setdefault(name, NextValues()), found.units
+                reader = self.readers[node.name]
+                all_ = report.states.setdefault(name, NextValues())
+                units = found.units
                 if not reader.whole:  # a prompt that a filter repeats is the same row of the data
                     units = reader.numbers(task).above(np.asarray(units, np.int64), reader.unit, 0).tolist()
                 all_.units += units

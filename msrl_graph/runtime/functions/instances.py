@@ -90,7 +90,9 @@ class Instances:
     side; those that are `async` share a loop, all at once."""
 
     def __init__(self, called: ClassSignature, at_once: int) -> None:
-        self.called, self.made, self.process = called, dict[int, Any](), os.getpid()
+        self.called = called
+        self.made = dict[int, Any]()
+        self.process = os.getpid()
         self.rewards: dict[int, list[float]] = {}  # of each step so far, as gymnasium has them
         self.threads = ThreadPoolExecutor(at_once, "environment")
         methods = (getattr(called.make, name, None) for name in ("reset", "step"))
@@ -128,7 +130,8 @@ class Instances:
         """What the user's method gives, which may be to be waited for."""
         if not isinstance(ask, EpisodeStart):
             return self.made[position].step(ask)
-        called, made = self.called, self.called.make()
+        called = self.called
+        made = self.called.make()
         self.made[position] = made
         if called.gym:
             return made.reset(seed=called.filled.seed_of(ask.task, ask.iteration, ask.row), options=dict(ask.given))
@@ -173,7 +176,9 @@ class _Call:
     """A call under way."""
 
     def __init__(self, instances: Instances, position: int, ask: Ask) -> None:
-        self.instances, self.position, self.ask = instances, position, ask
+        self.instances = instances
+        self.position = position
+        self.ask = ask
         self.began = self.ended = math.inf  # time.monotonic
         self.future: Future[EnvironmentReply | Failure] = (
             asyncio.run_coroutine_threadsafe(self._waiting(), _loop())
@@ -183,7 +188,8 @@ class _Call:
 
     def answer(self) -> EnvironmentReply | Failure:
         """As soon as there is one."""
-        limit, future = self.instances.called.timeout, self.future
+        limit = self.instances.called.timeout
+        future = self.future
         while not future.done() and (left := min(self.began, time.monotonic()) + limit - time.monotonic()) > 0:
             wait([future], None if limit == math.inf else left)
         if not future.done() or self.ended - self.began > limit:

@@ -44,7 +44,8 @@ def end_child(parent: int) -> None:
     """
     if os.getpid() == parent:
         return
-    error, status = sys.exc_info()[1], 0
+    error = sys.exc_info()[1]
+    status = 0
     if isinstance(error, SystemExit):
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     elif error is not None:
@@ -58,7 +59,8 @@ def end_child(parent: int) -> None:
 
 def guard_exit() -> None:
     """From now on `os._exit` within a `call_of` this process raises ProcessExit there."""
-    leave, own = os._exit, os.getpid()
+    leave = os._exit
+    own = os.getpid()
 
     def leave_or_raise(status: int) -> NoReturn:
         if _guarded.get() == own == os.getpid():

@@ -27,7 +27,10 @@ class SurvivingRows:
     those that failed, with when it was; `lost` those that leave, for their own failure or their group's."""
 
     def __init__(self, node: Node, plan: Plan, rows: Array, fan: int, iteration: int) -> None:
-        self.node, self.rows, self.fan, self.iteration = node, rows, fan, iteration
+        self.node = node
+        self.rows = rows
+        self.fan = fan
+        self.iteration = iteration
         self.on_failure = GenerateAttributes.of(node).on_failure
         sieve = rowsets(plan.graph).sieves.get(node.name)
         self.column = sieve.column if sieve else ""
@@ -39,9 +42,11 @@ class SurvivingRows:
         if self.on_failure == "stop":
             raise RunError(self._blamed(position, failure, when, given))
         self.failed.setdefault(position, (failure, when))
-        first, size = position, 1
+        first = position
+        size = 1
         if self.on_failure == "drop_group":
-            first, size = position - position % self.fan, self.fan
+            first = position - position % self.fan
+            size = self.fan
         self.lost[first : first + size] = True
         return range(first, first + size)
 

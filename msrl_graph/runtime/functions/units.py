@@ -85,7 +85,8 @@ class UnitFunction:
     """
 
     def __init__(self, node: Node, plan: Plan, reader: NodeReads, note: CrashJournal | None = None) -> None:
-        self.node, self.note = node, note or CrashJournal()
+        self.node = node
+        self.note = note or CrashJournal()
         self.expr = CallAttributes.of(node).functions[0]
         self.scope = "row" if node.per == "row" else "the batch" if node.per == "batch" else node.per
         self.signature = signature_of(self.expr, "function")
@@ -169,7 +170,8 @@ class UnitFunction:
                 if np.isfinite(number := self._next(name, value)):  # `on_nan = skip` leaves the state unchanged
                     yield name, unit.number, number
                 continue
-            rows, one = unit.targets[name], name in self.one
+            rows = unit.targets[name]
+            one = name in self.one
             items = [value] if one else by_row(name, value, len(rows))
             for row, item, lengths in zip(rows, items, unit.lengths[name], strict=True):
                 try:

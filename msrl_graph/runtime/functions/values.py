@@ -106,7 +106,8 @@ class InjectedArguments:
 
     def __init__(self, signature: Signature, node: Node, plan: Plan) -> None:
         self.names = tuple(name for name in signature.fills if name in GIVEN)
-        self.seed, self.node = plan.deploy.run.seed, node.name
+        self.seed = plan.deploy.run.seed
+        self.node = node.name
         # Its import costs seconds, which only those wait for who ask.
         self.tokenizer = of_node(plan, node).chat() if "tokenizer" in self.names else None
 
@@ -177,7 +178,8 @@ def by_row(name: str, values: Any, size: int) -> Any:
     Raises BadResult for anything else, as a dict, a set or a generator: what these give when they are iterated over is
     not a value for each row.
     """
-    rows, hint = values, ""
+    rows = values
+    hint = ""
     if not isinstance(values, Sequence) and hasattr(values, "__array__"):
         rows = _array(values) if not _masked(values) else None
     if isinstance(rows, str | bytes | bytearray | memoryview) or not isinstance(rows, Sequence | np.ndarray):

@@ -109,7 +109,8 @@ class Display:
 
     def knows(self, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
         """Where metrics are kept."""
-        self.facts.lines, self.facts.evaluations = lines, evaluations
+        self.facts.lines = lines
+        self.facts.evaluations = evaluations
 
     def begin(self, task: Task) -> None:
         self.facts.begin(task)
@@ -158,7 +159,8 @@ class Tail:
     """Shows what the processes of a run print into their logs, until it is closed."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.folder, self.say = folder, say
+        self.folder = folder
+        self.say = say
         # What an earlier attempt wrote was shown by it.
         self.places = {path: path.stat().st_size for path in folder.glob("*.log")}
         self.over = threading.Event()

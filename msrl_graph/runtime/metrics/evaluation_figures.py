@@ -37,7 +37,8 @@ def evaluation_figures(
         if (piece := pieces.get(column)) is None:
             continue
         finite = np.flatnonzero(np.isfinite(piece.column.values))
-        rows, values = piece.rows[finite], piece.column.values[finite].astype(np.float64)
+        rows = piece.rows[finite]
+        values = piece.column.values[finite].astype(np.float64)
         prompts = counted.above(rows, found.columns[column], 0)
         attempts = _by_prompt(prompts, rows, values, answers)
         for k in evaluation.at:

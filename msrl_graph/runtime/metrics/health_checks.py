@@ -22,7 +22,8 @@ class HealthChecks:
     """Of a plan's runs. `look` is handed each iteration's line."""
 
     def __init__(self, plan: Plan) -> None:
-        self.graph, self.run = plan.graph, plan.deploy.run
+        self.graph = plan.graph
+        self.run = plan.deploy.run
         self.compares = comparison(plan)
         self.judged = {c: plan.graph.writer(c) for c in judged(plan.graph)}
         self.flat = dict.fromkeys(self.judged, 0)  # iterations without spread up to now
@@ -76,7 +77,8 @@ class HealthChecks:
         compares = self._drifted(line) if run.on_drift == "warn" else None
         if compares is not None:
             yield "drift", (f"{self._drift(line)},", compares)
-        generations, updates = list(self.graph.verb("generate")), list(self.graph.verb("update"))
+        generations = list(self.graph.verb("generate"))
+        updates = list(self.graph.verb("update"))
         for node in generations:
             key = "response_truncated" if node is generations[0] else f"{node.name}/response_truncated"
             if line.get(key, 0.0) > run.warn_truncated:

@@ -32,7 +32,8 @@ class StatusServer:
     """Serves what is asked at the ports of a run, in threads that nobody waits for."""
 
     def __init__(self, plan: Plan, facts: RunFacts, ports: Ports) -> None:
-        self.facts, self.token = facts, ports.token
+        self.facts = facts
+        self.token = ports.token
         self.streams = 0  # pages that are open
         self.gates: list[Gate] = []  # of the page, and of the metrics
         self.html = watch_html(plan).encode() if ports.page >= 0 else b""
@@ -144,7 +145,8 @@ class _Page(_Handler):
         self.end_headers()
 
     def _stream(self) -> None:
-        facts, watching = self.watching.facts, self.watching
+        facts = self.watching.facts
+        watching = self.watching
         watching.streams += 1
         try:
             self._head(200, "text/event-stream")

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from ...diagnostics import Diagnostic, Fault
 
-LOCAL, LAST = "127.0.0.1", 65535
+LOCAL = "127.0.0.1"
+LAST = 65535
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,9 @@ class Recorder:
     def __init__(self, folder: Path, plan: Plan, keep: int, changed: Sequence[str] = ()) -> None:
         """Goes on after the first `keep` lines of the metrics that are there. `changed`: what decides the result and
         has changed since these lines, for the next iteration's line."""
-        self.folder, self.plan, self.changed = folder, plan, list(changed)
+        self.folder = folder
+        self.plan = plan
+        self.changed = list(changed)
         self.lines: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self.trace = Trace(self._placed)
@@ -84,8 +86,10 @@ class Recorder:
         line |= spreads(reports)
         for name, value in (peak for r in reports for peak in r.peaks.items()):
             line[name] = max(value, line.get(name, value))
-        graph, devices = self.plan.graph, self.plan.cluster.devices
-        prompts, responses = graph.rows[0], graph.rows[-1]
+        graph = self.plan.graph
+        devices = self.plan.cluster.devices
+        prompts = graph.rows[0]
+        responses = graph.rows[-1]
         tokens = line.get("prompt_tokens", 0) + line.get("response_tokens", 0)
         bound = sum(
             graph.bound(c)
@@ -98,14 +102,16 @@ class Recorder:
         line["throughput_eq5"] = responses * bound / devices / seconds
         line["prompts"] = prompts
         line["phases"] = phases(reports)
-        line["dock_bytes"], line["dock_messages"] = moved, messages
+        line["dock_bytes"] = moved
+        line["dock_messages"] = messages
         line["imbalance"] = imbalances(reports)
         edges = self.plan.reshards
         line["reshard_bytes"] = max((sum(r.bytes.get(e.name, 0) for e in edges) for r in reports), default=0)
         if len(edges) > 1:
             line |= {f"{e.dst}/reshard_bytes": max((r.bytes.get(e.name, 0) for r in reports), default=0) for e in edges}
         if self.changed:
-            line["changed"], self.changed = self.changed, []
+            line["changed"] = self.changed
+            self.changed = []
         self._write(line)
         self.lines.append(line)
         self.trace.add(iteration, reports)
@@ -125,7 +131,8 @@ class Recorder:
         figures: Mapping[str, float],
     ) -> dict[str, float]:
         """Adds the means of the reported columns over all of the data, and the `figures` that come with them."""
-        found, sums = {}, _sums(reports)
+        found = {}
+        sums = _sums(reports)
         for column in evaluation.report:
             total, weight = sums.get(column, (math.nan, 1.0))
             found[column] = total / weight
@@ -218,7 +225,8 @@ class Recorder:
         rows: list[tuple[str, str, float, float, str]] = []
         if plan.estimate is None or not lines:
             return rows
-        found, sends = estimate(plan, lines) or plan.estimate, Sends(plan)
+        found = estimate(plan, lines) or plan.estimate
+        sends = Sends(plan)
         for phase in found.phases:
             measured = [line["phases"].get(MEASURED.get(phase.name, phase.name)) for line in lines]
             known = [m for m in measured if m is not None]
@@ -242,10 +250,13 @@ class Recorder:
                 rows.append(("staleness, at most", "versions", bound, max(ages["staleness_max"]), "derived"))
         for edge in plan.reshards:
             key = f"{edge.dst}/reshard_bytes" if len(plan.reshards) > 1 else "reshard_bytes"
-            received, ends, share = [x[key] for x in lines], (edge.src, edge.dst), 1.0
+            received = [x[key] for x in lines]
+            ends = (edge.src, edge.dst)
+            share = 1.0
             typical = statistics.median(received)
             if ends in sends.sparse:
-                share, typical = sends.share(ends), statistics.fmean(received)
+                share = sends.share(ends)
+                typical = statistics.fmean(received)
             rows.append(
                 (f"{edge.name}, received a device", "B", edge.received_bytes_per_device * share, typical, "derived")
             )
@@ -330,7 +341,8 @@ def restore(path: Path, copy: bytes) -> str:
     there = path.read_bytes() if path.is_file() else b""
     if there.startswith(copy):
         return ""
-    old, new = there.splitlines(keepends=True), copy.splitlines(keepends=True)
+    old = there.splitlines(keepends=True)
+    new = copy.splitlines(keepends=True)
     same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
     wrong = f"ends after line {same} of {len(new)}" if there else "is missing"
     if not copy.startswith(there):

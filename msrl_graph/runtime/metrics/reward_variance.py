@@ -59,11 +59,13 @@ def spreads(reports: list[Report]) -> dict[str, float]:
         )
         places, of = np.unique(units, return_inverse=True)
         if len(places) == counts.sum():
-            places, of = places[:1], np.zeros_like(of)
+            places = places[:1]
+            of = np.zeros_like(of)
         number = np.bincount(of, counts)
         mean = np.bincount(of, counts * means) / number
         whole = np.bincount(of, squares + counts * (means - mean[of]) ** 2)
-        low, high = np.full(len(places), np.inf), np.full(len(places), -np.inf)
+        low = np.full(len(places), np.inf)
+        high = np.full(len(places), -np.inf)
         np.minimum.at(low, of, least)
         np.maximum.at(high, of, most)
         several = number > 1

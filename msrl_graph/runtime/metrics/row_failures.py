@@ -21,17 +21,20 @@ def failures(plan: Plan, task: Task, reports: Sequence[Report]) -> list[str]:
     found = []
     first_of_all = plan.graph.verb("generate")[:1]
     for node in plan.graph.nodes:
-        head, kept = "failed" if node in first_of_all else f"{node.name}/failed", f"kept/{node.name}"
+        head = "failed" if node in first_of_all else f"{node.name}/failed"
+        kept = f"kept/{node.name}"
         sums: Counter[str] = Counter()
         for key, (total, _) in ((k, of) for r in reports for k, of in r.sums.items()):
             if key in (head, kept) or key.startswith(f"{head}/"):
                 sums[key] += int(total)
         if not (failed := sums.pop(head, 0)):
             continue
-        stay, rows = sums.pop(kept, 0), int(sum(r.sums.get(kept, (0, 0))[1] for r in reports))
+        stay = sums.pop(kept, 0)
+        rows = int(sum(r.sums.get(kept, (0, 0))[1] for r in reports))
         reasons = [f"{n} {key.removeprefix(f'{head}/')}" for key, n in sorted(sums.items())]
         if task.trains:
-            where, rest = f"iteration {task.number}", f"{rows - stay} left it and {stay} stay"
+            where = f"iteration {task.number}"
+            rest = f"{rows - stay} left it and {stay} stay"
         else:
             where = f"the evaluation of {task.name} after {many(task.number, 'iteration')}"
             rest = f"its means are those of the other {stay}"

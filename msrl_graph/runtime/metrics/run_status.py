@@ -110,15 +110,20 @@ class RunFacts:
     """`restarts`: how often the run was started anew; it has gone on for a while before this attempt (`elapsed`)."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.total = plan, plan.deploy.run.iterations
+        self.plan = plan
+        self.total = plan.deploy.run.iterations
         of = colours(plan)
         self._colours = {n.name: of.get(plan.placement(n.name).pool) for n in plan.graph.nodes}
         self._changed = threading.Condition()
         self.over = threading.Event()
         self.started = time.monotonic()
         self.restarts: Counter[str] = Counter()  # by what was started anew
-        self.done, self.phase, self.ended, self.reason = 0, "starting", "", ""
-        self.task, self._since = "", time.monotonic()
+        self.done = 0
+        self.phase = "starting"
+        self.ended = ""
+        self.reason = ""
+        self.task = ""
+        self._since = time.monotonic()
         self.said: deque[tuple[float, str]] = deque(maxlen=SAID)
         self.lines: list[dict[str, Any]] = []  # of metrics.jsonl
         self.evaluations: list[dict[str, Any]] = []
@@ -130,7 +135,9 @@ class RunFacts:
         self._hosts: tuple[HostStatus, ...] = ()
         self._waits: tuple[Waiting, ...] = ()
         self._docks: dict[int, int] = {}  # by host the id of its dock's process
-        self._asked, self._looked, self._looks = False, 0.0, 0
+        self._asked = False
+        self._looked = 0.0
+        self._looks = 0
 
     # What the driver tells.
 
@@ -141,8 +148,10 @@ class RunFacts:
 
     def begin(self, task: Task) -> None:
         """The ranks are on this task now."""
-        self.task, self._since = task.key, time.monotonic()
-        rows, size = self._rows, numbers(self._rows.sets, self._rows.refilling, task).size
+        self.task = task.key
+        self._since = time.monotonic()
+        rows = self._rows
+        size = numbers(self._rows.sets, self._rows.refilling, task).size
         made = {n.name: [rows.columns[c] for c in n.writes if c in rows.columns] for n in self.plan.graph.nodes}
         self._fans = {
             node: size[max(sets, key=lambda s: size[s])] / size[rows.nodes[node]] for node, sets in made.items() if sets
@@ -150,7 +159,8 @@ class RunFacts:
         self._states = tuple(NodeStatus(n, c, 0, 0, 0, False) for n, c in self._colours.items())
 
     def iteration(self, line: dict[str, Any], scalars: Sequence[str], reports: Sequence[Report]) -> None:
-        self.done, self.figures = line["iteration"] + 1, figures(line, scalars)
+        self.done = line["iteration"] + 1
+        self.figures = figures(line, scalars)
         self.totals["iterations",] += 1
         for kind in ("prompt", "response"):
             self.totals["tokens", kind] += line.get(f"{kind}_tokens", 0)
@@ -201,10 +211,13 @@ class RunFacts:
                 self._docks[s.host] = s.pid
                 self.restarts[f"dock of host {s.host}"] += 1
         with self._changed:
-            self._states, self._hosts = tuple(states), tuple(hosts)
+            self._states = tuple(states)
+            self._hosts = tuple(hosts)
             working = dict.fromkeys(w.removeprefix("RUN ") for w in ours if w.startswith(("RUN ", "RESHARD ")))
             self.phase = ", ".join(w.replace("RESHARD ", "resharding to ") for w in working) or self.phase
-            self._asked, self._looked, self._looks = False, time.monotonic(), self._looks + 1
+            self._asked = False
+            self._looked = time.monotonic()
+            self._looks = self._looks + 1
             self._changed.notify_all()
 
     def end(self, kind: str, reason: str) -> None:
@@ -212,7 +225,8 @@ class RunFacts:
         if kind == "done":
             self._waits = ()
         self._states = tuple(replace(s, runs=False) for s in self._states)
-        self.ended, self.reason = kind, reason
+        self.ended = kind
+        self.reason = reason
         self.over.set()
 
     # What those ask who watch.
@@ -242,7 +256,8 @@ class RunFacts:
     def fresh(self, patience: float) -> RunSnapshot:
         """What is known after the next look, or after so many seconds without one."""
         with self._changed:
-            self._asked, before = True, self._looks
+            self._asked = True
+            before = self._looks
             self._changed.wait_for(lambda: self._looks != before or self.over.is_set(), patience)
         return self.now()
 

@@ -47,7 +47,8 @@ class TensorBoard:
         from tensorboardX import summary
         from tensorboardX.proto.event_pb2 import Event
 
-        name, step = line.get("evaluation"), line.get("iteration", line.get("after_iterations"))
+        name = line.get("evaluation")
+        step = line.get("iteration", line.get("after_iterations"))
         for key, value in line.items():
             if not isinstance(value, (int, float)) or math.isnan(value) or key in ("iteration", "after_iterations"):
                 continue

@@ -81,7 +81,8 @@ def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: 
     for name in names:
         values = [v for _, v in curve(name)["points"] if math.isfinite(v)]
         if len(values) > 1:
-            low, high = min(values), max(values)
+            low = min(values)
+            high = max(values)
             line = _sparks(values, min(LONGEST, max(8, width - 40)))
             words = (f"  {low:.3g} to {high:.3g}", "dim")
             found.append(Text.assemble((f"{shown(name):<10.10} ", "dim"), (line, "cyan"), words))
@@ -90,7 +91,8 @@ def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: 
 
 def _sparks(values: list[float], width: int) -> str:
     """A curve as marks of eight heights, means of neighbours where it is longer."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     count = min(width, len(values))
     cuts = [round(i * len(values) / count) for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]

@@ -21,7 +21,8 @@ from ...ir.plan import Plan
 from .host_facts import interface
 
 # Seconds until a host that does not answer is taken for dead, and until what answers there is taken for no Ray.
-CONNECT, GREET = 10.0, 20.0
+CONNECT = 10.0
+GREET = 20.0
 START = (
     "start one, `ray start --head` and `ray start --address=HEAD:6379` on the others; or unset RAY_ADDRESS "
     "to run on this machine"

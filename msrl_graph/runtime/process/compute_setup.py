@@ -15,7 +15,8 @@ from .connection_gate import listen
 
 # Of mallopt(3): the size from which memory is the system's own, and how much free memory at the end of the heap goes
 # back.
-TRIM, MMAP = -1, -3
+TRIM = -1
+MMAP = -3
 LARGEST, KEPT = 32 << 20, 256 << 20  # bytes; glibc allows no more for the first
 
 

@@ -98,7 +98,8 @@ class Heart:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def _beat(self) -> None:
-        often, passed = self.watch.often, 0.0
+        often = self.watch.often
+        passed = 0.0
         pause = min(EVERY, often)
         while True:
             time.sleep(pause)
@@ -132,16 +133,21 @@ class HeartbeatWatch:
         others: Callable[[], Mapping[str, int]] = dict,
         me: str = "",
     ) -> None:
-        self.home, self.limits, self.others, self.me = Path(folder, FOLDER), limits, others, me
+        self.home = Path(folder, FOLDER)
+        self.limits = limits
+        self.others = others
+        self.me = me
         self.often = min(5.0, limits.stopped / 10)  # seconds between two looks
         self._seen: dict[tuple[str, int, int], _Patient] = {}
 
     def look(self, seconds: float) -> list[str]:
         """Looks once, `seconds` of this process's own time after the last look; why processes were killed."""
-        found, killed = self._found(), []
+        found = self._found()
+        killed = []
         self._seen = {who: self._seen.get(who, _Patient()) for who in found}
         for (name, pid, start), beats in found.items():
-            patient, now = self._seen[name, pid, start], stat(pid)
+            patient = self._seen[name, pid, start]
+            now = stat(pid)
             if now is None or now.start != start or now.state == "Z":
                 continue
             moved = _bytes(pid) if beats >= 0 else 0
@@ -214,7 +220,8 @@ def ended(folder: Path | str) -> dict[int, tuple[str, str]]:
 def moved(folder: Path | str) -> int:
     """Bytes that the processes with a heart have read and written so far. Where one of them waits for a disk, what the
     disks of this host have written, too: while a file is brought to the disk, its process only waits."""
-    total, waits = 0, False
+    total = 0
+    waits = False
     for pid, _, _ in _hearts(Path(folder, FOLDER)).values():
         total += _bytes(pid)
         waits = waits or any((t := stat(thread)) and t.state == "D" for thread in _threads(pid))

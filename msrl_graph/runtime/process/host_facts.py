@@ -170,7 +170,8 @@ def own() -> str:
     folders = spec.submodule_search_locations if spec is not None else None
     if not folders:
         return ""
-    digest, folder = hashlib.sha256(), Path(folders[0])
+    digest = hashlib.sha256()
+    folder = Path(folders[0])
     for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCES):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return f"{_version(('msrl-graph',))} {digest.hexdigest()[:8]}"

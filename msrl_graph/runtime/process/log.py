@@ -21,7 +21,9 @@ class PrefixedStream(io.TextIOBase):
     """A text stream that puts a head before each line. `node` is the node at work."""
 
     def __init__(self, descriptor: int, process: str) -> None:
-        self.descriptor, self.process, self.node = descriptor, process, ""
+        self.descriptor = descriptor
+        self.process = process
+        self.node = ""
         self.open = False  # a line is begun
 
     def writable(self) -> bool:

@@ -224,7 +224,9 @@ class _Account:
             return
         self._since.setdefault(key, _item(entry))
         before = entry.address
-        entry.address, entry.size, entry.buffer = address, size, buffer
+        entry.address = address
+        entry.size = size
+        entry.buffer = buffer
         if before != address:
             self._leave(before, key)
         if address:
@@ -253,7 +255,8 @@ class _Account:
             if not self._at[address]:
                 del self._at[address]
             return
-        place, size = _place(live[0]), max(map(devices.size, live))
+        place = _place(live[0])
+        size = max(map(devices.size, live))
         self._counted[address] = place, size
         self._sums[place] += size
         self._away += place == DEVICE

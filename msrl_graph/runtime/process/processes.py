@@ -81,7 +81,11 @@ class Temporary:
     too, so that nobody sweeps it up while a keeper is replaced."""
 
     def __init__(self) -> None:
-        self.keeper, self._session, self._standing, self._closed, self._turn = 0, 0, 0.0, False, threading.Lock()
+        self.keeper = 0
+        self._session = 0
+        self._standing = 0.0
+        self._closed = False
+        self._turn = threading.Lock()
         if not (folder := next(filter(None, (self._begin() for _ in range(BEGINS))), "")):
             raise OSError(f"no temporary folder could be made in {tempfile.gettempdir()}")
         self.folder = Path(folder)
@@ -105,7 +109,9 @@ class Temporary:
             made.stdin.close()
             made.stdout.close()
             return ""
-        self._stdin, self._stdout, self.keeper = made.stdin, made.stdout, int(pid)
+        self._stdin = made.stdin
+        self._stdout = made.stdout
+        self.keeper = int(pid)
         self._tell()  # from now on it keeps
         return found
 
@@ -127,7 +133,8 @@ class Temporary:
         with self._turn:
             if self._closed:
                 return ""
-            well, self._standing = alive(self.keeper), self._standing + seconds if stopped(self.keeper) else 0.0
+            well = alive(self.keeper)
+            self._standing = self._standing + seconds if stopped(self.keeper) else 0.0
             if well and self._standing < limit:
                 return ""
             how = f"has not moved for {self._standing:.0f} s (stopped); killed" if well else "died"
@@ -169,7 +176,9 @@ class Temporary:
         """Lets go of the keeper, and waits until it has done its work; whether it has."""
         with suppress(OSError):
             self._stdin.close()
-        said, standing, until = "", 0.0, time.monotonic() + 4 * MOST
+        said = ""
+        standing = 0.0
+        until = time.monotonic() + 4 * MOST
         while standing < HELD_UP and time.monotonic() < until:
             if select.select([self._stdout], [], [], 0.1)[0]:
                 piece = os.read(self._stdout.fileno(), 16)
@@ -183,7 +192,8 @@ class Temporary:
 def _said(made: subprocess.Popen[str]) -> str:
     """The first line of a process; nothing where it ends without one, or is stopped, and then it is killed."""
     assert made.stdout is not None
-    standing, until = 0.0, time.monotonic() + NEW
+    standing = 0.0
+    until = time.monotonic() + NEW
     while standing < HELD_UP and time.monotonic() < until:
         ended = made.poll() is not None
         if select.select([made.stdout], [], [], 0.0 if ended else 0.1)[0]:
@@ -245,7 +255,8 @@ def end(folder: str, session: int = 0) -> None:
     begin = time.monotonic()
     until = begin + MOST
     while time.monotonic() < until:
-        left, tidying = [], False
+        left = []
+        tidying = False
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 ours = (session and os.getsid(process.pid) == session) or process.environ().get(MARK) == folder
@@ -306,9 +317,11 @@ def _keep() -> None:
         with suppress(OSError):  # who asked is dead already
             os.write(sys.stdout.fileno(), f"{keeper} {folder}\n".encode())
         os._exit(0)
-    session, told = 0, False
+    session = 0
+    told = False
     for line in sys.stdin:
-        session, told = int(line), True
+        session = int(line)
+        told = True
     if takes_over and not told:
         return
     end(folder, session)

@@ -28,7 +28,8 @@ class RankFailed(RunError):
 
     def __init__(self, message: str, joint: bool = False) -> None:
         super().__init__(message, joint)
-        self.message, self.joint = message, joint
+        self.message = message
+        self.joint = joint
 
     def __str__(self) -> str:
         return self.message

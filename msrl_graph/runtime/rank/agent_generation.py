@@ -49,7 +49,8 @@ class AgentGeneration(Engines):
         """What comes of the agents of a batch."""
         if self._first(node):
             self.agents[node.name].begin(begin)
-        drawn, answers = list[SampleReply](), 0
+        drawn = list[SampleReply]()
+        answers = 0
         while True:
             with report.phase("agent"):
                 found = self._shared(node, self._wanted, node, drawn)

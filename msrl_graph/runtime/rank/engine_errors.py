@@ -96,7 +96,8 @@ def _wanted(error: BaseException) -> str:
 
 def _counted(plan: Plan, node: Node) -> list[str]:
     """What the plan counts for a node, and what needs less."""
-    pool, engine = plan.placement(node.name).pool, plan.placement(node.name).engine
+    pool = plan.placement(node.name).pool
+    engine = plan.placement(node.name).engine
     found = [m for m in plan.memory if (m.place, m.pool, m.phase) == ("device", pool, node.verb)]
     lines = []
     for m in found:

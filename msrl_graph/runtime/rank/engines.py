@@ -47,8 +47,10 @@ class Engines:
     """What rank `rank` of a plan holds."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan, self.rank = plan, rank
-        self.per_host, self.device = plan.cluster.devices_per_node, TorchDevice(plan.cluster.device.kind)
+        self.plan = plan
+        self.rank = rank
+        self.per_host = plan.cluster.devices_per_node
+        self.device = TorchDevice(plan.cluster.device.kind)
         self.pool = plan.pool_of(rank)
         self.local = self.pool.rank(rank, self.per_host) if self.pool else 0  # what layouts call this rank
         self.meshes: dict[tuple[int, ...], DeviceMesh] = {}
@@ -139,8 +141,10 @@ class Engines:
         return found
 
     def _build(self, node: Node) -> None:
-        plan, placement = self.plan, self.plan.placement(node.name)
-        spec, model = ENGINES[placement.engine.name], plan.model(node.name)
+        plan = self.plan
+        placement = self.plan.placement(node.name)
+        spec = ENGINES[placement.engine.name]
+        model = plan.model(node.name)
         model = replace(model, dtype=str(placement.engine.options.get("dtype") or model.dtype))
         devices = Devices(self.device, self.local, self._mesh(placement), self.per_host)
         weights = Weights(model, node, work=holdings.work(plan, ENGINES, node.name))
@@ -179,7 +183,8 @@ class Engines:
         plan = self.plan
         edge = next(r for r in plan.reshards if (r.src, r.dst) == (src, dst))
         worker = plan.graph.node(src).worker
-        source, model = plan.placement(src), plan.model(src)
+        source = plan.placement(src)
+        model = plan.model(src)
         shards = self.trainers[worker].shards() if self.pool and self.pool.name == source.pool else []
         sides = [self._spec(p.node).side(p.layout, p.first, p.each) for p in (source, plan.placement(dst))]
         proof = self.proofs[src, dst] = self._proof(edge, (sides[0], sides[1]))
@@ -199,7 +204,8 @@ class Engines:
 
     def _proof(self, edge: Reshard, sides: tuple[Side, Side]) -> WeightProof:
         """What proves a delivery of an edge; a collective of all ranks."""
-        plan, members = self.plan, [sides[0].device(r, self.per_host) for r in range(sides[0].devices)]
+        plan = self.plan
+        members = [sides[0].device(r, self.per_host) for r in range(sides[0].devices)]
         team = dist.new_group(members) if len(members) > 1 else None
         pools = [plan.placement(n).pool for n in (edge.src, edge.dst)]
         ends = [self.local if self.pool and self.pool.name == pool else -1 for pool in pools]
@@ -211,13 +217,15 @@ class Engines:
     ) -> tuple[list[checkpoint.CheckpointFile], dict[str, int], str]:
         """Writes the weights and moments of which this rank is the first holder, `says` into each file: the files,
         optimizer steps by update, and what went wrong."""
-        files, failed = [], ""
+        files = []
+        failed = ""
         for node in self._changing():
             if node.worker in self.swaps:
                 self.swaps[node.worker].wait()
             if node.worker not in self.trainers:
                 continue
-            trainer, placement = self.trainers[node.worker], self.plan.placement(node.name)
+            trainer = self.trainers[node.worker]
+            placement = self.plan.placement(node.name)
             side = self._spec(node.name).side(placement.layout)
             owned = {t.name for t in self.plan.model(node.name).tensors if owns(t, side, self.local)}
             with self._held(node.worker) as shards:
@@ -232,7 +240,8 @@ class Engines:
 
     def wants(self, manifest: Manifest) -> set[str]:
         """The files of a checkpoint that hold something of what this rank has."""
-        source, found = checkpoint.CheckpointSource(Path(), manifest), set[str]()
+        source = checkpoint.CheckpointSource(Path(), manifest)
+        found = set[str]()
         for node in self._changing():
             shards = self.trainers[node.worker].shards() if node.worker in self.trainers else []
             for kind in source.kinds(node.worker):
@@ -248,7 +257,8 @@ class Engines:
         for node in self._changing():
             if node.worker not in self.trainers:
                 continue
-            trainer, name = self.trainers[node.worker], node.worker
+            trainer = self.trainers[node.worker]
+            name = node.worker
             if name in self.followers:
                 self._resume_follower(source, name)
                 continue
@@ -272,7 +282,8 @@ class Engines:
     def _resume_follower(self, source: CheckpointSource, name: str) -> None:
         """Take the weights of a worker that follows; those of its model stay where the checkpoint is of a program in
         which it did not."""
-        follower, kinds = self.followers[name], source.kinds(name)
+        follower = self.followers[name]
+        kinds = source.kinds(name)
         if "weights" not in kinds:
             return
         with torch.no_grad(), follower.held(changes=True) as shards:

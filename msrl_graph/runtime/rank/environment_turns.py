@@ -31,7 +31,9 @@ class Dialogue:
     `reset` gave messages is a conversation."""
 
     def __init__(self, episodes: Episodes, speech: ChatTemplate, contexts: Sequence[Array]) -> None:
-        self.episodes, self.speech, self.contexts = episodes, speech, contexts
+        self.episodes = episodes
+        self.speech = speech
+        self.contexts = contexts
         self.conversations: dict[int, Messages] = {}
 
     def begin(self) -> list[Array | None]:

@@ -22,7 +22,8 @@ class Follower:
     """One worker on one rank; `away` where its weights lie in host memory while others compute."""
 
     def __init__(self, worker: Worker, own: Trainer, followed: Trainer, away: HostOffload | None) -> None:
-        self.worker, self.away = worker, away
+        self.worker = worker
+        self.away = away
         self.shards, self.sources = own.shards(), followed.shards()
         for mine, theirs in zip(self.shards, self.sources, strict=True):
             if (mine.name, mine.box) != (theirs.name, theirs.box):

@@ -83,8 +83,10 @@ class Generation(AgentGeneration):
         partial = node.cuts and task.trains
         if not len(batch.rows) and not partial:  # a last chunk smaller than the groups are many
             return
-        graph, first = self.plan.graph, self.plan.graph.verb("generate")[0].name == node.name
-        evaluation, said = self.plan.deploy.evaluation(task.name), GenerateAttributes.of(node)
+        graph = self.plan.graph
+        first = self.plan.graph.verb("generate")[0].name == node.name
+        evaluation = self.plan.deploy.evaluation(task.name)
+        said = GenerateAttributes.of(node)
         draw = evaluation.draw(graph, node) if evaluation else Draw(node.name)
         samples = draw.samples or said.samples
         response, as_drawn = numerics.drawn(graph, node)
@@ -112,10 +114,8 @@ class Generation(AgentGeneration):
             yield {**verdicts, **{name: ColumnRows(rows, made) for name, made in written.items()}}
         elif partial:
             found = self._rollout(node, task, batch, context, sampling, report, head)
-            rows, responses = (
-                found[response].rows,
-                [found[response].column[i] for i in range(len(found[response].rows))],
-            )
+            rows = found[response].rows
+            responses = [found[response].column[i] for i in range(len(found[response].rows))]
             yield found
         else:
             ended: Iterator[Response]
@@ -133,7 +133,8 @@ class Generation(AgentGeneration):
         cut_off = self._truncated(node, responses, responses if said.partner is None else own, sampling)
         report.count(f"{head}response_truncated", float(cut_off), len(responses))
         report.count(f"{head}response_length", float(lengths.sum()), len(rows))
-        read, prompts = dict(zip(batch.rows.tolist(), map(len, context), strict=True)), rows // sampling.samples
+        read = dict(zip(batch.rows.tolist(), map(len, context), strict=True))
+        prompts = rows // sampling.samples
         report.count(f"{head}prompt_tokens", float(sum(read[prompt] for prompt in prompts.tolist())), 0)
         report.count(f"{head}response_tokens", float(lengths.sum()), 0)
         report.count(f"{head}distinct_prompt_tokens", float(distinct(context, np.zeros(len(context), int))[0]), 0)
@@ -156,7 +157,9 @@ class Generation(AgentGeneration):
         head: str,
     ) -> dict[str, ColumnRows]:
         """Partial rollout: what the node writes of the prompts that the iteration takes, and which these are."""
-        fan, sieve, said = sampling.samples, rowsets(self.plan.graph).sieves[node.name], GenerateAttributes.of(node)
+        fan = sampling.samples
+        sieve = rowsets(self.plan.graph).sieves[node.name]
+        said = GenerateAttributes.of(node)
         rollout = PartialRollout(
             task,
             batch.rows,
@@ -211,7 +214,8 @@ class Generation(AgentGeneration):
             for said in streams:
                 if len(part) >= (said.stream or math.inf) or tokens >= (said.stream_tokens or math.inf):
                     yield part
-                    part, tokens = [], 0
+                    part = []
+                    tokens = 0
                     break
         if part:
             yield part
@@ -229,7 +233,8 @@ class Generation(AgentGeneration):
         """The columns of responses that nobody but the policy wrote in, of its `versions` or the one that it has."""
         graph = self.plan.graph
         response, as_drawn = numerics.drawn(graph, node)
-        ids, logp = ragged(tokens, np.int32), ragged(logps, np.float32)
+        ids = ragged(tokens, np.int32)
+        logp = ragged(logps, np.float32)
         self.watch.response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
         made = {response: ids, as_drawn: logp}
         if name := of_response(graph, node, "bool"):
@@ -273,9 +278,11 @@ class Generation(AgentGeneration):
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
         dialogue = Dialogue(episodes, ChatTemplate(Tokens(self.plan.model(node.name).path)), contexts)
         bound = int(sampling.max_tokens)
-        responses, turns = Responses(len(rows), bound), GenerateAttributes.of(node).turns or bound
+        responses = Responses(len(rows), bound)
+        turns = GenerateAttributes.of(node).turns or bound
         last = np.zeros(len(rows), int)
-        answers, keys = np.zeros(len(rows), int), self._stream(node, task).keys(task.number, rows)
+        answers = np.zeros(len(rows), int)
+        keys = self._stream(node, task).keys(task.number, rows)
         with report.phase("environment"):
             first = self._shared(node, dialogue.begin)
         begun = np.array([i for i, ids in enumerate(first) if ids is not None], int)
@@ -298,7 +305,8 @@ class Generation(AgentGeneration):
                 break
         response, _ = numerics.drawn(self.plan.graph, node)
         stay = self._shared(node, episodes.end, {response: responses.lengths})
-        verdicts, rows = episodes.verdicts(report, head), rows[stay]
+        verdicts = episodes.verdicts(report, head)
+        rows = rows[stay]
         found = [column.take(np.flatnonzero(stay)) for column in responses.columns()]
         values = episodes.columns() if self._first(node) else {}
         written = self._spoken(node, task, rows, found, values, int(answers[stay].sum()), report, head)
@@ -325,7 +333,8 @@ class Generation(AgentGeneration):
         for name, number in over.figures.items():
             report.count(head + name, float(number), 0)
         report.remarks += over.remarks
-        stay, verdicts = np.flatnonzero(~standing.lost), standing.verdicts(report, head)
+        stay = np.flatnonzero(~standing.lost)
+        verdicts = standing.verdicts(report, head)
         found = [column.take(stay) for column in over.response]
         returned = ReturnChecker(self.plan, tuple(over.values) if self._first(node) else ())
         values = {c: returned.column(c, [over.values[c][i] for i in stay]) for c in returned.vocabularies}

@@ -50,7 +50,8 @@ class RankHost:
         return self.rank.run(task, measure)
 
     def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[Any], dict[str, int], str]:
-        process, number = f"rank {self.rank.rank}", Path(folder).stem.lstrip(".0")
+        process = f"rank {self.rank.rank}"
+        number = Path(folder).stem.lstrip(".0")
         fault_points.reach(process, f"write checkpoint {number}")
         found = self.rank.checkpoint(folder, says)
         fault_points.reach(process, f"written checkpoint {number}")

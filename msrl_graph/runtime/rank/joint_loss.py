@@ -110,14 +110,16 @@ class JointMiniBatch:
     def found(self, rows: Array) -> Value:
         """The loss of these rows, and what terms tell; figures that are of no token or row are those of all."""
         lengths = next(iter(self.seen.lengths.values()))
-        at, tokens = self._mine[rows], int(lengths.sum())
+        at = self._mine[rows]
+        tokens = int(lengths.sum())
 
         def part(values: torch.Tensor) -> torch.Tensor:
             if values.shape[:1] == (tokens,):
                 return torch.from_numpy(ColumnData(values.detach().numpy(), offsets_of(lengths)).take(at).values)
             return values.detach()[at] if values.shape[:1] == (len(lengths),) else values.detach()
 
-        of, told = self._found.terms.items(), self._found.figures.items()
+        of = self._found.terms.items()
+        told = self._found.figures.items()
         return Value(part(self._found.loss), {k: part(v) for k, v in of}, {k: part(v) for k, v in told})
 
 

@@ -22,7 +22,8 @@ from ..process.task_report import RunError
 def rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> float:
     """The rate of an update's step-th step, from 1. RunError where a function gives none, or a state is none."""
     said = UpdateAttributes.of(node)
-    stated, warmup = said.rate, int(said.optimizer.options().get("warmup", 1))
+    stated = said.rate
+    warmup = int(said.optimizer.options().get("warmup", 1))
     if stated.kind == "number":
         return float(stated.literal()) * min(1.0, step / warmup)
     try:

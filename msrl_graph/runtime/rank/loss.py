@@ -92,7 +92,8 @@ def fills(node: Node) -> set[str]:
 def columns(node: Node) -> tuple[set[str], set[str]]:
     """The columns and states that the loss needs of those that the node reads: for what they hold, and for the
     log-probabilities of the tokens that they hold."""
-    held, scored = _named(UpdateAttributes.of(node).loss), set[str]()
+    held = _named(UpdateAttributes.of(node).loss)
+    scored = set[str]()
     for term, signature in terms(UpdateAttributes.of(node).loss):
         for parameter, column in bound(term, signature, node).items():
             if parameter not in signature.scores:
@@ -115,7 +116,8 @@ def inputs(
     rounding: float = ROUNDS["f32"],
 ) -> LossInputs:
     """What the terms of an update are computed from, of what a forward pass over the rows at these positions made."""
-    wants, target = fills(node), next(iter(seen.lengths))
+    wants = fills(node)
+    target = next(iter(seen.lengths))
     place = next(x.device for x in made if x is not None)
     lengths = {c: torch.from_numpy(n[rows]).to(place) for c, n in seen.lengths.items()}
     logps = {} if made.logp is None else seen.split(rows, made.logp)

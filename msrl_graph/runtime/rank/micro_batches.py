@@ -21,7 +21,8 @@ class MicroBatches(Sequence[TensorDict]):
     one at a time."""
 
     def __init__(self, rows: list[Array], make: Callable[[Array], TensorDict]) -> None:
-        self.rows, self.make = rows, make
+        self.rows = rows
+        self.make = make
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -65,7 +66,8 @@ def pack(
             parts = [column[r]] if starts is None else np.split(column[r], np.flatnonzero(starts[r][1:]) + 1)
             pieces += [np.concatenate([context, part[fed]]) for part in parts]
     if not scored:
-        pieces, asked = begin, [(np.arange(len(rows)), before - 1, np.zeros(len(rows), np.int64))]
+        pieces = begin
+        asked = [(np.arange(len(rows)), before - 1, np.zeros(len(rows), np.int64))]
     pieces = pieces or [np.zeros(1, np.int64)]
     sequences = {"ids": np.concatenate(pieces).astype(np.int64), "offsets": offsets_of(np.array([*map(len, pieces)]))}
     tokens = dict(zip(("row", "position", "token"), map(np.concatenate, zip(*asked, strict=True)), strict=True))

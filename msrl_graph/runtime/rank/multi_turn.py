@@ -29,7 +29,9 @@ class Responses:
         """Appends what the policy wrote in these rows."""
         for row, ids, logp in zip(rows, tokens, logps, strict=True):
             new = slice(self.lengths[row], self.lengths[row] + len(ids))
-            self._ids[row, new], self._logps[row, new], self._written[row, new] = ids, logp, True
+            self._ids[row, new] = ids
+            self._logps[row, new] = logp
+            self._written[row, new] = True
             self.lengths[row] += len(ids)
 
     def told(self, rows: Array, tokens: list[Array]) -> Array:
@@ -45,7 +47,8 @@ class Responses:
 
     def columns(self) -> tuple[ColumnData, ColumnData, ColumnData]:
         """Tokens, log-probabilities, and the mask that is true where the policy wrote."""
-        inside, offsets = np.arange(self.bound) < self.lengths[:, None], offsets_of(self.lengths)
+        inside = np.arange(self.bound) < self.lengths[:, None]
+        offsets = offsets_of(self.lengths)
         mask = self._written[inside]
         logps = self._logps[inside]
         logps[mask & ~np.isfinite(logps)] = -np.inf

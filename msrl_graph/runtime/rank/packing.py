@@ -54,7 +54,8 @@ class PreparedBatch:
 
 def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> PreparedBatch:
     """What a node's model sees of a batch; `like` says of undeclared columns whose length they have."""
-    read, declared = sequences(graph, node), {c.name: c for c in graph.columns}
+    read = sequences(graph, node)
+    declared = {c.name: c for c in graph.columns}
     like = like | {name: column.dims[0].like for name, column in declared.items() if column.dims}
     # A group without rows has no columns either.
     columns = {c: _empty(declared[c]) for c in node.reads if c in declared}
@@ -67,11 +68,13 @@ def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[st
     begins = {c: column for c, column in held.items() if column is not None}  # a group without rows has none
     masks: dict[str, ColumnData] = {}
     for name in [c for c in columns if c in declared and declared[c].element == "bool" and like.get(c) in read.scored]:
-        mask, other = columns.pop(name), masks.get(like[name])
+        mask = columns.pop(name)
+        other = masks.get(like[name])
         masks[like[name]] = mask if other is None else replace(mask, values=mask.values & other.values)
     columns = {name: kept(column, masks.get(like.get(name, ""))) for name, column in columns.items()}
     lengths = {c: kept(found[c], masks.get(c)).lengths for c in read.scored}
-    contexts, scored = [found[c] for c in read.context], {c: found[c] for c in read.scored}
+    contexts = [found[c] for c in read.context]
+    scored = {c: found[c] for c in read.scored}
     return PreparedBatch(contexts, scored, masks, columns, lengths, strange, begins)
 
 
@@ -104,12 +107,14 @@ def distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     base = int(tokens.max(initial=0)) + 1
-    live, parent = np.arange(len(rows)), np.unique(groups, return_inverse=True)[1]
+    live = np.arange(len(rows))
+    parent = np.unique(groups, return_inverse=True)[1]
     beginnings = ended = 0
     for column in range(tokens.shape[1]):
         over = lengths[live] == column
         ended += len(np.unique(parent[over]))
-        live, parent = live[~over], parent[~over]
+        live = live[~over]
+        parent = parent[~over]
         if len(np.unique(parent)) == len(live):  # nothing is alike any more
             return beginnings + int((lengths[live] - column).sum()), ended + len(live)
         _, parent = np.unique(parent * base + tokens[live, column], return_inverse=True)

@@ -59,8 +59,14 @@ class PartialRollout:
         told: Callable[[Array], Array],
         stream: noise.RandomStream,
     ) -> None:
-        self.task, self.rows, self.context, self.sampling = task, rows.tolist(), context, sampling
-        self.takes, self.said, self.version, self.told = takes, said, version, told
+        self.task = task
+        self.rows = rows.tolist()
+        self.context = context
+        self.sampling = sampling
+        self.takes = takes
+        self.said = said
+        self.version = version
+        self.told = told
         self.longest = int(sampling.max_tokens)
         self.stretch = said.stretch(self.longest)
         self.grown: dict[int, list[PartialResponse]] = {}
@@ -92,7 +98,8 @@ class PartialRollout:
     def replay(self, recording: Recording, node: Node, columns: Sequence[str]) -> list[int]:
         """As `run`, with what a recorded run drew and took: `columns` name its tokens, their log-probabilities, and
         their versions where it has them. Of what it cut nothing is there: it goes on as prompts alone."""
-        fan, of = self.sampling.samples, (node, columns, self.task.number)
+        fan = self.sampling.samples
+        of = (node, columns, self.task.number)
         there = recording.prompts(*of, fan)
         if len(there) != self.takes:
             what = f"iteration {self.task.number} of {recording.folder} has responses to {len(there)} prompts"

@@ -59,7 +59,8 @@ class InstructionRunner(Walker):
     report: Report
 
     def run(self, pool: str, node: str) -> None:
-        rank, found = self.rank, self.rank.plan.graph.node(node)
+        rank = self.rank
+        found = self.rank.plan.graph.node(node)
         # The other ranks of a group would only repeat what its first one tells.
         told = self.report if rank._first(found) else Report(self.report.process)
         with self.report.phase(node):
@@ -68,7 +69,8 @@ class InstructionRunner(Walker):
             with self.report.phase("proof"), telling(rank.plan, found, rank.rank, f"in {self.task.key}"):
                 proof.probe()
         for batch in rank._batches(found, self.task, self.report):
-            graph, task = rank.plan.graph, self.task
+            graph = rank.plan.graph
+            task = self.task
             # Of the run: each row has the same; others came with the rows.
             same = {s: task.states[s] for s in latest(graph, found) if s in task.states}
             same |= {as_drawn(s): task.draws[s] for s in heating(graph, found) if s in task.draws}
@@ -87,11 +89,13 @@ class InstructionRunner(Walker):
         rank.leave(found)
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
-        rank, edge = self.rank, self.rank.resharders[src, dst]
+        rank = self.rank
+        edge = self.rank.resharders[src, dst]
         number = self.task.number  # the version, unless the iteration is yet to come
         if edge.name in self.task.fetches and not isinstance(edge, WeightPublication):
             number = self.task.fetches[edge.name].version
-        proof, worker = rank.proofs[src, dst], rank.plan.graph.node(src).worker
+        proof = rank.proofs[src, dst]
+        worker = rank.plan.graph.node(src).worker
         generator = rank.generators.get(dst)  # none on a rank of a pool that sends: it has nothing to fill
         if isinstance(edge, WeightPublication) and not self._due(edge, generator is not None):
             return
@@ -242,7 +246,8 @@ class Rank(Training, Generation):
         if measure:
             _note(report, "after", memory.held())
         self.client.flush(task, report)
-        report.seconds["dock wait"], report.seconds["dock move"] = self.client.waited, self.client.moving
+        report.seconds["dock wait"] = self.client.waited
+        report.seconds["dock move"] = self.client.moving
         return report
 
     def compute(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:

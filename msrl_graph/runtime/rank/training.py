@@ -47,18 +47,22 @@ class Training(Engines):
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
-        self.watch, self.means = numerics.NumericsWatch(plan), ColumnMeans(plan)
+        self.watch = numerics.NumericsWatch(plan)
+        self.means = ColumnMeans(plan)
         self.stepped = False  # whether weights have changed since the task began
 
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, ColumnRows]:
-        seen, written = self._given(node, task, batch), [self.plan.graph.column(c) for c in node.writes]
+        seen = self._given(node, task, batch)
+        written = [self.plan.graph.column(c) for c in node.writes]
         best = max((c.dims[1].size for c in written if len(c.dims) > 1), default=0)
         micro = self._micro_batches(node, batch, seen)
         outputs = self.trainers[node.worker].score(*self._passes(node, seen, micro, best=best))
         if not len(batch.rows) or not outputs:
             return {}
-        order, found = np.concatenate(micro), {}
-        rows, known = batch.rows[order], seen.strange[order]
+        order = np.concatenate(micro)
+        found = {}
+        rows = batch.rows[order]
+        known = seen.strange[order]
         for column in written:
             made = found[column.name] = _made(column, seen, micro, outputs)
             if column.element != "i32":
@@ -85,7 +89,8 @@ class Training(Engines):
         known = self.watch.unscored(node, task, report, batch.rows, seen.lengths, known)
         trainer = self.trainers[node.worker]
         whole = self._whole(node, batch, seen)
-        micro, target = self._micro_batches(node, batch, seen), next(iter(seen.lengths))
+        micro = self._micro_batches(node, batch, seen)
+        target = next(iter(seen.lengths))
         packed, asked = self._passes(node, seen, micro, entropy="entropy" in loss.fills(node))
         join = partial(self._joint, node, task, batch, seen, micro, known, whole)
         together = loss.of_mini_batch(node)
@@ -113,7 +118,9 @@ class Training(Engines):
         every = [told[i] for i in sorted(told)]
         if len(batch.rows) and every:
             order = np.concatenate(micro)
-            numbers, known, outputs = batch.rows[order], known[order], [t.outputs for t in every]
+            numbers = batch.rows[order]
+            known = known[order]
+            outputs = [t.outputs for t in every]
             for scored in map(self.plan.graph.column, seen.scored):
                 as_drawn = self._as_drawn(node, seen, scored, order)
                 known = self._look(node, task, report, numbers, _made(scored, seen, micro, outputs), as_drawn, known)
@@ -122,7 +129,8 @@ class Training(Engines):
             cost = ColumnData(torch.cat([t.loss for t in every]).numpy(), offsets)
             known = known | (joint is not None and joint.spoilt)  # a statistic of a wrong row is in the loss of all
             known = self.watch.finite(node, task, report, "loss", f"a {each}'s loss is {{}}", numbers, cost, known)
-        sums, figures = [s for t in every for s in t.sums], [f for t in every for f in t.figures]
+        sums = [s for t in every for s in t.sums]
+        figures = [f for t in every for f in t.figures]
         self._step(node, task, batch, report, bool(known.any()), sums, figures)
         if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # which would have counted them
             report.count("prompt_tokens", float(sum(c.lengths.sum() for c in seen.contexts)), 0)
@@ -141,7 +149,8 @@ class Training(Engines):
         taken = math.isfinite(norm)
         told = [*sums, *figures] if taken else []
         if taken:
-            self.steps[node.name], self.stepped = step, True
+            self.steps[node.name] = step
+            self.stepped = True
         if self._leads(node):
             # The parts of all ranks and micro-batches add up to one loss a step.
             told += [("loss", 0.0, 1), ("grad_norm", norm, 1), ("lr", lr, 1)] if taken else []
@@ -186,7 +195,8 @@ class Training(Engines):
     ) -> tuple[MicroBatches, ForwardRequest]:
         """Micro-batches as an engine takes them, with the ids whose log-probabilities terms want; and what is asked."""
         beside = loss.beside(self.plan.graph, node).values() if node.verb == "update" else ()
-        after, stated = scores_texts(self.plan.graph, node), [temperature(self.plan.graph, c) for c in seen.scored]
+        after = scores_texts(self.plan.graph, node)
+        stated = [temperature(self.plan.graph, c) for c in seen.scored]
         # One number of all tokens, or one a token.
         differ = len({*stated}) > 1 or any(s.kind != "number" for s in stated)
 
@@ -194,7 +204,8 @@ class Training(Engines):
             ids = [_ids(column, seen, rows) for column in beside]
             each = [np.repeat(self._heat(seen, c, rows), n[rows]) for c, n in seen.lengths.items()] if differ else []
             heat = torch.from_numpy(np.concatenate(each))[:, None] if differ else None
-            given, masks = torch.cat(ids, 1) if ids else None, [seen.masks.get(c) for c in seen.scored]
+            given = torch.cat(ids, 1) if ids else None
+            masks = [seen.masks.get(c) for c in seen.scored]
             begins = [seen.begins.get(c) for c in seen.scored]
             scored = [*seen.scored.values()]
             return pack(seen.contexts, scored, rows, masks, after, begins, given=given, temperature=heat)

@@ -63,10 +63,14 @@ class WeightProof:
         team: Any,
         trainer: Trainer | None,
     ) -> None:
-        self.plan, self.edge, self.ends, self.team = plan, edge, ends, team
+        self.plan = plan
+        self.edge = edge
+        self.ends = ends
+        self.team = team
         self.trainer = trainer
         self.generator: Generator | None = None  # which may be built later
-        self.model, self.source = plan.model(edge.src), plan.placement(edge.src)
+        self.model = plan.model(edge.src)
+        self.source = plan.placement(edge.src)
         kinds = [holdings.dtype(plan, n) for n in (edge.src, edge.dst)]
         self.tolerance = max(TOLERANCE[kind] for kind in kinds)
         most = min(AT_ONCE[device.kind.where], max(LEAST, edge.bucket_bytes // WIDTH))
@@ -94,7 +98,8 @@ class WeightProof:
         if self.trainer is None or (version == self.version and not again):
             return
         with self._counted():
-            self.version, self.since = version, 0 if self.due else self.since + 1
+            self.version = version
+            self.since = 0 if self.due else self.since + 1
             self.word.zero_()
             self.word[: self.delivery.size] = self.delivery.sent(self.trainer.shards())
         tells = self._tells()
@@ -123,7 +128,8 @@ class WeightProof:
             self._count()
 
     def _count(self) -> None:
-        self.began, self.spent = time.perf_counter(), 0.0
+        self.began = time.perf_counter()
+        self.spent = 0.0
 
     def _affords(self) -> bool:
         """Whether the next delivery is to be probed."""
@@ -133,7 +139,8 @@ class WeightProof:
 
     def _tells(self) -> bool:
         """Whether this rank says what all of them know: the first with a model's last layers."""
-        at, layout = self.source.layout.coordinates(self.ends[0]), self.source.layout
+        at = self.source.layout.coordinates(self.ends[0])
+        layout = self.source.layout
         return (at.tp, at.cp, at.dp, at.pp) == (0, 0, 0, layout.pp - 1)
 
     def _ask(self, trainer: Trainer, tells: bool) -> None:
@@ -176,7 +183,8 @@ class WeightProof:
         """Ends the run where this rank does not hold what the update sent as this version."""
         self.settle()
         with self._counted():
-            facts, sent = self._facts(), self.word[: self.delivery.size].clone()
+            facts = self._facts()
+            sent = self.word[: self.delivery.size].clone()
             said = int(facts[VERSION])
             if said != version:
                 other = f"version {said}" if said >= 0 else "nothing"
@@ -186,10 +194,12 @@ class WeightProof:
             self.held |= self.delivery.held([s for s in shards if s.name not in self.held])
             if wrong := self.delivery.other(self.held, sent):
                 raise WeightsNotDelivered(f"{self._where()}: {self._differs(version, wrong)}")
-            self.before, self.unprobed = (version, sent), bool(facts[PROBED])
+            self.before = (version, sent)
+            self.unprobed = bool(facts[PROBED])
 
     def _differs(self, version: int, wrong: Sequence[str]) -> str:
-        first, count = wrong[0], len(self.delivery.declared)
+        first = wrong[0]
+        count = len(self.delivery.declared)
         text = f"`{first}` is not what `{self.edge.src}` has in version {version}"
         if self.before is not None and first not in self.delivery.other(self.held, self.before[1]):
             text += f", but what it had in version {self.before[0]}"
@@ -206,7 +216,8 @@ class WeightProof:
             tokens, drawn = collected(
                 self.generator.generate(self._prompts(), np.arange(PROMPTS, dtype=np.uint64), _likeliest())
             )
-            layout, off = self.plan.placement(self.edge.dst).layout, []
+            layout = self.plan.placement(self.edge.dst).layout
+            off = []
             if layout.coordinates(self.ends[1]).pp != layout.pp - 1:  # log-probabilities are where the last layers are
                 return
             for prompt, (token, logp) in enumerate(zip(tokens, drawn, strict=True)):

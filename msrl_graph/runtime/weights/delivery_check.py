@@ -38,7 +38,8 @@ class Delivery:
 
     def __init__(self, tensors: Sequence[Tensor], sides: tuple[Side, Side], ends: tuple[int, int], of: Digest) -> None:
         source, target = sides
-        self.digest, self.size = of, 0
+        self.digest = of
+        self.size = 0
         self.parts: list[TensorSlice] = []  # of the update
         self.declared: dict[str, TensorSlice] = {}  # by tensor, what this rank generates with
         # By kind of tensor, who holds which box of the update, and the different boxes of the generation.
@@ -80,7 +81,8 @@ class Delivery:
         return dict(zip([part.name for part in parts], self._digests(shards, parts).tolist(), strict=True))
 
     def _digests(self, shards: Iterable[Shard], parts: Sequence[TensorSlice]) -> torch.Tensor:
-        held, found = {s.name: s.tensor for s in shards}, []
+        held = {s.name: s.tensor for s in shards}
+        found = []
         if not parts:
             return torch.zeros(0, dtype=torch.int64)
         with torch.inference_mode():
@@ -109,7 +111,8 @@ def _holders(tensor: Tensor, side: Side) -> dict[Box, tuple[int, ...]]:
 def unbound(declared: Mapping[str, Box], shards: Iterable[Shard]) -> str:
     """What an engine holds otherwise than its layout declares, by name, in words; "" where nothing is."""
     bound = [s for s in shards if s.tensor.numel()]
-    times, shapes = Counter(s.name for s in bound), {n: [b - a for a, b in box] for n, box in declared.items()}
+    times = Counter(s.name for s in bound)
+    shapes = {n: [b - a for a, b in box] for n, box in declared.items()}
     wrong = [f"`{name}` is missing" for name in declared if name not in times]
     wrong += [f"`{name}` is no part of it" for name in times if name not in declared]
     wrong += [f"`{name}` is there {count} times" for name, count in times.items() if count > 1]

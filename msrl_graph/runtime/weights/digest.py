@@ -31,7 +31,9 @@ class Digest:
     def __init__(
         self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, place: str | torch.device, at_once: int
     ) -> None:
-        self.dtype, self.at_once, self._bits = dtype, at_once, _INTEGERS[dtype.itemsize]
+        self.dtype = dtype
+        self.at_once = at_once
+        self._bits = _INTEGERS[dtype.itemsize]
         most: dict[int, int] = {}  # by dim, the largest size
         for shape in shapes:
             for dim, size in enumerate(shape):

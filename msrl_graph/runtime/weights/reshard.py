@@ -67,7 +67,8 @@ class HostSwap:
 
     def taken(self) -> float:
         """Seconds that copies in took since this was last asked."""
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return seconds
 
 
@@ -83,7 +84,9 @@ class Resharder:
         blocks: Mapping[str, Block],
         swap: HostSwap,
     ) -> None:
-        self.name, self.plan, self.swap = plan.name, plan, swap
+        self.name = plan.name
+        self.plan = plan
+        self.swap = swap
         tensors: dict[str, list[Tensor]] = {way.of: [] for way in plan.ways}
         for tensor in model.tensors:
             tensors[plan.way(tensor).of].append(tensor)

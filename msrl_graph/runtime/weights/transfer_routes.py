@@ -147,7 +147,8 @@ class TransferRoute:
         sides: tuple[Side, Side],
     ) -> None:
         self.ranks, self.group = block
-        self.index, gathers = self.ranks.index(rank), way.how == "all-gather" and len(block.ranks) > 1
+        self.index = self.ranks.index(rank)
+        gathers = way.how == "all-gather" and len(block.ranks) > 1
         source, target = sides
         self.boxes = {t.name: shard(t, source, rank) for t in tensors}
         self.target = {t.name: shard(t, target, rank) for t in tensors}
@@ -198,18 +199,21 @@ class TransferRoute:
         load = RouteLoad(self.group, self.index, slice(start, start + sum(counts)), gathered=counts)
         at = list(accumulate(counts[:-1], initial=start))
         for name, index, box in given:
-            place, wanted = slice(at[index], at[index] + elements(box)), self.target[name]
+            place = slice(at[index], at[index] + elements(box))
+            wanted = self.target[name]
             at[index] = place.stop
             # In place: a rank's own part is laid down where the gather would put it, so that no more is taken.
             if index == self.index:
                 load.laid.append(Pack(name, slices(within(box, box)), place))
             if (common := overlap(box, wanted)) is not None:
-                part, inside = slices(within(common, box)), slices(within(common, wanted))
+                part = slices(within(common, box))
+                inside = slices(within(common, wanted))
                 load.taken.append(Receive(name, place, _shape(box), part, inside))
         return load
 
     def _exchanged(self, moves: list[Transfer], start: int) -> RouteLoad:
-        out, into = [0] * len(self.ranks), [0] * len(self.ranks)
+        out = [0] * len(self.ranks)
+        into = [0] * len(self.ranks)
         for giver, taker, _, box in moves:
             out[taker] += elements(box) * (giver == self.index)
             into[giver] += elements(box) * (taker == self.index)
@@ -217,7 +221,8 @@ class TransferRoute:
             return RouteLoad(self.group, self.index, slice(start, start))
         middle = start + sum(out)
         load = RouteLoad(self.group, self.index, slice(start, middle + sum(into)), sent=out, received=into)
-        leaving, arriving = list(accumulate(out[:-1], initial=start)), list(accumulate(into[:-1], initial=middle))
+        leaving = list(accumulate(out[:-1], initial=start))
+        arriving = list(accumulate(into[:-1], initial=middle))
         for giver, taker, name, box in moves:
             if giver == self.index:
                 place = slice(leaving[taker], leaving[taker] + elements(box))

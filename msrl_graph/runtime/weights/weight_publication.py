@@ -29,7 +29,8 @@ class WeightPublication(Sender):
     def __init__(self, *of: Any, store: TCPStore, deadline: float) -> None:
         super().__init__(*of)
         self.group = dist.new_group()  # nobody else sends in it meanwhile
-        self.store, self.deadline = store, deadline
+        self.store = store
+        self.deadline = deadline
         self.gives = [m for m in self.messages if m.giver == self.rank]
         self.fetched = 0  # versions that this rank has asked for
         self.version = -1  # of the copy
@@ -85,7 +86,8 @@ class WeightPublication(Sender):
                     store.wait([key], LOOK)
                 except dist.DistStoreError:
                     continue
-                version, count = int(store.get(key)), count + 1
+                version = int(store.get(key))
+                count = count + 1
                 store.delete_key(key)
                 with self.changed:
                     # Told to be fetched as the update begins with it, so that its copy may be yet to come.

@@ -53,7 +53,10 @@ class Sender:
         shards: Sequence[Shard],
         word: torch.Tensor | None = None,
     ) -> None:
-        self.name, self.rank, self.shards, self.word = edge.name, rank, shards, word
+        self.name = edge.name
+        self.rank = rank
+        self.shards = shards
+        self.word = word
         (source, target), per_host = sides, plan.cluster.devices_per_node
         # What holds for a tensor holds for all that differ from it in nothing but the name.
         alike = {t.name: replace(t, name="") for t in model.tensors}
@@ -83,7 +86,8 @@ class Sender:
 
     def run(self, allocate: Callable[[], list[Shard]]) -> None:
         """Sends or receives all buckets; `allocate` gives the shards to fill, none on a rank that sends."""
-        self.seconds, self.moved = {}, 0
+        self.seconds = {}
+        self.moved = 0
         self.pass_on(self.messages, (*self.shards, *allocate()))
 
     def pass_on(self, messages: Sequence[Message], shards: Sequence[Shard]) -> None:
