@@ -240,7 +240,7 @@ def one(
     count.remarks += [
         f"{out.name}: {line}"
         for line in told.splitlines()
-        if "starting anew" in line or "planned anew" in line or "waiting" in line
+        if "restarting" in line or "replanned" in line or "waiting" in line
     ]
     if process.returncode:
         count.remarks.append(f"{out.name} ended with {process.returncode}: {told[-1500:]}")

@@ -87,7 +87,7 @@ def test_the_plan_and_a_dry_run_say_what_is_kept(capsys):
     kept = "held_out: the checkpoint with the greatest `reward` is kept; the training ends after 3 evaluations without"
     assert kept in " ".join(plan.explain().split())
     run(plan, dry_run=True)
-    assert "the one with the best `reward on held_out`; processes" in capsys.readouterr().out
+    assert "the one with the best `reward on held_out`; restarts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("best", "begins"), [('best = "reward"', 3), ("", 2)])

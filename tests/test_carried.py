@@ -9,8 +9,8 @@ import pytest
 
 from msrl_graph import Fault, compile
 from msrl_graph.runtime.driver.adaptive_draw import prompts_for
-from msrl_graph.runtime.driver.run_state import RunState, _cut
-from msrl_graph.runtime.driver.run_state import _arrays as carried_arrays
+from msrl_graph.runtime.driver.run_state import RunState, _from_arrays
+from msrl_graph.runtime.driver.run_state import _to_arrays as carried_arrays
 from msrl_graph.runtime.process.task import CutPrompt, Task
 from msrl_graph.runtime.process.task_report import NextValues, Report, RunError
 from msrl_graph.runtime.weights import checkpoint
@@ -135,7 +135,7 @@ def test_a_checkpoint_holds_positions_and_states(tmp_path):
     again.restore(path, checkpoint.manifest_of(path))
     assert again.task(1) == carried.task(1) and again.task(1).position == 6
     assert again.tables(1).states["rate"].tolist() == [0.5] * 5 + [0.1] + [0.5] * 4
-    with pytest.raises(RunError, match="holds 10 values of the state `rate`, and the data has 11 rows"):
+    with pytest.raises(RunError, match="holds 10 values of the state `rate`, but the data has 11 rows"):
         RunState(plan, 11).restore(path, checkpoint.manifest_of(path))
     without = saved(RunState(planned(), 10), tmp_path, 2)
     shutil.copy(path / "states.safetensors", without)  # what its manifest does not name is not of it
@@ -149,10 +149,10 @@ def test_responses_that_go_on_keep_the_row_that_they_began_as_also_from_an_older
         CutPrompt(position, (response,) * 2, 1, began, row) for position, began, row in ((17, 3, 5), (20, 4, 0))
     )
     held = carried_arrays(cut)
-    for one, other in zip(_cut(held, 5), cut, strict=True):
+    for one, other in zip(_from_arrays(held, 5), cut, strict=True):
         assert one[0] == other[0] and one[2:] == other[2:] and one.responses[1][0].tolist() == [5, 6]
     older = {name: values for name, values in held.items() if name not in ("cut/iterations", "cut/rows")}
-    assert [(c.position, c.iteration, c.row) for c in _cut(older, 5)] == [(17, 5, 0), (20, 5, 1)]
+    assert [(c.position, c.iteration, c.row) for c in _from_arrays(older, 5)] == [(17, 5, 0), (20, 5, 1)]
 
 
 def test_a_changed_program_reads_on_where_the_old_one_ended(tmp_path):

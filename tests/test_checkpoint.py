@@ -145,7 +145,7 @@ def test_what_else_lies_there_is_no_checkpoint(tmp_path, plan):
 
 def test_a_checkpoint_beyond_the_runs_end_is_refused(tmp_path, plan):
     path = save(tmp_path, plan, 321)
-    assert refusal(plan, tmp_path) == f"the checkpoint {path} is of 321 iterations, the run is to have 320"
+    assert refusal(plan, tmp_path) == f"the checkpoint {path} is of 321 iterations, but the run has only 320"
 
 
 def test_saving_again_replaces(tmp_path, plan):
@@ -233,7 +233,7 @@ def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_
         assert told.code == "bad-checkpoint" and told.message.startswith(f"the checkpoint {path} cannot be used: its ")
         assert (
             told.help
-            == f"{older} is sound: --resume {older}, with --out another folder, or --overwrite for what is newer"
+            == f"{older} is intact: --resume {older}, with --out another folder, or --overwrite to replace newer ones"
         )
     assert newest(tmp_path)[0] == older
     assert resumed(plan, str(older), NOWHERE).manifest.iteration == 10
@@ -264,7 +264,8 @@ def test_the_only_checkpoint_of_a_run_being_damaged_is_told_with_what_keeps_more
     flip(path := save(tmp_path, plan, 10))
     with pytest.raises(Fault) as fault:
         resumed(plan, str(path), NOWHERE)
-    help = "no other of this run is sound: begin anew; `run { keep = 3 }` keeps more of them to go back to"
+    help = "no other checkpoint of this run is intact: start a new run; "
+    help += "`run { keep = 3 }` keeps more checkpoints to go back to"
     assert fault.value.diagnostics[0].help == help
 
 

@@ -112,7 +112,7 @@ def test_a_machine_that_is_too_small(nodes, devices, message, help, tmp_path, ca
 def test_results_of_another_run_are_not_overwritten(tmp_path, capsys):
     (tmp_path / "kept").write_text("results")
     assert run_main([str(EXAMPLE / "grpo.rlg"), "--out", str(tmp_path)]) == 1
-    assert "is there already and is not empty" in capsys.readouterr().err
+    assert "exists and is not empty" in capsys.readouterr().err
     assert (tmp_path / "kept").read_text() == "results"
 
 

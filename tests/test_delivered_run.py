@@ -43,7 +43,7 @@ def ended(place, what, *lines, **variables):
     code, out, err = place.run("p.rlg", *SMALL, "--iterations", "5", "--out", "out", **variables)
     assert (code, out) == (3, ""), err
     assert err.splitlines()[-1] == f"error[run-failed]: {what}; the files of the run so far are in out", err
-    assert "starting anew" not in err
+    assert "restarting" not in err
     assert [line["iteration"] for line in metrics(place.folder / "out")] in [[*range(n)] for n in lines]
     place.assert_clean()
 

@@ -120,7 +120,7 @@ def test_a_run_tells_of_variables_that_stay_and_refuses_those_that_fail(monkeypa
     (found,) = environment_check.check(made)
     (setting,) = (s for s in made.around(0).settings if s.name == name)
     assert (found.code, found.severity) == (code, "error" if code == "failing-variable" else "warning")
-    stays = "" if code == "failing-variable" else " and stays so"
+    stays = "" if code == "failing-variable" else " and is kept"
     assert found.message == (
         f"{name} is {value!r} in your environment{stays}; the plan wants {setting.value!r}: {setting.why}"
     )

@@ -148,7 +148,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(tmp_path, cap
     (run / "exported" / "000003" / "actor").mkdir(parents=True)
     (run / "exported" / "000003" / "actor" / "mine").touch()
     code, message, help = told(capsys, "--export", run)
-    assert message.endswith("is there already and is not empty") and help == "remove it, or name another one: --to"
+    assert message.endswith("exists and is not empty") and help == "remove it, or name another one: --to"
     assert not (run / "exported" / "000003" / "critic").exists()
     (tmp_path / "file").touch()
     code, message, help = told(capsys, "--export", run, "--worker", "actor", "--to", tmp_path / "file")
@@ -160,7 +160,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(tmp_path, cap
         file.write(b"\x17")
     code, message, help = told(capsys, "--export", run)
     assert code == "bad-checkpoint" and "actor-rank-00001.safetensors was changed after it was written" in message
-    assert help == f"{old} is sound: --export {old}"
+    assert help == f"{old} is intact: --export {old}"
     assert run_main(help.partition(": ")[2].split()) == 0  # the help is followed
     assert content(run / "exported" / "000002" / "actor").keys() >= {"model.safetensors", "tokenizer.json"}
 
@@ -173,7 +173,7 @@ def test_python_exports_the_same(tmp_path):
     one = export(path, tmp_path / "to", worker="actor", plan=plan)
     assert one == {"actor": tmp_path / "to"} and content(tmp_path / "to") == content(folders["actor"])
     for arguments, message, help in (
-        ((tmp_path / "run",), "is there already and is not empty", "remove it, or name another one: `to`"),
+        ((tmp_path / "run",), "exists and is not empty", "remove it, or name another one: `to`"),
         ((tmp_path / "none",), "there is no folder", ""),
         ((3,), "`checkpoint` is a folder, a str or a Path, not an int", ""),
     ):

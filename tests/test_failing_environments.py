@@ -215,7 +215,7 @@ def test_what_failed_is_told_of_all_ranks_together(alone, tmp_path):
     (told,) = failures(plan, Task("train", 5, 4), reports)
     place = plan.graph.node("actor.generate").span.place
     head = f"`actor.generate` ({place}): 1 of 8 rows failed in "
-    assert told == f"{head}iteration 5 (1 timeout); 1 left it and 7 stay\n  row 7, turn 2: it hangs"
+    assert told == f"{head}iteration 5 (1 timeout); 1 dropped, 7 remain\n  row 7, turn 2: it hangs"
     (told,) = failures(plan, Task("held_out", 5, 4), reports)
     assert told.startswith(
         f"{head}the evaluation of held_out after 5 iterations (1 timeout); its means are those of the "

@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
     code, _, err = place.run("p.rlg", *SMALL, "--resume", "whole/checkpoints/000002")
     assert code == 1 and "has newer checkpoints than 000002" in err and "--out" in err
     code, _, err = place.run("p.rlg", *SMALL, "--out", "whole")
-    assert code == 1 and "go on with the run in it: --resume whole" in err
+    assert code == 1 and "resume the run in it: --resume whole" in err
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_a_function_host_and_the_controllers_are_started_again_at_once(place):
     for death in deaths:
         death.touch()
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results", MSRL_POINTS=str(points))
-    assert code == 0 and "starting anew" not in err, err
+    assert code == 0 and "restarting" not in err, err
     assert not any(death.exists() for death in deaths)
     assert [int(n) for n in re.findall(r"functions of host 0 died in .* in train/(\d+)\b.*; started again", err)] == [
         2,
@@ -134,7 +134,7 @@ def test_a_function_that_is_killed_twice_on_a_row_ends_the_run_with_it(place):
     # Where it died, is what was last heard of it: the source, if its own word of the reward was lost with it.
     assert (
         len(re.findall(r"functions of host 0 died in \S+ in held_out/0\b.*; started again", err)) == 2
-        and "starting anew" not in err
+        and "restarting" not in err
     ), err
     told = "error[run-failed]: `host.reward` (line 26 of p.rlg) failed on row 0 of iteration 0: ProcessDied: "
     assert (
@@ -150,7 +150,7 @@ def test_a_function_that_ends_its_process_ends_the_run_at_once_with_its_line(pla
     place.function("if time.time() and answer.startswith('4'):\n        os.abort()\n    return 0.0")
     program(place, *ONE_RANK, MINE, evaluated=False, iterations=100)
     code, _, err = place.run("p.rlg", *SMALL, "--out", "results")
-    assert code == 3 and err.count("started again") == 1 and "starting anew" not in err, err
+    assert code == 3 and err.count("started again") == 1 and "restarting" not in err, err
     found = re.search(
         r"`host.reward` \(line 26 of p.rlg\) failed on row \d+ of iteration \d+: ProcessDied: (.*?); the files", err
     )
@@ -183,7 +183,7 @@ def test_a_run_that_is_asked_to_end_saves(place):
     assert process.returncode == 130, err
     assert (
         "ending after this iteration, with a checkpoint" in err
-        and "go on with --resume results" in err
+        and "continue with --resume results" in err
         and "Traceback" not in err
     )
     done = len([x for x in metrics(place.folder / "results") if "iteration" in x])
@@ -205,9 +205,9 @@ def test_a_run_that_is_asked_twice_ends_at_once(place):
     begin = time.monotonic()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143 and time.monotonic() - begin < 8
-    assert "ask once more to end at once" in err and "interrupted; the files of the run so far are in results" in err, (
-        err
-    )
+    assert (
+        "repeat the signal to end at once" in err and "interrupted; the files of the run so far are in results" in err
+    ), err
     place.assert_clean()
 
 

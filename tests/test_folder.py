@@ -49,19 +49,14 @@ def attempted(plan, out, resume="", **options):
 
 def test_a_folder_with_results_is_refused_with_what_may_be_done(ran, plan, capsys):
     assert run_main([PROGRAM, "--out", "ran"]) == 1
-    told = (
-        "error[bad-value]: the output folder ran is there already and is not empty\n  = help: name another with --out, "
-    )
+    told = "error[bad-value]: the output folder ran exists and is not empty\n  = help: name another with --out, "
     assert capsys.readouterr().err == f"{told}or replace the results in it: --overwrite\n"
     save(ran, plan, 2)
     assert run_main([PROGRAM, "--out", "ran"]) == 1
-    assert (
-        capsys.readouterr().err
-        == f"{told}go on with the run in it: --resume ran, or replace its results: --overwrite\n"
-    )
+    assert capsys.readouterr().err == f"{told}resume the run in it: --resume ran, or replace its results: --overwrite\n"
     with pytest.raises(Fault) as fault:
         run(plan, out="ran")
-    help = "name another with `out`, go on with the run in it: resume=ran, or replace its results: `overwrite=True`"
+    help = "name another with `out`, resume the run in it: resume=ran, or replace its results: `overwrite=True`"
     assert fault.value.diagnostics[0].help == help and str(fault.value).endswith(f"= help: {help}")
     assert run_main([PROGRAM, "--out", "ran", "--overwrite", "--dry-run"]) == 0
     assert run_main([PROGRAM, "--resume", "ran", "--dry-run"]) == 0
@@ -102,7 +97,7 @@ def test_a_folder_that_cannot_be_made_is_told_of(tmp_path, monkeypatch, capsys):
         ("/proc/x", "/proc/x cannot be made: "),
         (long, f"{long} cannot be made: File name too long\n"),
         ("afile", "afile is a file\n"),
-        ("afile/x", "afile/x cannot be made: afile is not a folder that can be written to\n"),
+        ("afile/x", "afile/x cannot be made: afile is not a writable folder\n"),
     ):
         assert run_main([PROGRAM, "--out", out]) == 1
         found = capsys.readouterr().err

@@ -42,16 +42,16 @@ def lines(place):
             [
                 "functions of host 0 has not moved for 10 s (stopped); killed; started again",
                 "the keeper has not moved for 10 s (stopped); killed; another one was started",
-                "rank 0 has not moved for 10 s (stopped); killed; starting anew from ",
-                "the driver has not moved for 10 s (stopped); killed; starting anew from ",
+                "rank 0 has not moved for 10 s (stopped); killed; restarting from ",
+                "the driver has not moved for 10 s (stopped); killed; restarting from ",
             ],
         ),
         pytest.param(
             (("ray::DockHost",), ("raylet/raylet",), ("gcs/gcs_server",)),
             [
                 "dock of host 0 has not moved for 10 s (stopped); killed; started again",
-                "Ray's raylet has not moved for 10 s (stopped); killed; starting anew from ",
-                "Ray's gcs_server has not moved for 10 s (stopped); killed; starting anew from ",
+                "Ray's raylet has not moved for 10 s (stopped); killed; restarting from ",
+                "Ray's gcs_server has not moved for 10 s (stopped); killed; restarting from ",
             ],
             marks=pytest.mark.long,
         ),
@@ -69,7 +69,7 @@ def test_whoever_is_stopped_is_killed_named_and_replaced(place, stopped, told):
     assert process.returncode == 0, err
     for line in told:
         assert err.count(line) == 1, err
-    assert err.count("starting anew") == sum("starting anew" in line for line in told), err
+    assert err.count("restarting") == sum("restarting" in line for line in told), err
     assert [x["iteration"] for x in metrics(place.folder / "results")] == [*range(8)]
     place.assert_clean()
 
@@ -86,7 +86,7 @@ def test_a_driver_that_can_open_no_more_files_is_replaced(place):
     resource.prlimit(driver, resource.RLIMIT_NOFILE, (opened, opened))
     _, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
-    assert err.count("starting anew from ") == 1, err
+    assert err.count("restarting from ") == 1, err
     assert [x["iteration"] for x in metrics(place.folder / "results")] == [*range(12)]
     place.assert_clean()
 

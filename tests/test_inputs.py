@@ -65,7 +65,7 @@ def flip(path, at):
 CHANGES = {
     "weights": (
         lambda f: flip(f / "model" / "model.safetensors", -1),
-        [r"model policy: model.safetensors holds something else \([\d,]+ bytes as before\)"],
+        [r"model policy: model.safetensors has other content \([\d,]+ bytes as before\)"],
         [],
     ),
     "weights that are not read": (
@@ -106,17 +106,17 @@ CHANGES = {
     "data": (
         lambda f: written(f / "train.jsonl", "1", "2"),
         [],
-        [r"data source holds something else \([\d,]+ bytes as before\)"],
+        [r"data source has other content \([\d,]+ bytes as before\)"],
     ),
     "code that a function imports": (
         lambda f: (f / "helper.py").write_text("WORTH = 7.0\n"),
         [],
-        [r"code helper.py holds something else \(12 bytes as before\)"],
+        [r"code helper.py has other content \(12 bytes as before\)"],
     ),
     "code that is gone": (
         lambda f: written(f / "mine.py", "from helper import WORTH", "WORTH = 1.0"),
         [],
-        ["code helper.py is gone", r"code mine.py holds something else \(.*\)"],
+        ["code helper.py is gone", r"code mine.py has other content \(.*\)"],
     ),
     # What decides nothing.
     "the config written otherwise": (
@@ -196,7 +196,7 @@ def test_another_model_is_refused(program, ran, capsys):
         f"error[bad-checkpoint]: the checkpoint {ran} is of another model: model policy: config.json: rope_theta"
         in said
     )
-    assert "= help: bring back what the run began with, or begin another run, without --resume\n" in said
+    assert "= help: restore what the run began with, or start another run, without --resume\n" in said
 
 
 def test_all_else_is_listed_in_one_warning_and_in_the_dry_run(program, ran, capsys):
@@ -208,7 +208,7 @@ def test_all_else_is_listed_in_one_warning_and_in_the_dry_run(program, ran, caps
     assert run_main(["p.rlg", "--resume", "ran", "--dry-run", "--set", "kl_coef=0.5"]) == 0
     out, err = capsys.readouterr()
     changed = resumed(compile("p.rlg", sets={"kl_coef": 0.5}), "ran", NOWHERE, take(compile("p.rlg"))).changed
-    named = [what.partition(" was ")[0].partition(" holds ")[0] for what in changed]
+    named = [what.partition(" was ")[0].partition(" has other ")[0] for what in changed]
     assert named[0] == "algorithm.params.kl_coef" and named[-2:] == ["data source", "code helper.py"]
     assert err.count("warning[") == err.count("warning[changed-program]") == 1
     assert f"has changed since the checkpoint {ran} was written: {'; '.join(changed)}\n" in err
@@ -226,13 +226,13 @@ def test_a_checkpoint_that_kept_no_digests_is_compared_by_sizes(program, tmp_pat
 
 
 def test_the_next_line_of_metrics_lists_it(program, tmp_path):
-    with closing(Recorder(tmp_path, compile(program), 0, ["data source holds something else"])) as recorder:
+    with closing(Recorder(tmp_path, compile(program), 0, ["data source has other content"])) as recorder:
         recorder.evaluation(Evaluation("test", 0, ("reward",), 1, 0.0), 0, 0.5, [], {})
         for i in range(2):
             recorder.training(i, 0.5, [], {}, 0)
         recorder.lines.clear()  # no curve
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line.get("changed") for line in lines] == [None, ["data source holds something else"], None]
+    assert [line.get("changed") for line in lines] == [None, ["data source has other content"], None]
 
 
 # While a run is on
@@ -246,7 +246,7 @@ def test_a_run_that_starts_anew_does_not_read_other_data(program, tmp_path):
         supervisor.Supervisor(made, supervisor.WatchOptions(), None, ("-c", dies)).whole()
     assert str(failed.value) == (
         f"the driver ended with status 1, and data source ({tmp_path}/train.jsonl) was changed after the run began: "
-        "the run cannot go on as it began; the files of the run so far are in out"
+        "the run cannot continue as it began; the files of the run so far are in out"
     )
     kept = run_inputs.recorded(run_inputs.read(tmp_path / "out"))
     assert kept.files.keys() == made.inputs.files.keys() and differences(kept, made.inputs) == run_inputs.Differences()
@@ -278,7 +278,7 @@ def test_samples_of_a_large_file_are_of_its_size_its_ends_and_between(tmp_path):
 
 def test_a_pipe_in_a_models_folder_holds_nobody(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
-    assert run_inputs._entry(tmp_path / "model.safetensors").bytes == -1
+    assert run_inputs._read_file(tmp_path / "model.safetensors").bytes == -1
     found = host_facts._sampled([str(tmp_path / "model.safetensors"), str(tmp_path / "none")])
     assert [*found.values()] == ["", ""]
 
@@ -289,7 +289,7 @@ def test_what_the_samples_do_not_show_is_reported_when_the_file_is_digested_whol
     name = "model policy: model.safetensors"
 
     def digested(before):
-        now = run_inputs.RunInputs({name: run_inputs._entry(path)}, {})
+        now = run_inputs.RunInputs({name: run_inputs._read_file(path)}, {})
         assert not now.files[name].sha256
         assert before is None or differences(before, now) == run_inputs.Differences()
         digesting = DigestThread(tmp_path, now, before, said.append)
@@ -309,14 +309,14 @@ def test_what_the_samples_do_not_show_is_reported_when_the_file_is_digested_whol
         f"{name} ({path}) is not the file that the resumed run began with: its size and sampled blocks are the same, "
         "its SHA-256 is not"
     ]
-    assert differences(first, second).model == (f"{name} holds something else ({status.st_size:,} bytes as before)",)
+    assert differences(first, second).model == (f"{name} has other content ({status.st_size:,} bytes as before)",)
 
 
 def test_a_run_that_ends_does_not_wait_for_large_files(tmp_path):
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a terabyte of nothing
-    now = run_inputs.RunInputs({"model policy: model.safetensors": run_inputs._entry(path)}, {})
+    now = run_inputs.RunInputs({"model policy: model.safetensors": run_inputs._read_file(path)}, {})
     digesting = DigestThread(tmp_path, now, None, print)
     digesting.close()
     assert not digesting.thread.is_alive() and digesting.inputs == now

@@ -113,11 +113,13 @@ def test_a_host_that_lacks_what_cannot_be_shipped_is_told_and_what_can_be_is(pla
         code, err = ended(command(made, 0, *once, "--out", str(own / "out"), **made.environment))
         told, *table = err[err.index("error[") :].splitlines()[:4]
         assert (
-            code == 3 and told == "error[host-differs]: model policy is not on every host that reads it, as it is here"
+            code == 3
+            and told
+            == "error[host-differs]: model policy differs from this machine's, or is missing, on a host that reads it"
         ), err
         assert [line.split() for line in table] == [
             ["host", "model", "policy"],
-            [made.ip(0), "there"],
+            [made.ip(0), "present"],
             [made.ip(1), "none", "!"],
         ]
         assert not (own / "out").exists()
@@ -237,9 +239,9 @@ def test_a_run_goes_on_with_the_hosts_that_are_left(place, command, when):
         assert code == 0, err
         begins = "from the checkpoint after" if when == "checkpoint" else "from the beginning"
         # Where Ray misses it first, the line begins with who died.
-        assert f"the host {made.ip(1)} does not answer any more; starting anew {begins}" in err, err
+        assert f"the host {made.ip(1)} does not answer any more; restarting {begins}" in err, err
         assert back or f"\nthe host {made.ip(1)}" in f"\n{err}", err
-        assert back or "1 host of 2 left: planned anew for 1 host\n" in err, err
+        assert back or "1 host of 2 left: replanned for 1 host\n" in err, err
         assert [line["rows"] for line in metrics(out)] == [32] * 6
     finally:
         made.close()

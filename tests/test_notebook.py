@@ -228,7 +228,7 @@ def test_a_function_that_raises_ends_the_run_with_its_results(tmp_path: Path) ->
     assert process.returncode == 1
     assert "ValueError: no more\nraised by `on_iteration` after iteration 1\n" in err, err
     (done,) = re.findall(r"the run ended after (\d) iterations; the files of the run so far are in out; ", err)
-    assert "go on from its last checkpoint with resume=out" in err
+    assert "continue from its last checkpoint with resume=out" in err
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == [f"{int(done):06d}"]
     assert len((tmp_path / "out" / METRICS).read_text().splitlines()) == int(done) > 1
 

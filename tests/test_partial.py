@@ -95,7 +95,7 @@ def test_a_run_that_loses_ranks_goes_on_with_what_was_cut_and_without_what_was_o
     place.wait_for_lines("second", 3)
     os.kill(next(p for p in place.processes() if named(p).startswith("ray::RankHost")), signal.SIGKILL)
     _, err = process.communicate(timeout=place.patience)
-    assert process.returncode == 0 and err.count("starting anew") == 1, err
+    assert process.returncode == 0 and err.count("restarting") == 1, err
     assert recorded(place, "first") == recorded(place, "second")
     both = (metrics(place.folder / out) for out in ("first", "second"))
     told = [[(line["carried_over"], line["overdue"]) for line in lines] for lines in both]

@@ -80,11 +80,11 @@ def test_what_hosts_differ_in_is_one_table(plan):
     versions = {**FACTS["versions"], "msrl-graph": "0.1.0 ffffffff", "torch": "", "numpy": "2.4.5"}
     sizes = {**SIZES, "/m/model.safetensors": -1, "/out/.mark": -1}
     assert refused(hosts(plan, {}, {"versions": versions, "sizes": sizes})) == [
-        "host-differs: msrl-graph is not everywhere 0.1.0 0a1b2c3d, as where the run is driven",
-        "torch is not installed everywhere",
-        "model policy is not on every host that reads it, as it is here",
+        "host-differs: msrl-graph is not 0.1.0 0a1b2c3d on every host, as on the driver's host",
+        "torch is not installed on every host",
+        "model policy differs from this machine's, or is missing, on a host that reads it",
         "  host                                  msrl-graph        torch       model policy",
-        "  10.0.0.1 (node-a), 10.0.0.2 (node-b)  0.1.0 0a1b2c3d    2.13.0+cpu  there",
+        "  10.0.0.1 (node-a), 10.0.0.2 (node-b)  0.1.0 0a1b2c3d    2.13.0+cpu  present",
         "  10.0.0.3 (node-c)                     0.1.0 ffffffff !  - !         1 of 2 files !",
         "= install the same versions on every host, from the same constraints",
         "the same files belong at the same path on every host: in a folder that they share, or a copy on each",
@@ -95,9 +95,9 @@ def test_files_of_the_same_size_that_hold_something_else_are_told(plan):
     other = {**DIGESTS, "/m/model.safetensors": "of another model"}
     larger = {**SIZES, "/m/model.safetensors": 5001}
     assert refused(hosts(plan, {"digests": other}, {"digests": other, "sizes": larger})) == [
-        "host-differs: model policy is not on every host that reads it, as it is here",
+        "host-differs: model policy differs from this machine's, or is missing, on a host that reads it",
         "  host               model policy",
-        "  10.0.0.1 (node-a)  there",
+        "  10.0.0.1 (node-a)  present",
         "  10.0.0.2 (node-b)  other contents !",
         "  10.0.0.3 (node-c)  other sizes !",
         "= the same files belong at the same path on every host: in a folder that they share, or a copy on each",
@@ -110,13 +110,13 @@ def test_what_is_harmless_is_a_warning_and_hosts_that_are_alike_are_one_line(pla
     assert told == [
         "\n".join(
             [
-                "warning[host-differs]: Python is not everywhere 3.11.7, as where the run is driven",
-                "clocks differ, and the trace lays what hosts did together by them",
+                "warning[host-differs]: Python is not 3.11.7 on every host, as on the driver's host",
+                "clocks differ, and the trace aligns the events of hosts by them",
                 "  host                                     Python    clock",
                 "  10.0.0.1 (node-a)                        3.11.7    the same",
                 "  10.0.0.2, 10.0.0.3, 10.0.0.4 and 1 more  3.11.9 !  +4.0 s !",
                 "  install the same versions on every host, from the same constraints",
-                "have the hosts' clocks kept by NTP",
+                "synchronize the hosts' clocks with NTP",
             ]
         )
     ]
@@ -133,7 +133,7 @@ def test_a_host_that_never_has_the_memory_is_no_resource_and_a_full_one_a_warnin
 def test_an_interface_that_a_program_states_belongs_on_every_host(plan):
     stated = replace(plan, cluster=replace(plan.cluster, interface="eth1"))
     assert refused(hosts(stated, {"interface": "", "speaks": ""}))[:3] == [
-        "host-differs: not every host has the interface eth1, with an address",
+        "host-differs: not every host has the interface eth1 with an address",
         "  host               interface",
         "  10.0.0.1 (node-a)  eth0 10.0.0.1",
     ]
@@ -176,10 +176,10 @@ deploy grpo on pod {
 
     assert cluster(absent, there, there).judge(verbose=False) == []
     assert refused(cluster(absent, there, absent)) == [
-        "host-differs: the interpreter /opt/python is not what the run needs everywhere",
+        "host-differs: the interpreter /opt/python does not fit the run on every host",
         "  host               /opt/python",
-        "  10.0.0.1 (node-0)  not used there",
-        "  10.0.0.2 (node-1)  there",
+        "  10.0.0.1 (node-0)  not used",
+        "  10.0.0.2 (node-1)  present",
         "  10.0.0.3 (node-2)  does not run: No such file or directory !",
         f"= {interpreters.MEND}",
     ]
@@ -211,7 +211,7 @@ def test_a_variable_that_a_host_has_set_otherwise_is_told_and_one_that_fails_ref
         "  host               TASK_QUEUE_ENABLE",
         "  10.0.0.1 (node-0)  -",
         "  10.0.0.2 (node-1)  0 !",
-        "  unset it, or leave it where it is meant",
+        "  unset it, or leave it if it is intended",
     ]
     assert refused(with_level({"TASK_QUEUE_ENABLE": "0"}, {"TASK_QUEUE_ENABLE": "2"})) == [
         f"failing-variable{told}",

@@ -155,10 +155,10 @@ def test_a_checkpoint_without_a_copy_of_the_lines_is_not_added_to_where_some_are
         (told,) = fault.value.diagnostics
         some = left.count(b"\n")
         assert told.code == "bad-checkpoint" and told.message == (
-            f"of the 4 lines of metrics.jsonl that belong to the checkpoint {path}, {some} are left in "
+            f"only {some} of the 4 lines of metrics.jsonl that belong to the checkpoint {path} are left in "
             f"{tmp_path}/ran{wrong}; the checkpoint was written by a version that kept no copy of them"
         )
-        assert told.help == "put the file back, or go on with the lines that are left in another folder: --out"
+        assert told.help == "put the file back, or continue with the remaining lines in another folder: --out"
     (warning,) = supervisor.prepare(plan, "other", "ran").warnings
     assert warning.severity == "warning" and warning.message == told.message
     (tmp_path / "ran" / "metrics.jsonl").write_bytes(lines(5))
@@ -259,9 +259,9 @@ def test_a_run_uses_its_files_as_they_were_when_it_began(place):
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "6", "--resume", "ran")
     assert code == 0 and "metrics.jsonl is missing: its 5 lines come from" in err, err
     (told,) = re.findall(
-        r"warning\[changed-program\]: what decides the result has changed since .* was written: (.*); ", err
+        r"warning\[changed-program\]: inputs that decide the result have changed since .* was written: (.*); ", err
     )
-    assert told == "code worth.py holds something else (12 bytes as before)"
+    assert told == "code worth.py has other content (12 bytes as before)"
     *again, last = metrics(place.folder / "ran")
     assert again == before and last["reward"] == 7.0 and last["changed"] == [told]
     kept = checkpoint.newest(place.folder / "ran")[1].inputs

@@ -357,7 +357,7 @@ def test_work_of_an_evaluation_that_never_ends_is_ended(place):
     place.write(*ONE_RANK, *HURRIED)
     begin = time.monotonic()
     code, _, err = place.run("p.rlg", *SMALL, "--out", "b")
-    assert code == 3 and "for 3 s no row has moved; `host.reward` took rows last and has not come back" in err, err
+    assert code == 3 and "for 3 s no row has moved; `host.reward` took rows last and has not returned" in err, err
     assert time.monotonic() - begin < 300  # long before the function would have come back
     place.assert_clean()
 

@@ -96,7 +96,7 @@ def test_a_deterministic_run_has_the_same_rows_whoever_is_slow_and_whatever_is_k
     place.wait_for_lines("second", 8)
     os.kill(next(p for p in place.processes() if named(p).startswith("ray::RankHost")), signal.SIGKILL)
     _, err = process.communicate(timeout=place.patience)
-    assert process.returncode == 0 and err.count("starting anew") == 1, err
+    assert process.returncode == 0 and err.count("restarting") == 1, err
     first, second = (metrics(place.folder / out) for out in ("first", "second"))
     assert [line["iteration"] - line["staleness"] for line in first] == [0, 0, 0, 2, 2, 5, 5, 5, 6, 8]
     assert [line["reshard_bytes"] > 0 for line in first] == [True, *(number in (3, 5, 8, 9) for number in range(1, 10))]
@@ -138,7 +138,7 @@ def test_on_the_same_devices_too_rows_are_the_same_whatever_is_killed(place):
     place.wait_for_lines("second", 7)
     os.kill(next(p for p in place.processes() if named(p).startswith("ray::RankHost")), signal.SIGKILL)
     _, err = process.communicate(timeout=place.patience)
-    assert process.returncode == 0 and err.count("starting anew") == 1, err
+    assert process.returncode == 0 and err.count("restarting") == 1, err
     for one, other in zip(*(metrics(place.folder / out) for out in ("first", "second")), strict=True):
         assert all(
             one.get(key) == other.get(key) for key in ("staleness", "rows", "reward", "loss", "after_iterations")

@@ -85,7 +85,7 @@ def test_a_signal_is_answered_while_a_checkpoint_is_written():
         signals = Signals(said.append)
         signals.training = signals.saving = True
         os.kill(os.getpid(), signal.SIGTERM)
-        assert said == ["ending when the checkpoint is written; ask once more to end at once"]
+        assert said == ["ending when the checkpoint is written; repeat the signal to end at once"]
         signals.since -= 1
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -70,7 +70,7 @@ def test_they_do_whatever_is_killed_and_go_on_from_a_checkpoint(place):
     place.wait_for_lines("second", 6)
     os.kill(next(p for p in place.processes() if named(p).startswith("ray::RankHost")), signal.SIGKILL)
     _, err = process.communicate(timeout=place.patience)
-    assert process.returncode == 0 and "starting anew" in err, err
+    assert process.returncode == 0 and "restarting" in err, err
     for one, other in zip(seen(place, "first", 10), seen(place, "second", 10), strict=True):
         assert all(one[key] == other[key] for key in ("staleness", "heat/age", "rows", "reward"))
     for number in range(10):

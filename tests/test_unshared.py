@@ -65,7 +65,7 @@ def test_hosts_without_a_shared_disk_save_their_parts_and_go_on_from_them(place)
         there = made.seen(1, own / "out")
         fault_points.file(named, "driver", "placed checkpoint 2").touch()
         code, err = run(2, "--out", str(out), MSRL_POINTS=str(named))
-        assert code == 0 and "starting anew from the checkpoint after 1 iteration" in err, err
+        assert code == 0 and "restarting from the checkpoint after 1 iteration" in err, err
         newest = out / "checkpoints" / "000002"
         manifest = json.loads((newest / "manifest.json").read_text())
         assert manifest["format_version"] == 3
@@ -99,6 +99,6 @@ def test_hosts_without_a_shared_disk_save_their_parts_and_go_on_from_them(place)
             f"error[bad-checkpoint]: the checkpoint {out}/checkpoints/000003 cannot be used: on {made.ip(1)} (Ray node "
         )
         assert code == 1 and f"{told}{node}) {name} has {size - 8} bytes of {size}" in err, err
-        assert f"{newest} is whole: --resume {newest}, with --out another folder" in err, err
+        assert f"{newest} is complete: --resume {newest}, with --out another folder" in err, err
     finally:
         made.close()

@@ -215,7 +215,7 @@ def test_a_folder_that_is_none_to_write_into_is_told(server, tmp_path, capsys):
     there = tmp_path / "out"
     (there / "logs").mkdir(parents=True)
     assert run_main([path, "--dry-run", "--out", f"file://{there}"]) == 1
-    what = f"the output folder file://{there} is there already and is not empty"
+    what = f"the output folder file://{there} exists and is not empty"
     help = "name another with --out, or replace the results in it: --overwrite"
     assert capsys.readouterr().err == f"error[bad-value]: {what}\n  = help: {help}\n"
     assert run_main([path, "--dry-run", "--out", f"file://{there}", "--overwrite"]) == 0
@@ -257,7 +257,7 @@ def test_a_checkpoint_is_seen_at_a_url_when_all_of_it_is_there(tmp_path, monkeyp
 
     def written(iteration):
         folder = save(tmp_path / "copy", plan, iteration, keep=2)
-        parted.wrote = {HERE: [f.name for f in sound(folder).files]}
+        parted.written_files = {HERE: [f.name for f in sound(folder).files]}
         return folder
 
     for iteration in (1, 2):

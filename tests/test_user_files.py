@@ -107,7 +107,7 @@ def test_an_edited_file_is_told_of_once_whoever_drives(reward, tmp_path):
     os.utime(reward)  # written, and the same
     assert list(edited.look()) == []
     helper.write_text("ONE = 7\n")
-    what = "after the run began; the run keeps using it as it was, --resume takes it as it is then"
+    what = "after the run began; the run keeps using the original, --resume will use the new state"
     assert list(edited.look()) == [f"{helper} was edited {what}"] and list(edited.look()) == []
     told = ChangedFiles.told(folder, ())
     assert told == (str(helper),)

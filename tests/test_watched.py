@@ -217,7 +217,7 @@ def test_a_port_that_is_taken_is_told_before_anything_is_started(tmp_path, capsy
         assert run_main([str(EXAMPLE / "grpo.rlg"), "--metrics-port", str(port), "--watch"]) == 3
         assert run_main([str(EXAMPLE / "grpo.rlg"), "--metrics-port", "65536"]) == 3
         assert run_main([str(EXAMPLE / "grpo.rlg"), "--metrics-port", str(port), "--dry-run"]) == 0
-    told = "error[port-taken]: port {} of 127.0.0.1 cannot be had for the metrics: {}\n"
+    told = "error[port-taken]: cannot use port {} of 127.0.0.1 for the metrics: {}\n"
     help = "  = help: {}\n"
     help = help.format("name another with --metrics-port, or 0 for a free one")
     expected = told.format(port, "Address already in use") + help + told.format(65536, "ports end at 65535") + help

@@ -294,7 +294,7 @@ def test_a_run_with_workers_is_the_run_without_though_some_are_killed_or_stopped
         _, err = process.communicate(timeout=place.patience)
         assert process.returncode == 0, err
         runs[name] = computed(place.folder / name)
-        assert "started again" not in err and "starting anew" not in err, err
+        assert "started again" not in err and "restarting" not in err, err
         if workers > 1:
             assert len([*place.folder.glob("at-*")]) == workers + 2
     (alone, first), (workers, second) = runs.values()

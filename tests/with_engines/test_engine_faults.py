@@ -40,8 +40,8 @@ def test_whatever_happens_to_it_is_told_and_the_run_goes_on_as_it_would_have(pla
     wanted = faults(place, (1, 12, KILLED), (1, 9, STOPPED), (1, 9, BROKEN))
     code, _, err = place.run("p.rlg", *SMALL, "--out", "again", **wanted)
     assert code == 3 and bool(made) == shares and not left(place), err
-    assert ("died, after the start; starting anew from the beginning" in err) == shares
-    anew = "starting anew from the checkpoint after 2 iterations"
+    assert ("died, after the start; restarting from the beginning" in err) == shares
+    anew = "restarting from the checkpoint after 2 iterations"
     assert f"rank 1 died in RUN actor.generate in train/2; {anew}" in err
     assert re.search(rf"^rank 1 has not moved for \d+ s \(stopped\); killed; {anew}", err, re.MULTILINE), err
     assert re.search(r"has waited \d+ s in train/3 for `response` from `actor.generate` \(32 of 32 rows missing", err)

@@ -1,1 +1,1 @@
-"""How fast this machine is, measured in processes as a run has them."""
+"""Measurement of this machine's speed, in processes like those of a run."""

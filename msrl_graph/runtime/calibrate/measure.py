@@ -1,7 +1,9 @@
-"""Measures this machine: as many ranks at once as it has cores, fewer and more, in processes of Ray as a run's are.
+"""Measurement of this machine, in processes of Ray as a run has them.
 
-Invariant: what is measured is what a run calls, in its surroundings: ranks are actors, and rows go through a dock of
-real controllers and warehouses. When it ends, or is killed, no process and no temporary folder of it is left
+It runs as many ranks at once as the machine has cores, then fewer and more.
+
+Invariant: what is measured is what a run calls, in the environment of a run: ranks are actors, and rows go through a
+dock of real controllers and warehouses. When it ends or is killed, none of its processes and temporary folders is left
 (processes.py).
 """
 
@@ -50,16 +52,20 @@ from ..process.task_report import Event, Report
 from . import probes
 
 PACKAGES = ("torch", "ray", "transformers")
-LIMIT = 600.0  # seconds after which measuring is given up
+LIMIT = 600.0  # seconds after which the measurement is given up
 ROUNDS = 3
-WARM, TASKS = 3, 25  # iterations of the dock
+WARM = 3  # iterations of the dock before measuring
+TASKS = 25  # iterations of the dock that are measured
 
 
 def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None:
-    """Measures and writes `path`. `plan` is a small one, whose dock is tried; `most` bounds the ranks at once (0: twice
-    the cores). Raises CalibrationError."""
-    with closing(Temporary()) as kept:
-        folder = kept.folder
+    """Measure this machine and write the figures to `path`.
+
+    `plan` is a small plan, whose dock is tried. `most` bounds the ranks at once (0: twice the cores). Raises
+    CalibrationError.
+    """
+    with closing(Temporary()) as temporary:
+        folder = temporary.folder
         (folder / "plan.json").write_text(plan.to_json(), encoding="utf-8")
         log = folder / "log"
         command = [
@@ -77,7 +83,7 @@ def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None
             child = subprocess.Popen(
                 command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
             )
-        kept.ends(child.pid)
+        temporary.ends(child.pid)
         try:
             status = child.wait(LIMIT)
         except subprocess.TimeoutExpired:
@@ -93,7 +99,7 @@ class CalibrationError(Exception):
 
 @ray.remote
 class RateProber:
-    """A rank that does nothing but probes."""
+    """A rank that only runs probes."""
 
     def __init__(self, threads: int) -> None:
         compute_setup.prepare(threads)
@@ -108,7 +114,7 @@ class RateProber:
         dist.init_process_group(HOST.backends(), store=store, rank=rank, world_size=world)
 
     def probe(self, world: int) -> BusyRates:
-        """One round of all probes, each begun by all ranks together."""
+        """Run one round of all probes; all ranks begin each probe together."""
 
         def together(action: Callable[[], Any]) -> Any:
             dist.barrier()
@@ -127,37 +133,47 @@ class RateProber:
         return BusyRates(torch.get_num_threads(), launch, row, copy, curves, kinds)
 
 
-def middle(found: list[BusyRates]) -> BusyRates:
-    """Figure by figure, the median over ranks and rounds."""
-    first = found[0]
+def middle(rates: list[BusyRates]) -> BusyRates:
+    """Return the median of each figure over ranks and rounds."""
+    first = rates[0]
     return BusyRates(
         threads=first.threads,
-        launch=statistics.median(b.launch for b in found),
-        row=statistics.median(b.row for b in found),
-        copy=statistics.median(b.copy for b in found),
+        launch=statistics.median(rate.launch for rate in rates),
+        row=statistics.median(rate.row for rate in rates),
+        copy=statistics.median(rate.copy for rate in rates),
         curves={
-            k: tuple((size, statistics.median(b.curves[k][i][1] for b in found)) for i, (size, _) in enumerate(curve))
-            for k, curve in first.curves.items()
+            name: tuple(
+                (size, statistics.median(rate.curves[name][index][1] for rate in rates))
+                for index, (size, _) in enumerate(curve)
+            )
+            for name, curve in first.curves.items()
         },
         collectives={
-            k: (
-                statistics.median(b.collectives[k][0] for b in found),
-                statistics.median(b.collectives[k][1] for b in found),
+            name: (
+                statistics.median(rate.collectives[name][0] for rate in rates),
+                statistics.median(rate.collectives[name][1] for rate in rates),
             )
-            for k in first.collectives
+            for name in first.collectives
         },
     )
 
 
-def spread(found: list[BusyRates]) -> list[float]:
-    """The relative spread of each rate over ranks and rounds: the median distance from the median."""
-    series = [[b.launch for b in found]]
-    series += [[b.curves[k][i][1] for b in found] for k, c in found[0].curves.items() for i in range(len(c))]
-    return [statistics.median(abs(x / statistics.median(s) - 1) for x in s) for s in series]
+def spread(rates: list[BusyRates]) -> list[float]:
+    """Return the relative spread of each rate over ranks and rounds.
+
+    It is the median distance from the median.
+    """
+    series = [[rate.launch for rate in rates]]
+    series += [
+        [rate.curves[name][index][1] for rate in rates]
+        for name, curve in rates[0].curves.items()
+        for index in range(len(curve))
+    ]
+    return [statistics.median(abs(value / statistics.median(values) - 1) for value in values) for values in series]
 
 
 def worlds(most: int = 0) -> list[int]:
-    """Numbers of ranks that are tried together: powers of two, up to two ranks a core."""
+    """Return the numbers of ranks to try: powers of two, up to two ranks a core."""
     cores = os.cpu_count() or 1
     return (
         sorted({min(2**k, cores) for k in range(cores.bit_length() + 1)} | {2 * cores})
@@ -167,19 +183,22 @@ def worlds(most: int = 0) -> list[int]:
 
 
 def busy(world: int) -> Callable[[], list[BusyRates]]:
-    """Starts `world` probers; each call is one round of them."""
+    """Start `world` probers; each call of the result is one round of them."""
     threads = max(1, (os.cpu_count() or 1) // world)
     ranks = [RateProber.options(num_cpus=0).remote(threads) for _ in range(world)]  # type: ignore[attr-defined]
     port = ray.get(ranks[0].address.remote())
-    ray.get([r.join.remote(port, i, world) for i, r in enumerate(ranks)])
-    return lambda: list(ray.get([r.probe.remote(world) for r in ranks]))
+    ray.get([rank.join.remote(port, index, world) for index, rank in enumerate(ranks)])
+    return lambda: list(ray.get([rank.probe.remote(world) for rank in ranks]))
 
 
 @dataclass(frozen=True)
 class DockTimings:
-    """Seconds from one node's rows to the next node's having them; of a processor for a share, in the dock's processes
-    alone, since whoever writes and reads waits for it; and of an iteration's start and end, the driver's book-keeping
-    in it."""
+    """Seconds that the dock takes.
+
+    `handover` is the time from one node's rows to the next node's having them. `share` is processor time for a share,
+    only in the dock's processes, since the writer and the reader wait for it. `turn` is the time of an iteration's
+    start and end, with the driver's book-keeping.
+    """
 
     handover: float
     share: float
@@ -187,24 +206,26 @@ class DockTimings:
 
 
 def dock(plan: Plan, folder: Path) -> DockTimings:
-    found = readers(plan)
-    kind = cast(Any, DockHost)
-    (member,), way = members(plan, found)
+    dock_readers = readers(plan)
+    host_class = cast(Any, DockHost)
+    (member,), routes = members(plan, dock_readers)
     size = 8 * sum(plan.graph.column_bytes.values())
-    host = kind.options(name=member.name).remote([member], 0, found, 60.0, way, room_name(folder.name, 0), size)
-    writer, reader = (Client(name, found, way, 0) for name in ("writer", "reader"))
+    host = host_class.options(name=member.name).remote(
+        [member], 0, dock_readers, 60.0, routes, room_name(folder.name, 0), size
+    )
+    writer, reader = (Client(name, dock_readers, routes, 0) for name in ("writer", "reader"))
     prompts = plan.graph.rows[0]
     fan = plan.graph.rows[-1] // plan.graph.rows[0]
     prompt = ragged([np.ones(4, np.int32)] * prompts, np.int32)
     response = ragged([np.ones(4, np.int32)] * (prompts * fan), np.int32)
     logp = ColumnData(np.ones(len(response.values), np.float32), response.offsets)
     names_drawn = drawn(plan.graph, plan.graph.node("actor.generate"))
-    hands = []
+    handovers = []
     turns = []
     start_of = 0.0
     for number in range(WARM + TASKS):
         if number == WARM:
-            start_of = _spent()
+            start_of = _processor_seconds()
         task = Task("train", number, prompts)
         start = time.perf_counter()
         ray.get(host.open.remote(task))
@@ -221,20 +242,20 @@ def dock(plan: Plan, folder: Path) -> DockTimings:
         )
         reader.take("actor.infer", task, 0)
         reader.at("RUN actor.infer")
-        hands.append((time.perf_counter() - start) / 2)
+        handovers.append((time.perf_counter() - start) / 2)
         start = time.perf_counter()
         for client in (writer, reader):
             client.flush(task, Report(client.process))
         ray.get(host.drop.remote(task.key))
         turns.append(turn + time.perf_counter() - start)
-    spent = _spent() - start_of
+    spent = _processor_seconds() - start_of
     ray.kill(host)
-    turn = statistics.median(turns[WARM:]) + _books(plan, folder)
-    return DockTimings(statistics.median(hands[WARM:]), spent / TASKS / 2, turn)
+    turn = statistics.median(turns[WARM:]) + _bookkeeping_seconds(plan, folder)
+    return DockTimings(statistics.median(handovers[WARM:]), spent / TASKS / 2, turn)
 
 
-def _spent() -> float:
-    """Processor seconds so far of all processes that this one has started, but for the probers."""
+def _processor_seconds() -> float:
+    """Return the processor seconds of all child processes, except the probers."""
     total = 0.0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -243,12 +264,12 @@ def _spent() -> float:
     return total
 
 
-def _books(plan: Plan, folder: Path) -> float:
-    """Seconds that the driver takes to write an iteration down."""
+def _bookkeeping_seconds(plan: Plan, folder: Path) -> float:
+    """Return the seconds that the driver takes to record an iteration."""
     report = Report(
         "rank 0",
-        seconds={n.name: 0.1 for n in plan.graph.nodes},
-        events=[Event(n.name, 0.0, 0.1) for n in plan.graph.nodes],
+        seconds={node.name: 0.1 for node in plan.graph.nodes},
+        events=[Event(node.name, 0.0, 0.1) for node in plan.graph.nodes],
     )
     for name in ("prompt_tokens", "response_tokens", "response_length", "loss", "grad_norm"):
         report.count(name, 1.0, 1.0)
@@ -257,10 +278,11 @@ def _books(plan: Plan, folder: Path) -> float:
 
 
 def function(plan: Plan) -> float:
-    """Seconds a row of a Python function that is handed groups of rows."""
-    node = next(n for n in plan.graph.nodes if n.per == "prompt")
-    reader = next(r for r in readers(plan) if r.node == node.name)
-    called, (prompts, rows) = FunctionNode(node, plan, reader), plan.graph.rows
+    """Return the seconds a row of a Python function that gets groups of rows."""
+    node = next(candidate for candidate in plan.graph.nodes if candidate.per == "prompt")
+    reader = next(candidate_reader for candidate_reader in readers(plan) if candidate_reader.node == node.name)
+    called = FunctionNode(node, plan, reader)
+    prompts, rows = plan.graph.rows
     response = ragged([np.ones(4, np.int32)] * rows, np.int32)
     columns = {"response": response, "reward": ColumnData(np.random.default_rng(0).random(rows, np.float32))}
     share = Share(
@@ -270,7 +292,7 @@ def function(plan: Plan) -> float:
 
 
 def main(folder: str, path: str, rounds: int, most: int) -> None:
-    """The child: one number of ranks after another, all of them again in each round."""
+    """Measure in the child process: in each round, every number of ranks in turn."""
     began = time.monotonic()
     plan = from_json(Path(folder, "plan.json").read_bytes())
     cores = os.cpu_count() or 1
@@ -285,12 +307,12 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
         job_config=job_config(),
         _temp_dir=str(Path(folder) / RAY),
     )
-    # Processes that wait take nothing, so all are there from the start.
+    # Waiting processes take no processor time, so all are started first.
     tried = {world: busy(world) for world in worlds(most)}
-    found: dict[int, list[BusyRates]] = {world: [] for world in tried}
+    rates: dict[int, list[BusyRates]] = {world: [] for world in tried}
     for _ in range(rounds):
         for world, probe in tried.items():
-            found[world] += probe()
+            rates[world] += probe()
     docked = dock(plan, Path(folder))
     result = Calibration(
         version=VERSION,
@@ -298,18 +320,18 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
         seconds=0.0,
         machine=this_machine(),
         versions={name: version(name) for name in PACKAGES},
-        noise=statistics.median(x for some in found.values() for x in spread(some)),
+        noise=statistics.median(value for world_rates in rates.values() for value in spread(world_rates)),
         turn=docked.turn,
         handover=docked.handover,
         share=docked.share,
         function=function(plan),
-        busy={world: middle(some) for world, some in found.items()},
+        busy={world: middle(world_rates) for world, world_rates in rates.items()},
     )
     calibration.write(replace(result, seconds=time.monotonic() - began), Path(path))
 
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
-    # Without a farewell to Ray, which would take a second: the parent ends the group.
+    # Exit without disconnecting from Ray, which would take a second: the parent ends the group.
     sys.stdout.flush()
     os._exit(0)

@@ -1,1 +1,4 @@
-"""The driver of a run: starts processes, iterations and checkpoints. No sample passes through it."""
+"""The driver of a run: starts processes, iterations and checkpoints.
+
+No sample passes through it.
+"""

@@ -1,7 +1,7 @@
-"""How many prompts an iteration draws at once where a filter refills and is `adaptive`.
+"""Number of prompts that an iteration draws at once, with an `adaptive` filter.
 
-Invariant: a number follows from the counts of iterations that have ended, and these from the rows alone, so it is the
-same on any layout, and after a resume: a checkpoint holds the counts.
+Invariant: the number follows from the counts of ended iterations, and the counts follow from the rows alone. So it is
+the same on any layout and after a resume: a checkpoint holds the counts.
 """
 
 from __future__ import annotations
@@ -16,34 +16,40 @@ from ...ir.graph import Graph
 from ..data.columns import Array
 from ..process.task_report import Report
 
-KEY = "refill/passed"  # in a checkpoint's file of states
-_FADES = 0.8  # what a count weighs an iteration later
-_ROUND = 0.25  # of the target: what a further round of prompts costs beside those that it draws
+KEY = "refill/passed"  # in the state file of a checkpoint
+_FADES = 0.8  # factor on the weight of a count after one more iteration
+_ROUND = 0.25  # cost of one more round, without its prompts, as a share of the target
 
 
 class RefillSize:
-    """The share of prompts that pass, and what follows from it; `adapts` where the program asks for that."""
+    """Share of prompts that pass, and the draw size that follows from it.
+
+    `adapts` is true if the program asks for an adaptive size.
+    """
 
     def __init__(self, graph: Graph) -> None:
-        filter = next((CallAttributes.of(n) for n in graph.nodes if CallAttributes.of(n).refill), None)
+        filter = next((CallAttributes.of(node) for node in graph.nodes if CallAttributes.of(node).refill), None)
         self.adapts = filter is not None and filter.adaptive
         self.target = graph.rows[0]
         self.most = self.target * (1 + filter.refill) if filter else self.target
         self.passed = 0.0
         self.drawn = 0.0
-        self._sizes: dict[int, int] = {}  # by iteration that was begun
+        self._sizes: dict[int, int] = {}  # by begun iteration
 
     @property
     def share(self) -> float:
-        """The share of prompts that passed so far, of late ones more; 1 before any was drawn."""
+        """Share of prompts that passed so far; 1 before any was drawn.
+
+        Later iterations weigh more.
+        """
         return min(1.0, self.passed / self.drawn) if self.drawn else 1.0
 
     def of(self, number: int) -> int:
-        """How many prompts iteration `number` draws at once."""
+        """Return the number of prompts that iteration `number` draws at once."""
         return self._sizes.setdefault(number, prompts_for(self.target, self.share, self.most))
 
     def count(self, number: int, report: Report) -> None:
-        """Add what an iteration drew at once to its report."""
+        """Add the draw size of an iteration to its report."""
         if self.adapts:
             report.count("refill/prompts", self.of(number), 1)
 
@@ -52,32 +58,37 @@ class RefillSize:
         if not self.adapts:
             return
         passed, drawn = (
-            sum(r.sums[name][0] for r in reports if name in r.sums) for name in ("prompts_kept", "prompts_drawn")
+            sum(report.sums[name][0] for report in reports if name in report.sums)
+            for name in ("prompts_kept", "prompts_drawn")
         )
         self.passed = _FADES * self.passed + passed
         self.drawn = _FADES * self.drawn + drawn
-        self._sizes = {n: size for n, size in self._sizes.items() if n > number}
+        self._sizes = {iteration: size for iteration, size in self._sizes.items() if iteration > number}
 
     def saved(self) -> dict[str, Array]:
         return {KEY: np.array([self.passed, self.drawn])} if self.adapts else {}
 
-    def restore(self, found: Mapping[str, Array]) -> None:
-        """Take the counts of a checkpoint; one of a run that did not adapt has none, and the counts begin anew."""
-        if self.adapts and KEY in found:
-            self.passed, self.drawn = map(float, found[KEY])
+    def restore(self, arrays: Mapping[str, Array]) -> None:
+        """Restore the counts from a checkpoint.
+
+        A checkpoint of a run that did not adapt has no counts; they then start from zero.
+        """
+        if self.adapts and KEY in arrays:
+            self.passed, self.drawn = map(float, arrays[KEY])
 
 
 def prompts_for(target: int, share: float, most: int) -> int:
-    """How many prompts to draw at once, from `target` to `most`, so that the fewest are drawn until `target` passed.
+    """Choose how many prompts to draw at once, from `target` to `most`.
 
-    Each is taken to pass by itself with the probability `share`; a further round counts as so many prompts as `_ROUND`
-    says, since whoever draws them waits for it.
+    The choice minimizes the expected number of prompts drawn until `target` prompts have passed. Each prompt passes
+    independently with the probability `share`. One more round costs as much as `_ROUND` * `target` prompts, since its
+    caller waits for it.
     """
     return min(range(target, most + 1), key=lambda size: (_cost(size, target, share, most), size))
 
 
 def _cost(size: int, target: int, share: float, most: int) -> float:
-    """The expected number of prompts that rounds of a size draw, and what their number costs beside."""
+    """Return the expected number of prompts drawn, plus the cost of the rounds."""
     rounds = 1.0
     for count in range(1, -(-most // size)):
         rounds += (short := 1 - _suffices(count * size, target, share))
@@ -87,11 +98,14 @@ def _cost(size: int, target: int, share: float, most: int) -> float:
 
 
 def _suffices(drawn: int, target: int, share: float) -> float:
-    """The probability that of `drawn` prompts `target` pass, by the normal approximation of the binomial."""
-    spread = math.sqrt(drawn * share * (1 - share))
-    if not spread:
+    """Return the probability that `target` of `drawn` prompts pass.
+
+    Normal approximation of the binomial distribution.
+    """
+    deviation = math.sqrt(drawn * share * (1 - share))
+    if not deviation:
         return float(drawn * share >= target)
-    return 0.5 * math.erfc((target - 0.5 - drawn * share) / (spread * math.sqrt(2)))
+    return 0.5 * math.erfc((target - 0.5 - drawn * share) / (deviation * math.sqrt(2)))
 
 
 __all__ = ["KEY", "RefillSize", "prompts_for"]

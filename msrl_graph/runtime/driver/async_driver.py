@@ -1,10 +1,10 @@
-"""Pools that are ahead of the updates, where `staleness` lets them be.
+"""Asynchronous pools, which run ahead of the updates as far as `staleness` allows.
 
-Invariant: a pool begins what `Leading` says is due, with the newest weights that are sent of those that the updates
-have begun with at that moment. So no row is older than it may be, whoever is slow, and where every version is sent, a
-generation that is slower than the updates is behind by one only. With `deterministic` what an iteration generates
-follows from the program. A pipelined pool does as it is asked, one after the other: all that is due of it is asked for
-before the rest of an iteration is.
+Invariant: a pool begins what `PoolProgress` reports as due. It uses the newest weights that are sent, among the
+versions that the updates have begun with at that moment. So no row exceeds its age bound, whichever process is slow. If
+every version is sent, a generation that is slower than the updates is only one version behind. With `deterministic`,
+the program alone decides what an iteration generates. A pipelined pool runs its tasks in the order of the requests: all
+of its due tasks are requested before the rest of an iteration.
 """
 
 from __future__ import annotations
@@ -20,55 +20,73 @@ from ..process.task_report import Report
 
 
 class AsyncPools(PoolProgress):
-    """`ranks` are the actors of all ranks, by number; `first` the iteration that the run begins with."""
+    """Progress and pending tasks of the asynchronous pools.
+
+    `ranks` are the actors of all ranks, by number. `first` is the iteration that the run begins with.
+    """
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], first: int) -> None:
         super().__init__(plan, first)
-        each = plan.cluster.devices_per_node
-        found = {p.name: [p.device(r, each) for r in range(p.devices)] for p in plan.pools if p.name in self.leads}
-        self.ranks = {pool: [ranks[device] for device in devices] for pool, devices in found.items()}
+        devices_per_node = plan.cluster.devices_per_node
+        pool_devices = {
+            pool.name: [pool.device(index, devices_per_node) for index in range(pool.devices)]
+            for pool in plan.pools
+            if pool.name in self.leads
+        }
+        self.ranks = {pool: [ranks[device] for device in devices] for pool, devices in pool_devices.items()}
         self.pipelined = [*pipelined(plan)]
         self.others = [pool for pool in self.leads if pool not in self.pipelined]  # with devices of their own
-        away = {device for pool in self.others for device in found[pool]}
-        self.in_step = [rank for device, rank in enumerate(ranks) if device not in away]
-        self.names = {(r.src, r.dst): r.name for r in plan.reshards if (r.src, r.dst) in self.behind}
-        # By pool and task the edges whose weights it fetches.
+        own_devices = {device for pool in self.others for device in pool_devices[pool]}
+        self.in_step = [rank for device, rank in enumerate(ranks) if device not in own_devices]
+        self.names = {(edge.src, edge.dst): edge.name for edge in plan.reshards if (edge.src, edge.dst) in self.behind}
+        # By pool and task, the edges whose weights the task fetches.
         self.edges = {
-            (s.pool, s.task): [(x.node, x.other) for x in s.instructions if (x.node, x.other) in self.behind]
-            for s in plan.schedule
-            if s.pool in self.leads
+            (stream.pool, stream.task): [
+                (instruction.node, instruction.other)
+                for instruction in stream.instructions
+                if (instruction.node, instruction.other) in self.behind
+            ]
+            for stream in plan.schedule
+            if stream.pool in self.leads
         }
-        self.at_work: dict[str, dict[Any, Task]] = {pool: {} for pool in self.leads}  # by reference to a report
-        self.reports: dict[str, list[Any]] = {}  # by key of the task
-        self.fetches: dict[str, WeightFetch] = {}  # by edge, what was to be fetched last
-        self.drawn: dict[tuple[str, int], int] = {}  # by edge and iteration, the version that its rows are drawn with
+        self.running: dict[str, dict[Any, Task]] = {
+            pool: {} for pool in self.leads
+        }  # by pool, then by reference to a report
+        self.reports: dict[str, list[Any]] = {}  # by task key
+        self.fetches: dict[str, WeightFetch] = {}  # by edge, the last requested fetch
+        self.drawn: dict[tuple[str, int], int] = {}  # by edge and iteration, the version that draws its rows
 
     def busy(self, pool: str) -> bool:
-        return bool(self.at_work[pool]) and pool not in self.pipelined
+        return bool(self.running[pool]) and pool not in self.pipelined
 
     def begin(self, pool: str, task: Task, now: int, measure: bool) -> None:
-        """Has a pool begin a task when it has ended what it is at, while the updates are in the iteration `now`, or
-        about to begin it."""
+        """Start a task on a pool, after the pool's current work.
+
+        The updates are in the iteration `now`, or about to begin it.
+        """
         for edge in self.edges[pool, task.name]:
             name = self.names[edge]
             version = self.newest(edge, now) if task.trains else now
-            before = self.fetches[name].told if name in self.fetches else 0
-            self.fetches[name] = WeightFetch(version, before + self.takes(edge, version))
+            fetched = self.fetches[name].told if name in self.fetches else 0
+            self.fetches[name] = WeightFetch(version, fetched + self.takes(edge, version))
             if task.trains:
                 self.drawn[name, task.number] = version
-        told = replace(task, fetches=dict(self.fetches), part="opening" if pool in self.pipelined else "whole")
-        asked = [rank.run.remote(told, measure) for rank in self.ranks[pool]]
+        request = replace(task, fetches=dict(self.fetches), part="opening" if pool in self.pipelined else "whole")
+        references = [rank.run.remote(request, measure) for rank in self.ranks[pool]]
         if task.trains:
             self.begun[pool] = task.number
-        self.at_work[pool] |= dict.fromkeys(asked, task)
-        self.reports.setdefault(task.key, []).extend(asked)
+        self.running[pool] |= dict.fromkeys(references, task)
+        self.reports.setdefault(task.key, []).extend(references)
 
     def told(self, task: Task) -> Task:
-        """A task as the pools in step begin it: what they send, how many fetches there were so far, and the version
-        that its own rows are drawn with, which is the newest where that is yet to be fetched."""
+        """Return a task in the form in which the pools in step begin it.
+
+        It has the edges that they send, the number of fetches so far, and the version that its own rows are drawn with.
+        That is the newest version if it has not been fetched yet.
+        """
         number = task.number
         self.drawn = {key: version for key, version in self.drawn.items() if key[1] >= number}
-        sent = [edge for edge in self.names if not task.trains or self.sends(edge, number)]
+        sent_edges = [edge for edge in self.names if not task.trains or self.sends(edge, number)]
         fetches = {
             name: WeightFetch(
                 self.drawn.get((name, number if task.trains else -1), self.newest(edge, number)),
@@ -78,17 +96,20 @@ class AsyncPools(PoolProgress):
             if name in self.fetches
         }
         part: Part = "rest" if task.trains and self.pipelined else "whole"
-        return replace(task, fetches=fetches, sends=tuple(self.names[edge] for edge in sent), part=part)
+        return replace(task, fetches=fetches, sends=tuple(self.names[edge] for edge in sent_edges), part=part)
 
     def under_way(self) -> list[Any]:
-        """References to what is not known to have ended."""
-        return [reference for asked in self.at_work.values() for reference in asked]
+        """Return references to tasks that are not known to have ended."""
+        return [reference for tasks in self.running.values() for reference in tasks]
 
     def ended(self, ray: Any, references: Collection[Any]) -> Iterator[tuple[Task, Report]]:
-        """These have: tasks of training, and what they tell. Raises what went wrong in one."""
-        for asked in self.at_work.values():
-            for reference in [r for r in asked if r in references]:
-                task = asked.pop(reference)
+        """Yield the training tasks among ended references, with their reports.
+
+        Raises the error of a task that failed.
+        """
+        for tasks in self.running.values():
+            for reference in [candidate for candidate in tasks if candidate in references]:
+                task = tasks.pop(reference)
                 report = ray.get(reference)
                 if task.trains:
                     yield task, report

@@ -1,6 +1,7 @@
-"""A run before it is started: all of it that can be known to be wrong, told at once.
+"""Checks and preparation of a run, before any process starts.
 
-Invariant: nothing is started here, and what is fetched of a run at a URL goes again where the run is not to be.
+Invariant: nothing is started here, and all errors that can be known are reported at once. Files fetched from a URL are
+removed again if the run does not start.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from .run_inputs import NO_INPUTS, RunInputs
 
 @dataclass(frozen=True)
 class WatchOptions:
-    """How a run is watched, apart from what it computes."""
+    """Options for watching a run, apart from what it computes."""
 
-    measure: bool = False  # memory, at each instruction of an iteration
-    verbose: bool = False  # what the processes print, as they print it
-    record: bool = False  # the rows of each iteration are written into the run's folder
-    replay: str = ""  # the folder of a recorded run, whose responses are taken in place of generated ones
-    overwrite: bool = False  # results of an earlier run in the folder are replaced
-    nice: int = 0  # by how much the processes that compute are nicer than what starts them
-    watch: bool = False  # there is a page of it
-    metrics: int | None = None  # at which port Prometheus finds its metrics, 0: at a free one
-    evaluate: bool = False  # its evaluations alone, once: nothing is trained, no weights are written
+    measure: bool = False  # measure memory at each instruction of an iteration
+    verbose: bool = False  # show the output of the processes as it comes
+    record: bool = False  # write the rows of each iteration into the run's folder
+    replay: str = ""  # folder of a recorded run whose responses replace generated ones
+    overwrite: bool = False  # replace the results of an earlier run in the folder
+    nice: int = 0  # niceness of compute processes, added to that of the caller
+    watch: bool = False  # serve a page of the run
+    metrics: int | None = None  # port of the metrics for Prometheus; 0: a free one
+    evaluate: bool = False  # only evaluate, once: train nothing, write no weights
 
 
 PLAIN = WatchOptions()
@@ -48,8 +49,11 @@ PLAIN = WatchOptions()
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that could start: its folder (`stated`: by the user), where it begins, and what is to be told about it.
-    Where the folder is a working copy, `url` is whose; `copies` are all that were made."""
+    """A run that is ready to start.
+
+    It has the run's folder (`stated`: the user named it), the checkpoint where it begins, and the warnings to print. If
+    the folder is a working copy, `url` is the URL that it copies. `copies` are all working copies.
+    """
 
     plan: Plan
     rows: dict[str, data.DatasetPreview]
@@ -60,23 +64,23 @@ class PreparedRun:
     warnings: list[Diagnostic]
     url: str = ""
     copies: tuple[Path, ...] = ()
-    origin: str = ""  # the URL that `begin` is from
+    origin: str = ""  # the URL that `begin` comes from
     inputs: RunInputs = NO_INPUTS
-    changed: tuple[str, ...] = ()  # what has changed since `begin` was written, and decides the result
-    evaluates: bool = False  # and nothing else
+    changed: tuple[str, ...] = ()  # changes since `begin` was written that affect the result
+    evaluates: bool = False  # only evaluates
 
     def drop(self) -> None:
-        """Removes the working copies of a run that is not started."""
+        """Remove the working copies of a run that is not started."""
         for copy in self.copies:
             shutil.rmtree(copy, ignore_errors=True)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the results are added to those of the run that is resumed."""
+        """Whether the results are added to those of the resumed run."""
         return self.begin is not None and self.folder == self.begin.parent.parent
 
     def lines(self) -> list[str]:
-        """What would run."""
+        """Describe what would run."""
         plan = self.plan
         run = self.plan.deploy.run
         begin = (
@@ -84,117 +88,136 @@ class PreparedRun:
             if self.manifest
             else "from the beginning"
         )
-        bests = " and ".join(f"`{e.title(e.best)}`" for e in plan.deploy.evaluations if e.best)
-        saved = f"a checkpoint every {run.save} iterations, the newest {run.keep} kept" if run.save else ""
+        bests = " and ".join(
+            f"`{evaluation.title(evaluation.best)}`" for evaluation in plan.deploy.evaluations if evaluation.best
+        )
+        saved = f"a checkpoint every {run.save} iterations, keeping the newest {run.keep}" if run.save else ""
         saved = " and ".join(filter(None, (saved, f"the one with the best {bests}" if bests else "")))
-        rows = ", ".join(f"{name} {found.rows} rows" for name, found in self.rows.items())
+        rows = ", ".join(f"{name} {preview.rows} rows" for name, preview in self.rows.items())
         trains = f"{run.iterations} iterations"
         if self.evaluates:
-            trains = f"evaluates {' and '.join(e.data for e in plan.deploy.evaluations)}, trains nothing,"
+            trains = (
+                f"evaluates {' and '.join(evaluation.data for evaluation in plan.deploy.evaluations)}, trains nothing,"
+            )
             saved = ""
-        left_out = [f"{name}: {found}" for name, found in self.rows.items() if found.out]
+        left_out = [f"{name}: {preview}" for name, preview in self.rows.items() if preview.out]
         return [
             f"{plan.deploy.name}: {trains} {begin}, seed {run.seed}",
             f"on {many(plan.cluster.nodes, 'host')} of {plan.cluster.devices_per_node} {plan.cluster.device.resource}",
-            *(f"{s.pool}: by {s.python}" for s in plan.surroundings if s.python),
-            *(f"{s.pool}: {x.name}={x.value}, {x.why}" for s in plan.surroundings for x in s.settings),
+            *(
+                f"{environment.pool}: by {environment.python}"
+                for environment in plan.surroundings
+                if environment.python
+            ),
+            *(
+                f"{environment.pool}: {setting.name}={setting.value}, {setting.why}"
+                for environment in plan.surroundings
+                for setting in environment.settings
+            ),
             f"data: {rows}",
             *left_out,
-            *(f"changed since the checkpoint: {what}" for what in self.changed),
-            f"{saved or 'no checkpoints'}; processes that die are started anew {run.restarts} times; a wrong number: "
-            f"{run.on_nan}",
+            *(f"changed since the checkpoint: {change}" for change in self.changed),
+            f"{saved or 'no checkpoints'}; restarts after a process died: at most {run.restarts}; on NaN: {run.on_nan}",
             f"results would be in {self.url or self.folder}; nothing was started",
         ]
 
 
 def prepare(plan: Plan, out: Path | str | None = None, resume: str = "", options: WatchOptions = PLAIN) -> PreparedRun:
-    """Everything that can be checked without starting a process; `Fault` for what is wrong."""
+    """Check everything that can be checked without starting a process.
+
+    Raises Fault with what is wrong.
+    """
     copies: list[Path] = []
     try:
-        return replace(_prepared(plan, out, resume, options, copies), copies=tuple(copies))
+        return replace(_prepare_run(plan, out, resume, options, copies), copies=tuple(copies))
     except BaseException:
         for copy in copies:
             shutil.rmtree(copy, ignore_errors=True)
         raise
 
 
-def _prepared(
+def _prepare_run(
     plan: Plan, out: Path | str | None, resume: str, options: WatchOptions, copies: list[Path]
 ) -> PreparedRun:
     if options.evaluate and not plan.deploy.evaluations:
-        what = f"`{plan.deploy.name}` has no `evaluate`, so there is nothing to do without training"
+        message = f"`{plan.deploy.name}` has no `evaluate`, so there is nothing to do without training"
         help = "name data and the columns to report, in the deploy: evaluate DATA { report = COLUMN }"
-        raise Fault(Diagnostic("bad-value", what, plan.deploy.span, help))
+        raise Fault(Diagnostic("bad-value", message, plan.deploy.span, help))
     plan = pinned(plan)
-    copied = here(plan)
-    sizes, warnings = check(copied), [*untried(plan), *tried(plan), *environment_check.check(plan)]
-    if any(d.severity == "error" for d in warnings):
+    local_plan = here(plan)
+    sizes = check(local_plan)
+    warnings = [*untried(plan), *tried(plan), *environment_check.check(plan)]
+    if any(diagnostic.severity == "error" for diagnostic in warnings):
         raise Fault(*warnings)
-    for name, found in sizes.items():
-        warnings += found.doubts(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
+    for name, preview in sizes.items():
+        warnings += preview.doubts(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
     plan = absolute(plan)
-    copied = absolute(copied)
-    read = run_inputs.take(copied, options.replay)
+    local_plan = absolute(local_plan)
+    inputs = run_inputs.take(local_plan, options.replay)
     target = resume or plan.deploy.run.resume
     if not target:
         rows.check(plan, options.record, options.replay, 0)
-        folder, url = _chosen(plan, out, options, copies)
+        folder, url = _choose_folder(plan, out, options, copies)
         stated = out is not None
         return PreparedRun(
-            plan, sizes, folder, stated, None, None, warnings, url, inputs=read, evaluates=options.evaluate
+            plan, sizes, folder, stated, None, None, warnings, url, inputs=inputs, evaluates=options.evaluate
         )
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
-    brought = remote_folder.bring(target, span, copies) if is_url(target) else None
-    whose = resumed(copied, str(brought.folder) if brought else target, span, read, trains=not options.evaluate)
-    begin = whose.path
-    manifest = whose.manifest
+    fetched = remote_folder.bring(target, span, copies) if is_url(target) else None
+    resume_point = resumed(
+        local_plan, str(fetched.folder) if fetched else target, span, inputs, trains=not options.evaluate
+    )
+    begin = resume_point.path
+    manifest = resume_point.manifest
     home = begin.parent.parent
-    newest = brought.newest if brought else begin == checkpoint.found(begin.parent.parent)[-1]
-    stays = out is None or urls.same(str(out), brought.run if brought else str(home))
+    newest = fetched.newest if fetched else begin == checkpoint.found(begin.parent.parent)[-1]
+    in_place = out is None or urls.same(str(out), fetched.run if fetched else str(home))
     if options.evaluate:
-        if stays and out is not None:
-            what = f"an evaluation is not written into the folder of the run that it evaluates, {out}"
-            raise Fault(Diagnostic("bad-value", what, help="name another folder with --out"))
-        stays = False
-    if stays and not newest and not options.overwrite:
-        run = brought.run if brought else home
-        what = f"the run in {run} has newer checkpoints than {begin.name}, which going on from there would replace"
+        if in_place and out is not None:
+            message = f"cannot write an evaluation into the folder of the run that it evaluates, {out}"
+            raise Fault(Diagnostic("bad-value", message, help="name another folder with --out"))
+        in_place = False
+    if in_place and not newest and not options.overwrite:
+        run = fetched.run if fetched else home
+        message = f"the run in {run} has newer checkpoints than {begin.name}, which resuming from there would replace"
         help = "name another folder for the results with --out, or replace them: --overwrite"
-        raise Fault(Diagnostic("bad-checkpoint", what, span, help))
+        raise Fault(Diagnostic("bad-checkpoint", message, span, help))
     if not options.evaluate:
-        warnings += _lost_lines(home, begin, manifest, stays, span)
+        warnings += _check_lost_lines(home, begin, manifest, in_place, span)
     rows.check(plan, options.record, options.replay, manifest.iteration)
-    folder, url = (home, brought.run if brought else "") if stays else _chosen(plan, out, options, copies)
-    if stays and brought:
+    folder, url = (home, fetched.run if fetched else "") if in_place else _choose_folder(plan, out, options, copies)
+    if in_place and fetched:
         urls.writable(url)
-    origin = urls.under(brought.run, checkpoint.FOLDER, begin.name) if brought else ""
-    warnings += whose.warnings
-    stated = stays or out is not None
-    known = (plan, sizes, folder, stated, begin, manifest, warnings, url)
-    return PreparedRun(*known, origin=origin, inputs=read, changed=whose.changed, evaluates=options.evaluate)
+    origin = urls.under(fetched.run, checkpoint.FOLDER, begin.name) if fetched else ""
+    warnings += resume_point.warnings
+    stated = in_place or out is not None
+    common = (plan, sizes, folder, stated, begin, manifest, warnings, url)
+    return PreparedRun(*common, origin=origin, inputs=inputs, changed=resume_point.changed, evaluates=options.evaluate)
 
 
-def _lost_lines(run: Path, begin: Path, manifest: checkpoint.Manifest, stays: bool, span: Span) -> list[Diagnostic]:
-    """A warning where lines of metrics.jsonl are missing of which the checkpoint has no copy; Fault where the run is to
-    add to them."""
-    if any(f.name == checkpoint.METRICS for f in manifest.files) or manifest.hosts:
+def _check_lost_lines(
+    run: Path, begin: Path, manifest: checkpoint.Manifest, in_place: bool, span: Span
+) -> list[Diagnostic]:
+    """Check that the metrics lines of a checkpoint are there, or copied in it.
+
+    Returns a warning if lines are missing. Raises Fault if the run is to append to them.
+    """
+    if any(file.name == checkpoint.METRICS for file in manifest.files) or manifest.hosts:
         return []
-    lines, wrong = whole_lines(run / METRICS)
+    lines, damage = whole_lines(run / METRICS)
     if len(lines) >= manifest.lines:
         return []
-    what = (
-        f"of the {manifest.lines} lines of metrics.jsonl that belong to the checkpoint {begin}, {len(lines)} are left "
-    )
-    what += f"in {run} ({wrong})" if wrong else f"in {run}"
-    what += "; the checkpoint was written by a version that kept no copy of them"
-    if stays:
-        help = "put the file back, or go on with the lines that are left in another folder: --out"
-        raise Fault(Diagnostic("bad-checkpoint", what, span, help))
-    return [Diagnostic("bad-checkpoint", what, span, "the run goes on with these", "warning")]
+    message = f"only {len(lines)} of the {manifest.lines} lines of metrics.jsonl that belong to the checkpoint {begin} "
+    message += f"are left in {run} ({damage})" if damage else f"are left in {run}"
+    message += "; the checkpoint was written by a version that kept no copy of them"
+    if in_place:
+        help = "put the file back, or continue with the remaining lines in another folder: --out"
+        raise Fault(Diagnostic("bad-checkpoint", message, span, help))
+    return [Diagnostic("bad-checkpoint", message, span, "the run continues with these", "warning")]
 
 
-def _chosen(plan: Plan, out: Path | str | None, options: WatchOptions, copies: list[Path]) -> tuple[Path, str]:
-    """The folder of a run that begins, and the URL whose working copy it is."""
+def _choose_folder(plan: Plan, out: Path | str | None, options: WatchOptions, copies: list[Path]) -> tuple[Path, str]:
+    """Choose the folder of a new run, and the URL whose working copy it is."""
     if not is_url(str(out)):
         return choose(plan, out, options.overwrite, options.replay), ""
     url = str(out).rstrip("/")

@@ -1,7 +1,7 @@
-"""A function of the caller's that hears of each iteration of a run.
+"""The caller's function, called after each iteration of a run.
 
-Invariant: it is called once for each iteration, in order, in the thread that called `run`, however often the run is
-restarted. The run does not wait for it. When it raises, it is not called again, and the run ends.
+Invariant: it is called once for each iteration, in order, in the thread that called `run`, even if the run restarts.
+The run does not wait for it. If it raises, it is not called again, and the run ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ OnIteration = Callable[[dict[str, Any]], object]
 
 
 class CallbackFailed(Exception):
-    """The function raised `error`, and the run was ended because of it."""
+    """The function raised `error`, which ended the run."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -24,7 +24,7 @@ class CallbackFailed(Exception):
 
 
 class MetricsFollower:
-    """Reads the metrics of a run as they are written."""
+    """Reader of a run's metrics while they are written."""
 
     def __init__(self, metrics: Path, call: OnIteration, begin: int) -> None:
         """`begin`: the first iteration that the run computes."""
@@ -33,14 +33,14 @@ class MetricsFollower:
         self.next = begin
         self.error: BaseException | None = None
         self.calling = False
-        self.start = 0  # bytes of the lines that an attempt goes on after
-        self.offset = 0  # bytes that were read
-        self.stale = 0  # size of a file with lines that the attempt is going to remove
+        self.start = 0  # bytes of the lines that an attempt continues after
+        self.offset = 0  # bytes read so far
+        self.stale = 0  # size of a file with lines that the attempt is about to remove
 
     def attempt(self, lines: int) -> None:
-        """Get ready for an attempt that goes on after the first `lines` lines."""
-        kept, _ = whole_lines(self.metrics)
-        self.start = self.offset = sum(map(len, kept[:lines]))
+        """Prepare for an attempt that continues after the first `lines` lines."""
+        texts, _ = whole_lines(self.metrics)
+        self.start = self.offset = sum(map(len, texts[:lines]))
         size = self._size()
         self.stale = size if size > self.start else 0
 
@@ -62,16 +62,16 @@ class MetricsFollower:
             line = read(text)
             if line.get("iteration", -1) >= self.next:
                 self.next = line["iteration"] + 1
-                self._tell(line)
+                self._call(line)
             if self.error is not None:
                 return
 
     def has(self, iteration: int) -> bool:
-        """Whether the metrics of this iteration are written."""
+        """Return whether the metrics of an iteration are written."""
         lines, _ = whole_lines(self.metrics)
         return any(read(line).get("iteration") == iteration for line in lines)
 
-    def _tell(self, line: dict[str, Any]) -> None:
+    def _call(self, line: dict[str, Any]) -> None:
         try:
             self.calling = True
             self.call(line)

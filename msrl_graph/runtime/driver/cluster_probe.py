@@ -1,8 +1,8 @@
-"""The probe of a cluster: what its hosts are and have, before anything of a run starts on them.
+"""Probe of a cluster's hosts, before anything of a run starts on them.
 
-Invariant: all hosts that the plan takes are asked at once, and within PROBE seconds each has answered or is named. What
-would end the run later is an error, what would only slow or dull it a warning; what hosts differ in is told in one
-table.
+Invariant: all hosts that the plan uses are asked at once. Within PROBE seconds each host has answered or is named in an
+error. What would end the run later is an error; what would only slow it down or degrade it is a warning. Differences
+between hosts are reported in one table.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from . import environment_check, wait_report
 from .device_reservation import DeviceReservation
 from .dock_monitor import HostLost, missing
 
-PROBE = 30.0  # seconds in which all hosts answer
-PRECISE = ("msrl-graph",)  # of which any difference is an error
+PROBE = 30.0  # seconds within which all hosts answer
+PRECISE = ("msrl-graph",)  # packages for which any difference is an error
 WRONG = " !"
 SAME = "the same files belong at the same path on every host: in a folder that they share, or a copy on each"
 INSTALL = "install the same versions on every host, from the same constraints"
@@ -41,28 +41,34 @@ INSTALL = "install the same versions on every host, from the same constraints"
 
 @dataclass(frozen=True)
 class HostColumn:
-    """What is told of all hosts, in their order. `wrong` are the places of those that are, `told` what it means in the
-    words of a message, and where the program says so."""
+    """A fact about every host, in host order.
+
+    `wrong` are the indices of the hosts where it is wrong. `message` says what that means, and `span` is the place in
+    the program that requires it.
+    """
 
     title: str
     cells: Sequence[str]
     wrong: frozenset[int] = frozenset()
     code: str = "host-differs"
     severity: Severity = "error"
-    told: str = ""
+    message: str = ""
     help: str = ""
     span: Span = NOWHERE
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts that a plan takes, in the order of its own: an actor on each, and what it told. `clocks` are seconds
-    by which each differs from this machine's, `blind` are of each marked folder those that do not see it."""
+    """The hosts of a plan, in the plan's order: an actor on each, and its facts.
+
+    `clocks` are the seconds by which each host's clock is ahead of this machine's. `blind` lists, for each marked
+    folder, the hosts that do not see it.
+    """
 
     plan: Plan
     actors: Sequence[Any]
     addresses: Sequence[str]
-    asked: Sequence[Mapping[str, Sequence[str]]]  # by title the files that each must have
+    required: Sequence[Mapping[str, Sequence[str]]]  # by title, the files that each host must have
     seen: Sequence[HostFacts]
     here: HostFacts
     clocks: Sequence[float]
@@ -70,183 +76,212 @@ class Hosts:
     reads: Mapping[str, Span] = field(default_factory=dict)
 
     def columns(self) -> list[HostColumn]:
-        """All that is told of them."""
+        """Return all columns of the host table."""
         return [*self._versions(), *self._interpreters(), *self._files(), *self._machines(), *self._variables()]
 
     def _versions(self) -> Iterator[HostColumn]:
         for package, ours in self.here["versions"].items():
-            found = [f["versions"][package] for f in self.seen]
-            meant = ours or Counter(filter(None, found)).most_common(1)[0][0] if ours or any(found) else ""
-            whole = package in PRECISE
-            unlike = {i for i, version in enumerate(found) if version != meant or not version}
-            grave = {i for i in unlike if whole or _release(found[i]) != _release(meant)}
-            told = f"{package} is not everywhere {meant}, as where the run is driven" if ours else f"{package} differs"
+            versions = [facts["versions"][package] for facts in self.seen]
+            expected = ours or Counter(filter(None, versions)).most_common(1)[0][0] if ours or any(versions) else ""
+            exact = package in PRECISE
+            differing = {i for i, version in enumerate(versions) if version != expected or not version}
+            severe = {i for i in differing if exact or _release(versions[i]) != _release(expected)}
+            message = (
+                f"{package} is not {expected} on every host, as on the driver's host" if ours else f"{package} differs"
+            )
             yield HostColumn(
                 package,
-                [version or "-" for version in found],
-                frozenset(grave or unlike),
-                severity="error" if grave else "warning",
-                told=told if all(found) else f"{package} is not installed everywhere",
+                [version or "-" for version in versions],
+                frozenset(severe or differing),
+                severity="error" if severe else "warning",
+                message=message if all(versions) else f"{package} is not installed on every host",
                 help=INSTALL,
             )
 
     def _interpreters(self) -> Iterator[HostColumn]:
-        """Those that are not the run's own, on the hosts that have processes of theirs."""
+        """Yield a column for each interpreter that is not the run's own.
+
+        Only hosts with processes that use it count.
+        """
         plan = self.plan
         for python in self.seen[0]["others"]:
-            pools = [s.pool for s in plan.surroundings if s.python == python]
+            pools = [environment.pool for environment in plan.surroundings if environment.python == python]
             needed = [any(plan.on_hosts(pool)[host] for pool in pools) for host in range(len(self.seen))]
-            lacks = [
-                interpreters.lacking(f["others"][python], self.here["versions"]) if at else ""
-                for at, f in zip(needed, self.seen, strict=True)
+            problems = [
+                interpreters.lacking(facts["others"][python], self.here["versions"]) if is_needed else ""
+                for is_needed, facts in zip(needed, self.seen, strict=True)
             ]
-            cells = [lack or ("there" if at else "not used there") for at, lack in zip(needed, lacks, strict=True)]
-            wrong = frozenset(i for i, lack in enumerate(lacks) if lack)
-            told = f"the interpreter {python} is not what the run needs everywhere"
-            yield HostColumn(python, cells, wrong, told=told, help=interpreters.MEND)
+            cells = [
+                problem or ("present" if is_needed else "not used")
+                for is_needed, problem in zip(needed, problems, strict=True)
+            ]
+            wrong = frozenset(i for i, problem in enumerate(problems) if problem)
+            message = f"the interpreter {python} does not fit the run on every host"
+            yield HostColumn(python, cells, wrong, message=message, help=interpreters.MEND)
 
     def _files(self) -> Iterator[HostColumn]:
         own = self.here["digests"]
-        for title in dict.fromkeys(title for asked in self.asked for title in asked):
+        for title in dict.fromkeys(title for required in self.required for title in required):
             cells = []
             wrong = set()
-            for i, (asked, found) in enumerate(zip(self.asked, self.seen, strict=True)):
-                paths = asked.get(title, ())
-                there = [p for p in paths if found["sizes"][p] >= 0]
-                same = [p for p in there if own[p] == found["digests"][p]]
+            for i, (required, facts) in enumerate(zip(self.required, self.seen, strict=True)):
+                paths = required.get(title, ())
+                present = [path for path in paths if facts["sizes"][path] >= 0]
+                same = [path for path in present if own[path] == facts["digests"][path]]
                 cells.append(
-                    "not read there"
+                    "not read"
                     if not paths
-                    else "there"
+                    else "present"
                     if len(same) == len(paths)
                     else "none"
-                    if not there
-                    else f"{len(there)} of {many(len(paths), 'file')}"
-                    if len(there) < len(paths)
+                    if not present
+                    else f"{len(present)} of {many(len(paths), 'file')}"
+                    if len(present) < len(paths)
                     else "other sizes"
-                    if any(self.here["sizes"][p] != found["sizes"][p] for p in there)
+                    if any(self.here["sizes"][path] != facts["sizes"][path] for path in present)
                     else "other contents"
                 )
                 wrong |= {i} if len(same) < len(paths) else set()
-            told = f"{title} is not on every host that reads it, as it is here"
-            yield HostColumn(title, cells, frozenset(wrong), told=told, help=SAME, span=self.reads.get(title, NOWHERE))
-        # Nothing is wrong with one of its own: distributed_checkpoint.py has each host keep its part there.
+            message = f"{title} differs from this machine's, or is missing, on a host that reads it"
+            yield HostColumn(
+                title, cells, frozenset(wrong), message=message, help=SAME, span=self.reads.get(title, NOWHERE)
+            )
+        # A folder of a host's own is never wrong: distributed_checkpoint.py keeps each host's part there.
         yield HostColumn("out folder", ["its own" if i in self.blind[0] else "shared" for i in range(len(self.seen))])
 
     def _machines(self) -> Iterator[HostColumn]:
         cluster = self.plan.cluster
         kind = self.plan.cluster.device.kind
         if not kind.is_host:
-            few = frozenset(i for i, f in enumerate(self.seen) if f["devices"] < cluster.devices_per_node)
-            cells = [str(f["devices"]) for f in self.seen]
-            told = f"{many(cluster.devices_per_node, 'device')} a host are planned, and not every host has them"
-            yield HostColumn(kind.resource, cells, few, "no-resources", told=told, span=cluster.span)
-            seen = [f["variables"].get(kind.visible) for f in self.seen]
-            hidden = [visibility_masks.wrong(kind, mask, f["devices"]) for mask, f in zip(seen, self.seen, strict=True)]
+            lacking = frozenset(i for i, facts in enumerate(self.seen) if facts["devices"] < cluster.devices_per_node)
+            cells = [str(facts["devices"]) for facts in self.seen]
+            message = f"the plan needs {many(cluster.devices_per_node, 'device')} on each host; not every host has them"
+            yield HostColumn(kind.resource, cells, lacking, "no-resources", message=message, span=cluster.span)
+            masks = [facts["variables"].get(kind.visible) for facts in self.seen]
+            mask_errors = [
+                visibility_masks.wrong(kind, mask, facts["devices"])
+                for mask, facts in zip(masks, self.seen, strict=True)
+            ]
             yield HostColumn(
                 kind.visible,
-                ["-" if mask is None else mask for mask in seen],
-                frozenset(i for i, told in enumerate(hidden) if told),
+                ["-" if mask is None else mask for mask in masks],
+                frozenset(i for i, message in enumerate(mask_errors) if message),
                 "no-resources",
-                told=next(filter(None, hidden), ""),
+                message=next(filter(None, mask_errors), ""),
                 help=f"unset {kind.visible} where Ray is started, or list the host's own numbers, rising from 0",
                 span=cluster.span,
             )
-        needs = max((m.total for m in self.plan.memory if m.place == "host"), default=0)
-        short = frozenset(i for i, f in enumerate(self.seen) if f["memory"] < needs)
-        never = frozenset(i for i, f in enumerate(self.seen) if f["total"] < needs)
+        needs = max((entry.total for entry in self.plan.memory if entry.place == "host"), default=0)
+        short = frozenset(i for i, facts in enumerate(self.seen) if facts["memory"] < needs)
+        too_small = frozenset(i for i, facts in enumerate(self.seen) if facts["total"] < needs)
         yield HostColumn(
             "memory free",
-            [f"{size(f['memory'])} of {size(f['total'])}" for f in self.seen],
-            never or short,
+            [f"{size(facts['memory'])} of {size(facts['total'])}" for facts in self.seen],
+            too_small or short,
             "no-resources",
-            "error" if never else "warning",
+            "error" if too_small else "warning",
             f"the plan needs up to {size(needs)} of a host's memory",
-            "end what else runs there, or plan for more hosts",
+            "stop other programs there, or plan for more hosts",
             cluster.span,
         )
         rows = room(self.plan)
         yield HostColumn(
             "/dev/shm free",
-            [size(f["shared"]) for f in self.seen],
-            frozenset(i for i, f in enumerate(self.seen) if f["shared"] < rows),
+            [size(facts["shared"]) for facts in self.seen],
+            frozenset(i for i, facts in enumerate(self.seen) if facts["shared"] < rows),
             "no-resources",
             "warning",
-            f"a host's rows have {size(rows)}, among its temporary files where /dev/shm has less",
-            "of a container say --shm-size, or mount a larger /dev/shm",
+            f"a host's rows take {size(rows)}; they are temporary files if /dev/shm has less",
+            "give a container --shm-size, or mount a larger /dev/shm",
         )
         yield HostColumn(
             "clock",
-            [f"{apart:+.1f} s" if abs(apart) >= 0.05 else "the same" for apart in self.clocks],
-            frozenset(i for i, apart in enumerate(self.clocks) if abs(apart) > APART),
+            [f"{offset:+.1f} s" if abs(offset) >= 0.05 else "the same" for offset in self.clocks],
+            frozenset(i for i, offset in enumerate(self.clocks) if abs(offset) > APART),
             severity="warning",
-            told="clocks differ, and the trace lays what hosts did together by them",
-            help="have the hosts' clocks kept by NTP",
+            message="clocks differ, and the trace aligns the events of hosts by them",
+            help="synchronize the hosts' clocks with NTP",
         )
-        without = frozenset(i for i, f in enumerate(self.seen) if not f["interface"])
+        no_interface = frozenset(i for i, facts in enumerate(self.seen) if not facts["interface"])
         stated = cluster.interface
         yield HostColumn(
             "interface",
             [
-                f"{f['interface']} {f['speaks']}" if f["interface"] else f"only {', '.join(f['interfaces'])}"
-                for f in self.seen
+                f"{facts['interface']} {facts['speaks']}"
+                if facts["interface"]
+                else f"only {', '.join(facts['interfaces'])}"
+                for facts in self.seen
             ],
-            without if cluster.nodes > 1 or stated else frozenset(),
+            no_interface if cluster.nodes > 1 or stated else frozenset(),
             severity="error" if stated else "warning",
-            told=f"not every host has the interface {stated}, with an address"
+            message=f"not every host has the interface {stated} with an address"
             if stated
-            else "no interface has the address that Ray has of the host, so ranks speak by the one of the host's name",
-            help="" if stated else 'state one that every host has: `cluster … { interface = "eth0" }`',
+            else "no interface has the host's address in Ray, so ranks use the interface of the host's name",
+            help="" if stated else 'name one that every host has: `cluster … { interface = "eth0" }`',
             span=cluster.span,
         )
 
     def _variables(self) -> Iterator[HostColumn]:
-        """Those that a host has set otherwise than its ranks want."""
+        """Yield a column for each variable that a host sets against its ranks' wishes."""
         for setting in environment_check.wanted(self.plan):
-            cells = [found["variables"].get(setting.name, "-") for found in self.seen]
-            mine = [setting in environment_check.wanted(self.plan, host) for host in range(len(self.seen))]
-            other = [m and cell not in ("-", setting.value) for m, cell in zip(mine, cells, strict=True)]
-            grave = frozenset(i for i, unlike in enumerate(other) if unlike and setting.refuses(cells[i]))
-            wrong = grave or frozenset(i for i, unlike in enumerate(other) if unlike)
+            cells = [facts["variables"].get(setting.name, "-") for facts in self.seen]
+            applies = [setting in environment_check.wanted(self.plan, host) for host in range(len(self.seen))]
+            differing = [
+                applies_here and cell not in ("-", setting.value)
+                for applies_here, cell in zip(applies, cells, strict=True)
+            ]
+            severe = frozenset(i for i, differs in enumerate(differing) if differs and setting.refuses(cells[i]))
+            wrong = severe or frozenset(i for i, differs in enumerate(differing) if differs)
             if wrong:
                 severity, code, help = environment_check.judged(setting, cells[min(wrong)])
-                told = f"the plan wants {setting.name}={setting.value}: {setting.why}"
-                yield HostColumn(setting.name, cells, wrong, code, severity, told, help)
+                message = f"the plan wants {setting.name}={setting.value}: {setting.why}"
+                yield HostColumn(setting.name, cells, wrong, code, severity, message, help)
 
     def judge(self, verbose: bool) -> list[str]:
-        """What to tell of hosts that a run may start on; NoResources with all that is wrong."""
-        columns = self.columns()
-        wrong = {s: [c for c in columns if c.wrong and c.severity == s] for s in ("error", "warning")}
-        if errors := wrong["error"]:
-            raise NoResources(self._told(errors, "error"))
-        told = []
-        if warned := wrong["warning"]:
-            d = self._told(warned, "warning")
-            told.append(f"warning[{d.code}]: {d.message}\n  {d.help}".rstrip())
-        return [*told, "the hosts of the run\n" + self.table(columns)] if verbose else told
+        """Return messages about hosts that a run may start on.
 
-    def _told(self, columns: Sequence[HostColumn], severity: Severity) -> Diagnostic:
-        """One diagnostic of all of these, with their table."""
-        first, *others = sorted(columns, key=lambda c: not c.span.line)
-        code = first.code if all(c.code == first.code for c in others) else "host-differs"
-        message = "\n".join([*(c.told for c in (first, *others)), self.table(columns)])
-        help = "\n".join(dict.fromkeys(c.help for c in (first, *others) if c.help))
-        related = tuple((c.span, c.told) for c in others if c.span.line and c.span != first.span)
+        Raises NoResources with all errors.
+        """
+        columns = self.columns()
+        wrong = {
+            severity: [column for column in columns if column.wrong and column.severity == severity]
+            for severity in ("error", "warning")
+        }
+        if errors := wrong["error"]:
+            raise NoResources(self._diagnose(errors, "error"))
+        texts = []
+        if warned := wrong["warning"]:
+            diagnostic = self._diagnose(warned, "warning")
+            texts.append(f"warning[{diagnostic.code}]: {diagnostic.message}\n  {diagnostic.help}".rstrip())
+        return [*texts, "the hosts of the run\n" + self.table(columns)] if verbose else texts
+
+    def _diagnose(self, columns: Sequence[HostColumn], severity: Severity) -> Diagnostic:
+        """Combine columns into one diagnostic, with their table."""
+        first, *others = sorted(columns, key=lambda column: not column.span.line)
+        code = first.code if all(column.code == first.code for column in others) else "host-differs"
+        message = "\n".join([*(column.message for column in (first, *others)), self.table(columns)])
+        help = "\n".join(dict.fromkeys(column.help for column in (first, *others) if column.help))
+        related = tuple(
+            (column.span, column.message) for column in others if column.span.line and column.span != first.span
+        )
         return Diagnostic(code, message, first.span, help, severity, related)
 
     def table(self, columns: Sequence[HostColumn]) -> str:
-        """A line for each host; those of which the same is told are one. What is wrong bears a mark."""
+        """Format the columns as a table, with a line for each host.
+
+        Hosts with equal cells share a line. Wrong cells are marked.
+        """
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        for title in ("host", *(c.title for c in columns)):
+        for title in ("host", *(column.title for column in columns)):
             table.add_column(title, no_wrap=True)
-        names = [f["name"] for f in self.seen]
+        names = [facts["name"] for facts in self.seen]
         alike: dict[tuple[str, ...], list[str]] = {}
         for i, address in enumerate(self.addresses):
-            cells = tuple(c.cells[i] + WRONG * (i in c.wrong) for c in columns)
-            named = f"{address} ({names[i]})" if names.count(names[i]) == 1 and len(names) > 1 else address
-            alike.setdefault(cells, []).append(named)
-        for cells, who in alike.items():
-            table.add_row(", ".join(who[:3]) + f" and {len(who) - 3} more" * (len(who) > 3), *cells)
+            cells = tuple(column.cells[i] + WRONG * (i in column.wrong) for column in columns)
+            label = f"{address} ({names[i]})" if names.count(names[i]) == 1 and len(names) > 1 else address
+            alike.setdefault(cells, []).append(label)
+        for cells, labels in alike.items():
+            table.add_row(", ".join(labels[:3]) + f" and {len(labels) - 3} more" * (len(labels) > 3), *cells)
         console = Console(
             file=io.StringIO(), width=10_000, color_system=None, markup=False, highlight=False, force_jupyter=False
         )
@@ -256,31 +291,38 @@ class Hosts:
 
 
 class HostsSilent(NoResources):
-    """Hosts that are there, as Ray says, do not answer: as a run begins, somebody has to look after them; where it
-    begins anew, they may have been lost, or be on their way back."""
+    """Hosts that Ray reports as alive, but that do not answer.
+
+    When a run begins, somebody has to look after them. When it restarts, they may be lost, or on their way back.
+    """
 
 
 def probe(
     plan: Plan, reserved: DeviceReservation, marks: Sequence[Path], also: Mapping[str, str], actors: list[Any]
 ) -> Hosts:
-    """Asks the hosts of a plan, by `actors` that it starts: what is there, and whether they see the folders `marks`, of
-    which the first is the run's. `also` are files that every host reads, by what they are of."""
+    """Ask the hosts of a plan for their facts.
+
+    It starts `actors` on them. It also checks whether they see the folders `marks`; the first is the run's folder.
+    `also` are files that every host reads, by title.
+    """
     import ray
 
     addresses = reserved.addresses
     ray.cloudpickle.register_pickle_by_value(host_facts)
-    actor = ray.remote(num_cpus=0)(HostActor)
+    actor_class = ray.remote(num_cpus=0)(HostActor)
     with ExitStack() as stack:
-        markers = [stack.enter_context(_marked(folder)) for folder in marks]
-        files = [{**reads(plan, i), **{t: [p] for t, p in also.items()}} for i in range(plan.cluster.nodes)]
+        markers = [stack.enter_context(_marker_file(folder)) for folder in marks]
+        files = [
+            {**reads(plan, i), **{title: [path] for title, path in also.items()}} for i in range(plan.cluster.nodes)
+        ]
 
         others = interpreters.commands(plan)
 
-        def asked(address: str, read: Mapping[str, Sequence[str]]) -> PackageQuery:
-            paths = [*markers, *(p for paths in read.values() for p in paths)]
+        def package_query(address: str, read: Mapping[str, Sequence[str]]) -> PackageQuery:
+            paths = [*markers, *(path for paths in read.values() for path in paths)]
             return PackageQuery(
                 packages=interpreters.packages(plan),
-                others=others if address else {},  # who drives may have none of them
+                others=others if address else {},  # the driver's host may have none of them
                 files=paths,
                 devices=plan.cluster.device.kind.files,
                 variables=[*(s.name for s in environment_check.wanted(plan)), plan.cluster.device.kind.visible],
@@ -289,61 +331,67 @@ def probe(
             )
 
         until = time.monotonic() + PROBE
-        actors += [actor.options(scheduling_strategy=reserved.on(i)).remote() for i in range(plan.cluster.nodes)]
-        answers = [a.look.remote(asked(*of)) for a, of in zip(actors, zip(addresses, files, strict=True), strict=True)]
-        everything = {t: paths for read in files for t, paths in read.items()}
-        here = host_facts.look(asked("", everything))
+        actors += [actor_class.options(scheduling_strategy=reserved.on(i)).remote() for i in range(plan.cluster.nodes)]
+        answers = [
+            actor.look.remote(package_query(*query_arguments))
+            for actor, query_arguments in zip(actors, zip(addresses, files, strict=True), strict=True)
+        ]
+        everything = {title: paths for read in files for title, paths in read.items()}
+        here = host_facts.look(package_query("", everything))
         ready, _ = ray.wait(answers, num_returns=len(answers), timeout=until - time.monotonic())
-        if silent := [address for address, a in zip(addresses, answers, strict=True) if a not in ready]:
-            raise HostsSilent(_silent(plan, silent))
-        seen = _answers(plan, reserved, answers)
-        clocks = [_apart(a, until) for a in actors]
-    spans = {**{f"model {n}": m.span for n, m in plan.deploy.models.items()}}
-    spans |= {f"data {n}": d.span for n, d in plan.deploy.data.items()}
-    blind = [[i for i, f in enumerate(seen) if f["sizes"][marker] < 0] for marker in markers]
+        if silent := [address for address, answer in zip(addresses, answers, strict=True) if answer not in ready]:
+            raise HostsSilent(_silent_hosts(plan, silent))
+        seen = _collect_facts(plan, reserved, answers)
+        clocks = [_clock_offset(actor, until) for actor in actors]
+    spans = {**{f"model {name}": model.span for name, model in plan.deploy.models.items()}}
+    spans |= {f"data {name}": dataset.span for name, dataset in plan.deploy.data.items()}
+    blind = [[i for i, facts in enumerate(seen) if facts["sizes"][marker] < 0] for marker in markers]
     return Hosts(plan, actors, addresses, files, seen, here, clocks, blind, spans)
 
 
-def _answers(plan: Plan, reserved: DeviceReservation, answers: Sequence[Any]) -> list[HostFacts]:
+def _collect_facts(plan: Plan, reserved: DeviceReservation, answers: Sequence[Any]) -> list[HostFacts]:
     import ray
 
-    found: list[HostFacts] = []
+    facts: list[HostFacts] = []
     for address, node, answer in zip(reserved.addresses, reserved.nodes, answers, strict=True):
         try:
-            found.append(ray.get(answer))
+            facts.append(ray.get(answer))
         except ray.exceptions.RayError as error:
-            if missing([node]):  # it has just gone: nothing about it is to be mended
+            if missing([node]):  # it was just lost, so nothing on it needs a fix
                 raise HostLost(wait_report.silent([address])) from error
-            said = str(error).strip().splitlines()[-1:]
-            what = f"the host {address} starts no process of the run: {' '.join(said)}"
-            raise NoResources(Diagnostic("host-differs", what, plan.cluster.span)) from error
-    return found
+            last_line = str(error).strip().splitlines()[-1:]
+            message = f"the host {address} cannot start a process of the run: {' '.join(last_line)}"
+            raise NoResources(Diagnostic("host-differs", message, plan.cluster.span)) from error
+    return facts
 
 
-def _silent(plan: Plan, addresses: Sequence[str]) -> Diagnostic:
-    who = f"the host {addresses[0]} does" if len(addresses) == 1 else f"the hosts {', '.join(addresses)} do"
+def _silent_hosts(plan: Plan, addresses: Sequence[str]) -> Diagnostic:
+    subject = f"the host {addresses[0]} does" if len(addresses) == 1 else f"the hosts {', '.join(addresses)} do"
     return Diagnostic(
         "no-resources",
-        f"{who} not answer within {PROBE:g} s",
+        f"{subject} not answer within {PROBE:g} s",
         plan.cluster.span,
         "see `ray status`, and the logs of its raylet in /tmp/ray/session_latest/logs there",
     )
 
 
-def _apart(actor: Any, until: float) -> float:
-    """Seconds by which a host's clock is ahead of this one's, by no more than is certain."""
+def _clock_offset(actor: Any, until: float) -> float:
+    """Return the seconds by which a host's clock is certainly ahead of this one's."""
     import ray
 
     before = time.time()
-    there: float = ray.get(actor.clock.remote(), timeout=max(1.0, until - time.monotonic()))
+    remote_time: float = ray.get(actor.clock.remote(), timeout=max(1.0, until - time.monotonic()))
     after = time.time()
-    return there - after if there > after else there - before if there < before else 0.0
+    return remote_time - after if remote_time > after else remote_time - before if remote_time < before else 0.0
 
 
 @contextmanager
-def _marked(folder: Path) -> Iterator[str]:
-    """A file in a folder, by which a host can tell that it sees this very folder and not one of the same name. Nobody
-    sees it in a folder that may only be read: each host is asked for what should be in it."""
+def _marker_file(folder: Path) -> Iterator[str]:
+    """Create a marker in a folder, by which a host can tell that it sees this folder.
+
+    A folder of the same name on another disk has no marker. In a read-only folder no host sees a marker: each host is
+    asked for the files that should be in it.
+    """
     marker = folder.absolute() / f".{uuid.uuid4().hex}"
     with suppress(OSError):
         marker.touch()
@@ -355,7 +403,10 @@ def _marked(folder: Path) -> Iterator[str]:
 
 
 def _release(version: str) -> tuple[str, ...]:
-    """The part of a version by which things work together: not its patch, nor how it was built."""
+    """Return the part of a version that decides compatibility.
+
+    It has no patch number and no build tag.
+    """
     return tuple(version.partition("+")[0].split(".")[:2])
 
 

@@ -1,6 +1,7 @@
-"""The devices of a run on Ray: reserved together, or refused in words that say who has them.
+"""Reservation of a run's devices on Ray, or an error that says who holds them.
 
-Invariant: nothing is started before the devices are the run's; what runs that end or die held comes free without them.
+Invariant: nothing starts before the devices are the run's own. Devices of runs that end or die become free without
+their help.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from ...ir.plan import Plan
 from ..process.cluster_join import NoResources, living
 from .dock_monitor import missing
 
-WAIT = 60.0  # seconds until devices that do not come are refused
-HELD = 10.0  # the same, of devices that other runs have: one that has just ended gives them back within
-NAMED = "msrl-run"  # how the names of what runs reserve begin
+WAIT = 60.0  # seconds to wait for devices before the run is refused
+HELD = 10.0  # the same if other runs hold devices: a run that just ended frees them by then
+NAMED = "msrl-run"  # prefix of the names of reservations
 
 
 class DeviceReservation(NamedTuple):
-    """A placement group with a bundle of devices on each host, and of each of the plan's hosts the bundle, its node's
-    id in Ray, and its address there. The first is the machine that the run is driven from, where that is one: it reads
-    the data and writes the weights."""
+    """A placement group with a bundle of devices on each host.
+
+    For each host of the plan it has the bundle, the node id in Ray, and the address there. The driver's machine comes
+    first, if it is one of the hosts: it reads the data and writes the weights.
+    """
 
     group: Any
     bundles: list[int]
@@ -32,14 +35,14 @@ class DeviceReservation(NamedTuple):
     addresses: list[str]
 
     def on(self, host: int) -> Any:
-        """How an actor is put on a host."""
+        """Return the scheduling strategy that puts an actor on a host."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[host])
 
 
 class NotEnoughHosts(NoResources):
-    """`hosts` have the devices that are asked of each, fewer than are asked for."""
+    """Only `hosts` hosts, fewer than requested, have the requested devices."""
 
     def __init__(self, diagnostic: Diagnostic, hosts: int) -> None:
         super().__init__(diagnostic)
@@ -47,76 +50,85 @@ class NotEnoughHosts(NoResources):
 
 
 def reserved(plan: Plan, name: str, patience: float = 0.0) -> DeviceReservation:
-    """Reserves a plan's devices, and waits for so many seconds for hosts that are not there. Raises NoResources with
-    what was asked, what there is, and which runs have it."""
+    """Reserve a plan's devices.
+
+    Waits up to `patience` seconds for missing hosts. Raises NoResources with the requested devices, the existing ones,
+    and the runs that hold them.
+    """
     import ray
     from ray.util.placement_group import placement_group, placement_group_table
 
     cluster = plan.cluster
     nodes = cluster.nodes
-    each = float(cluster.devices_per_node)
+    devices_per_host = float(cluster.devices_per_node)
     kind = cluster.device.resource
     begin = time.monotonic()
     own = ray.util.get_node_ip_address()
     group = None
     while group is None or not group.wait(2):
-        # A host that has just been lost Ray takes for alive: what is reserved there never comes.
+        # Ray still reports a host that was just lost as alive; a reservation there never completes.
         known = living()
-        lost = missing(n["NodeID"] for n in known) if len(known) > 1 else set()
-        there = [(n["NodeManagerAddress"], n["Resources"].get(kind, 0)) for n in known]
-        there = [(address, count) for address, count in there if address not in lost]
-        # First where the run is driven, if it is one of them.
-        hosts = sorted((address for address, count in there if count >= each), key=lambda address: address != own)
+        lost = missing(node["NodeID"] for node in known) if len(known) > 1 else set()
+        host_devices = [(node["NodeManagerAddress"], node["Resources"].get(kind, 0)) for node in known]
+        host_devices = [(address, count) for address, count in host_devices if address not in lost]
+        # The driver's host comes first, if it is one of them.
+        hosts = sorted(
+            (address for address, count in host_devices if count >= devices_per_host),
+            key=lambda address: address != own,
+        )
         if group is None and len(hosts) >= nodes:
             pinned = [f"node:{address}" for address in hosts[:nodes]] if lost else []
-            asked = [{kind: each} | ({pinned[i]: 0.001} if pinned else {}) for i in range(nodes)]
-            group = placement_group(asked, strategy="STRICT_SPREAD" if nodes > 1 else "PACK", name=name)
+            requested = [{kind: devices_per_host} | ({pinned[i]: 0.001} if pinned else {}) for i in range(nodes)]
+            group = placement_group(requested, strategy="STRICT_SPREAD" if nodes > 1 else "PACK", name=name)
             continue
-        others = _others(name)
+        other_runs = _list_reservations(name)
         short = len(hosts) < nodes
-        passed = time.monotonic() - begin
-        if passed > patience and (short or passed > WAIT or (others and passed > HELD)):
+        waited = time.monotonic() - begin
+        if waited > patience and (short or waited > WAIT or (other_runs and waited > HELD)):
             if group is not None:
                 ray.util.remove_placement_group(group)
-            held = sum(count for _, count in there)
-            free = min(held, ray.available_resources().get(kind, 0))
+            total_devices = sum(count for _, count in host_devices)
+            free = min(total_devices, ray.available_resources().get(kind, 0))
             diagnostic = Diagnostic(
                 "no-resources",
-                f"the plan asks for {many(nodes, 'host')} of {each:g} {kind}; Ray has "
-                f"{many(len(there), 'host')}, "
-                f"{held:g} {kind} in all, {free:g} of them free"
-                + "".join(f"\n  {host}" for host in _free(kind, lost))
-                + "".join(f"\n  {other} has {count:g} {kind}" for other, count in others.items()),
+                f"the plan asks for {many(nodes, 'host')} of {devices_per_host:g} {kind}; Ray has "
+                f"{many(len(host_devices), 'host')}, "
+                f"{total_devices:g} {kind} in all, {free:g} of them free"
+                + "".join(f"\n  {host}" for host in _describe_free_devices(kind, lost))
+                + "".join(f"\n  {other} has {count:g} {kind}" for other, count in other_runs.items()),
                 cluster.span,
                 "wait for the end of the run that has them, or end it"
-                if others and not short
+                if other_runs and not short
                 else "lower `nodes` or `devices_per_node`, or free the devices",
             )
             raise NotEnoughHosts(diagnostic, len(hosts)) if short else NoResources(diagnostic)
         if group is None:
             time.sleep(1)
     here = ray.get_runtime_context().get_node_id()
-    at = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    where = placement_group_table(group)["bundles_to_node_id"]
-    bundles = sorted(range(nodes), key=lambda i: (where[i] != here, at[where[i]]))
-    found = [where[i] for i in bundles]
-    return DeviceReservation(group, bundles, found, [at[node] for node in found])
+    address_of = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    node_of = placement_group_table(group)["bundles_to_node_id"]
+    bundles = sorted(range(nodes), key=lambda i: (node_of[i] != here, address_of[node_of[i]]))
+    node_ids = [node_of[i] for i in bundles]
+    return DeviceReservation(group, bundles, node_ids, [address_of[node] for node in node_ids])
 
 
-def _others(name: str) -> dict[str, float]:
-    """By name what other runs have reserved."""
+def _list_reservations(name: str) -> dict[str, float]:
+    """Return the number of devices that other runs have reserved, by name."""
     from ray.util.placement_group import placement_group_table
 
-    found: dict[str, float] = {}
+    devices_of_run: dict[str, float] = {}
     for group in placement_group_table().values():
         if group["state"] == "CREATED" and group["name"].startswith(NAMED) and group["name"] != name:
-            held = sum(sum(bundle.values()) for bundle in group["bundles"].values())
-            found[group["name"]] = found.get(group["name"], 0) + held
-    return found
+            devices = sum(sum(bundle.values()) for bundle in group["bundles"].values())
+            devices_of_run[group["name"]] = devices_of_run.get(group["name"], 0) + devices
+    return devices_of_run
 
 
-def _free(kind: str, lost: Collection[str]) -> list[str]:
-    """What each host that is not lost has, and has free; nothing where this Ray does not tell, as it may."""
+def _describe_free_devices(kind: str, lost: Collection[str]) -> list[str]:
+    """Describe the devices of each host that is not lost, and how many are free.
+
+    The list is empty if this version of Ray does not report it.
+    """
     try:
         free = import_module("ray._private.state").available_resources_per_node()
     except (ImportError, AttributeError):

@@ -1,8 +1,11 @@
-"""Checkpoints of hosts that do not see the run's folder: each has its part, at the same path on a disk of its own.
+"""Checkpoints of hosts that do not see the run's folder.
 
-Invariant: parts have their names before the driver writes the manifest, so that a checkpoint with a manifest is whole.
-What a run goes on from is looked for on all hosts before a rank builds anything; what a host's ranks need of it, and
-that host lacks, comes from one that has it, in pieces. Where all see the folder, nothing of this has work.
+Each host keeps its part, at the same path on its own disk.
+
+Invariant: parts have their final names before the driver writes the manifest, so a checkpoint with a manifest is
+complete. The checkpoint to resume from is looked for on all hosts before a rank builds anything. If a host lacks files
+that its ranks need, they are copied in pieces from a host that has them. If all hosts see the folder, this module has
+nothing to do.
 """
 
 from __future__ import annotations
@@ -29,15 +32,18 @@ from . import run_inputs
 from .run_state import FILE as STATES
 from .run_state import RunState
 
-Wait = Callable[[Sequence[Any]], list[Any]]  # the results of what Ray was asked for
+Wait = Callable[[Sequence[Any]], list[Any]]  # returns the results of Ray references
 
-HERE = -1  # the driver, by its own disk; hosts are called by their numbers
-AHEAD = 4  # pieces of a file that are under way at once
+HERE = -1  # the place of the driver, on its own disk; hosts are places by their numbers
+IN_FLIGHT = 4  # pieces of a file in flight at once
 
 
 class DistributedCheckpoint:
-    """The first rank of each host in `apart` keeps its part of what is saved; those of hosts in `unseen` have parts,
-    perhaps, of what the run goes on from."""
+    """Saving, finding and copying of checkpoint parts.
+
+    The first rank of each host in `apart` keeps the host's part of what is saved. Hosts in `unseen` may have parts of
+    the checkpoint that the run resumes from.
+    """
 
     def __init__(self, plan: Plan, ranks: Sequence[Any], wait: Wait) -> None:
         self.plan = plan
@@ -45,34 +51,37 @@ class DistributedCheckpoint:
         self.wait = wait
         self.apart: list[int] = []
         self.unseen: list[int] = []
-        self.wrote: dict[int, list[str]] = {}  # the files of the newest checkpoint
-        self.held: dict[str, list[int]] = {}  # by file of what the run goes on from: who has it
+        self.written_files: dict[int, list[str]] = {}  # by place, its files of the newest checkpoint
+        self.holders: dict[str, list[int]] = {}  # by file of the checkpoint to resume from, the places that have it
 
     # Saving
 
     def save(
         self, out: Path, iteration: int, recorder: Recorder, program: Mapping[str, Any], carried: RunState, wait: Wait
     ) -> Path:
-        """Writes a checkpoint. OSError where a disk does not take it: nothing of it is left then."""
+        """Write a checkpoint.
+
+        Raises OSError if a disk fails; nothing of the checkpoint is left then.
+        """
         written = None
         try:
             written = checkpoint.begin(out, iteration).absolute()
-            self._all("begin", str(out.absolute()), iteration)
+            self._ask_hosts("begin", str(out.absolute()), iteration)
             fault_points.reach("driver", f"begun checkpoint {iteration}")
             lines = recorder.written
-            says = checkpoint.said(iteration, lines, carried.position, program)
-            found = wait([r.checkpoint.remote(str(written), says) for r in self.ranks])
-            _check(wrong for _, _, wrong in found)
-            of_ranks = [[f for f in files if f.pieces] for files, _, _ in found]
-            metrics = checkpoint.write_metrics(written, recorder.copy(), says)
-            files = (*chain.from_iterable(of_ranks), *carried.save(written, says), metrics)
-            steps = {name: count for _, steps, _ in found for name, count in steps.items()}
-            known = (iteration, lines, steps, dict(program), files, carried.position)
-            read = run_inputs.read(out)
-            manifest = self._signed(checkpoint.Manifest(checkpoint.FORMAT, *known, inputs=read), of_ranks)
+            metadata = checkpoint.said(iteration, lines, carried.position, program)
+            answers = wait([rank.checkpoint.remote(str(written), metadata) for rank in self.ranks])
+            _raise_first(error for _, _, error in answers)
+            of_ranks = [[file for file in files if file.pieces] for files, _, _ in answers]
+            metrics = checkpoint.write_metrics(written, recorder.copy(), metadata)
+            files = (*chain.from_iterable(of_ranks), *carried.save(written, metadata), metrics)
+            steps = {name: count for _, steps, _ in answers for name, count in steps.items()}
+            fields = (iteration, lines, steps, dict(program), files, carried.position)
+            inputs = run_inputs.read(out)
+            manifest = self._with_hosts(checkpoint.Manifest(checkpoint.FORMAT, *fields, inputs=inputs), of_ranks)
             fault_points.reach("driver", f"written checkpoint {iteration}")
-            for host in self.apart:  # one after the other, since some may have one disk
-                _check([self._got(self._ask(host, "name", str(written)))])
+            for host in self.apart:  # one after the other, since hosts may share a disk
+                _raise_first([self._result(self._ask(host, "name", str(written)))])
             fault_points.reach("driver", f"placed checkpoint {iteration}")
             best = {best.iteration for best in recorder.bests}
             target = checkpoint.commit(written, manifest, self.plan.deploy.run.keep, best)
@@ -80,107 +89,132 @@ class DistributedCheckpoint:
         except OSError:
             if written is not None:
                 for place in (HERE, *self.apart):
-                    self._got(self._ask(place, "forget", str(written)))
+                    self._result(self._ask(place, "forget", str(written)))
             raise
-        # It is whole already: a host that fails now keeps what is old, and has its part without a manifest. The
-        # manifest comes last, since it is what makes a checkpoint of a folder.
+        # The checkpoint is complete already: a host that fails now keeps old ones, and has its part without a manifest.
+        # The manifest comes last, since it turns a folder into a checkpoint.
         content = {name: (target / name).read_bytes() for name in (checkpoint.DIGEST, checkpoint.MANIFEST)}
-        names = [p.name for p in checkpoint.up_to(target)]
+        names = [path.name for path in checkpoint.up_to(target)]
         for answer in [self._ask(host, "keep", str(out.absolute()), names, content) for host in self.apart]:
-            self._got(answer)
+            self._result(answer)
         return target
 
-    def _signed(self, manifest: Manifest, files: Sequence[Sequence[CheckpointFile]]) -> Manifest:
-        """The manifest with who has what; `files` are those of each rank."""
-        wrote = {f.name: self.plan.cluster.host(rank) for rank, some in enumerate(files) for f in some}
+    def _with_hosts(self, manifest: Manifest, files: Sequence[Sequence[CheckpointFile]]) -> Manifest:
+        """Add the host of each file to a manifest; `files` are those of each rank."""
+        written_files = {
+            file.name: self.plan.cluster.host(rank) for rank, rank_files in enumerate(files) for file in rank_files
+        }
         names: dict[int, list[str]] = {}
         for file in manifest.files:
-            host = wrote.get(file.name, HERE)
+            host = written_files.get(file.name, HERE)
             names.setdefault(host if host in self.apart else HERE, []).append(file.name)
-        self.wrote = names
+        self.written_files = names
         if not self.apart:
             return manifest
-        where = {host: self._got(self._where(host)) for host in sorted(names)}
-        hosts = tuple(CheckpointHost(address, node, tuple(names[host])) for host, (address, node) in where.items())
+        locations = {host: self._result(self._ask_location(host)) for host in sorted(names)}
+        hosts = tuple(CheckpointHost(address, node, tuple(names[host])) for host, (address, node) in locations.items())
         return replace(manifest, format_version=checkpoint.PARTED, hosts=hosts)
 
     def send(self, folder: Path, url: str) -> None:
-        """Puts a checkpoint at the URL of the run, where it is seen when all of it is there, and removes those that
-        are kept no longer. OSError or Fault where that fails."""
+        """Upload a checkpoint to the run's URL.
+
+        It becomes visible there when all of it is uploaded. Checkpoints that are no longer kept are removed. Raises
+        OSError or Fault.
+        """
         run = folder.parent.parent
         below = urls.under(url, checkpoint.FOLDER)
-        there = urls.under(below, folder.name)
-        urls.remove(there, (checkpoint.MANIFEST,))  # of what a run wrote that went on otherwise
-        asked = [
-            self._ask(place, "send", str(folder.absolute()), there, self.wrote[place])
-            for place in sorted(self.wrote, reverse=True)
+        target = urls.under(below, folder.name)
+        urls.remove(target, (checkpoint.MANIFEST,))  # left by a run that continued differently
+        answers = [
+            self._ask(place, "send", str(folder.absolute()), target, self.written_files[place])
+            for place in sorted(self.written_files, reverse=True)
         ]
-        _check([self._got(answer) for answer in asked])
+        _raise_first([self._result(answer) for answer in answers])
         urls.send(run, url, ("metrics.jsonl", "plan.json", run_inputs.FILE))
-        urls.send(folder, there, (checkpoint.DIGEST,))
-        urls.send(folder, there, (checkpoint.MANIFEST,), whole=True)
-        kept = {p.name for p in checkpoint.found(run)}
+        urls.send(folder, target, (checkpoint.DIGEST,))
+        urls.send(folder, target, (checkpoint.MANIFEST,), whole=True)
+        kept_names = {path.name for path in checkpoint.found(run)}
         with urls.told(url):
-            old = [n for n in checkpoint.at_url(below, whole=False) if n not in kept and int(n) < int(folder.name)]
+            old = [
+                name
+                for name in checkpoint.at_url(below, whole=False)
+                if name not in kept_names and int(name) < int(folder.name)
+            ]
         urls.remove(below, [*(f"{name}/{checkpoint.MANIFEST}" for name in old), *old])
 
     def leave(self, run: Path, url: str) -> None:
-        """Puts up what else hosts have of a run that has ended, and removes their parts. OSError where that fails."""
-        for act in (("send", str(run), url, ("logs", rows.FOLDER, rows.EVALUATED)), ("forget", str(run))):
-            self._all(*act)
+        """Upload the remaining files of hosts after a run, and remove their parts.
 
-    # Going on
+        Raises OSError.
+        """
+        for act in (("send", str(run), url, ("logs", rows.FOLDER, rows.EVALUATED)), ("forget", str(run))):
+            self._ask_hosts(*act)
+
+    # Resuming
 
     def check(self, folder: Path) -> None:
-        """Looks for all files of what the run goes on from. Raises Fault, with what each host lacks."""
+        """Check that some host has each file of the checkpoint to resume from.
+
+        Raises Fault with the files that each host lacks.
+        """
         if not self.unseen:
             return
         manifest = checkpoint.manifest_of(folder)
-        self.held, found = self._looked(folder, manifest)
-        if all(self.held.values()):
+        self.holders, errors = self._find_files(folder, manifest)
+        if all(self.holders.values()):
             return
-        places = {self._got(self._where(place))[0]: place for place in (HERE, *self.unseen)}
-        told = []
+        places = {self._result(self._ask_location(known_place))[0]: known_place for known_place in (HERE, *self.unseen)}
+        losses = []
         for host in manifest.hosts:
-            lost = [name for name in host.files if not self.held[name]]
-            at = places.get(host.address)
-            what = [f"{name} {'is on no host of this run' if at is None else found[at][name]}" for name in lost]
-            if lost:
-                told.append(f"on {host.address} (Ray node {host.node[:12]}) {', '.join(what)}")
-        message = f"the checkpoint {folder} cannot be used: {'; '.join(told)}"
-        older = (p for p in reversed(checkpoint.found(folder.parent.parent)) if int(p.name) < int(folder.name))
-        good = next((p for p in older if self._is_whole(p)), None)
-        help = "bring back what is missing, or begin anew: no older one is whole"
+            lost_files = [name for name in host.files if not self.holders[name]]
+            own_place = places.get(host.address)
+            reasons = [
+                f"{name} {'is on no host of this run' if own_place is None else errors[own_place][name]}"
+                for name in lost_files
+            ]
+            if lost_files:
+                losses.append(f"on {host.address} (Ray node {host.node[:12]}) {', '.join(reasons)}")
+        message = f"the checkpoint {folder} cannot be used: {'; '.join(losses)}"
+        older = (path for path in reversed(checkpoint.found(folder.parent.parent)) if int(path.name) < int(folder.name))
+        good = next((path for path in older if self._is_complete(path)), None)
+        help = "restore the missing files, or start a new run: no older checkpoint is complete"
         if good:
-            help = f"{good} is whole: --resume {good}, with --out another folder, or --overwrite for what is newer"
+            help = (
+                f"{good} is complete: --resume {good}, with --out another folder, or --overwrite to replace newer ones"
+            )
         raise Fault(Diagnostic("bad-checkpoint", message, help=help))
 
     def bring(self, folder: Path, manifest: Manifest, wait: Wait) -> None:
-        """Has files of what the run goes on from copied to hosts that lack them, and whose ranks want them. OSError
-        where that fails."""
+        """Copy files of the checkpoint to hosts that lack them and whose ranks need them.
+
+        Raises OSError.
+        """
         if not self.unseen:
             return
         wanted: dict[int, set[str]] = {HERE: {STATES, checkpoint.METRICS}}
-        for rank, names in enumerate(wait([r.wants.remote(manifest) for r in self.ranks])):
+        for rank, names in enumerate(wait([handle.wants.remote(manifest) for handle in self.ranks])):
             host = self.plan.cluster.host(rank)
             wanted.setdefault(host if host in self.unseen else HERE, set()).update(names)
         lacking = {
-            place: [f for f in manifest.files if f.name in names and place not in self.held[f.name]]
+            place: [file for file in manifest.files if file.name in names and place not in self.holders[file.name]]
             for place, names in wanted.items()
         }
         with ThreadPoolExecutor(len(lacking)) as pool:
-            list(pool.map(partial(self._copies, folder), lacking, lacking.values()))
+            list(pool.map(partial(self._copy_files, folder), lacking, lacking.values()))
 
-    def _copies(self, folder: Path, target: int, files: Sequence[CheckpointFile]) -> None:
+    def _copy_files(self, folder: Path, target: int, files: Sequence[CheckpointFile]) -> None:
         for file in files:
-            self._copy(folder, file, self.held[file.name][0], target)
+            self._copy(folder, file, self.holders[file.name][0], target)
 
     def collect(self, folder: Path) -> None:
-        """Has a folder that rank 0 wrote come to the driver. OSError where that fails."""
+        """Copy a folder that rank 0 wrote to the driver.
+
+        Raises OSError.
+        """
         if (source := self.plan.cluster.host(0)) not in self.apart:
             return
         shutil.rmtree(folder, ignore_errors=True)
-        for file in self._got(self._ask(source, "listed", str(folder))):
+        for file in self._result(self._ask(source, "listed", str(folder))):
             self._copy(folder, file, source, HERE)
 
     def _copy(self, folder: Path, file: CheckpointFile, source: int, target: int) -> None:
@@ -188,51 +222,56 @@ class DistributedCheckpoint:
         for offset in range(0, file.bytes, checkpoint_parts.PIECE):
             content = self._ask(source, "piece", str(folder), file.name, offset)
             if target == HERE:
-                content = self._got(content)
+                content = self._result(content)
             under_way.append(self._ask(target, "take", str(folder), file.name, offset, content))
-            if len(under_way) == AHEAD:
-                _check([self._got(under_way.popleft())])
-        _check([*map(self._got, under_way), self._got(self._ask(target, "whole", str(folder), file))])
+            if len(under_way) == IN_FLIGHT:
+                _raise_first([self._result(under_way.popleft())])
+        _raise_first([*map(self._result, under_way), self._result(self._ask(target, "whole", str(folder), file))])
 
-    def _looked(self, folder: Path, manifest: Manifest) -> tuple[dict[str, list[int]], dict[int, dict[str, str]]]:
-        """Who has each file as it was written; and what is wrong with it on each."""
-        asked = {place: self._ask(place, "amiss", str(folder), manifest.files) for place in (*self.unseen, HERE)}
-        found = {place: self._got(answer) for place, answer in asked.items()}
-        return {f.name: [p for p, wrong in found.items() if not wrong[f.name]] for f in manifest.files}, found
+    def _find_files(self, folder: Path, manifest: Manifest) -> tuple[dict[str, list[int]], dict[int, dict[str, str]]]:
+        """Return the places that have each file intact, and the errors at each place."""
+        requests = {place: self._ask(place, "amiss", str(folder), manifest.files) for place in (*self.unseen, HERE)}
+        errors = {place: self._result(answer) for place, answer in requests.items()}
+        return {
+            file.name: [place for place, place_errors in errors.items() if not place_errors[file.name]]
+            for file in manifest.files
+        }, errors
 
-    def _is_whole(self, folder: Path) -> bool:
+    def _is_complete(self, folder: Path) -> bool:
         try:
-            return all(self._looked(folder, checkpoint.manifest_of(folder))[0].values())
+            return all(self._find_files(folder, checkpoint.manifest_of(folder))[0].values())
         except checkpoint.CorruptCheckpoint:
             return False
 
-    # Asking
+    # Requests
 
-    def _all(self, act: str, *arguments: Any) -> None:
-        asked = [self._ask(host, act, *arguments) for host in self.apart]
-        _check([self._got(answer) for answer in asked])
+    def _ask_hosts(self, act: str, *arguments: Any) -> None:
+        answers = [self._ask(host, act, *arguments) for host in self.apart]
+        _raise_first([self._result(answer) for answer in answers])
 
     def _ask(self, place: int, act: str, *arguments: Any) -> Any:
         return (
-            checkpoint_parts.ACTS[act](*arguments) if place == HERE else self._first(place).part.remote(act, *arguments)
+            checkpoint_parts.ACTS[act](*arguments)
+            if place == HERE
+            else self._first_rank(place).part.remote(act, *arguments)
         )
 
-    def _where(self, place: int) -> Any:
+    def _ask_location(self, place: int) -> Any:
         import ray
 
         if place == HERE:
             return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
-        return self._first(place).where.remote()
+        return self._first_rank(place).where.remote()
 
-    def _first(self, host: int) -> Any:
-        return next(rank for r, rank in enumerate(self.ranks) if self.plan.cluster.host(r) == host)
+    def _first_rank(self, host: int) -> Any:
+        return next(rank for index, rank in enumerate(self.ranks) if self.plan.cluster.host(index) == host)
 
-    def _got(self, answer: Any) -> Any:
+    def _result(self, answer: Any) -> Any:
         import ray
 
         return self.wait([answer])[0] if isinstance(answer, ray.ObjectRef) else answer
 
 
-def _check(told: Iterable[str]) -> None:
-    if wrong := next(filter(None, told), ""):
-        raise OSError(wrong)
+def _raise_first(errors: Iterable[str]) -> None:
+    if error := next(filter(None, errors), ""):
+        raise OSError(error)

@@ -1,7 +1,7 @@
-"""The process that drives one attempt of a run: it begins, ends, and tells the supervisor how.
+"""The driver process of one attempt of a run.
 
-Invariant: the supervisor is told, whatever happens. When it is gone this process is killed, with all that it started
-(processes.py).
+Invariant: the supervisor gets a result, whatever happens. When the supervisor is gone, this process is killed with all
+that it started (processes.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..process.heartbeat import DRIVER, Heart, Limits
 from ..process.task_report import ProcessLost, RankFailed, RanksNotJoined, RunError
 from ..weights import checkpoint
 from . import wait_report
+from .attempt_messages import Attempt, Result
 from .cluster_probe import HostsSilent
 from .device_reservation import NotEnoughHosts
 from .dock_monitor import HostLost
@@ -34,14 +35,12 @@ from .iterations import Driver
 from .process_pool import ProcessPool
 from .signals import HEEDED, Signals
 from .stalls import ProcessStuck
-from .supervisor import Attempt, Result
 
 
 def main(folder: str) -> int:
-    """Runs the attempt that the supervisor described in `folder`."""
+    """Run the attempt that the supervisor described in `folder`."""
     attempt = msgspec.json.decode((Path(folder) / "attempt.json").read_bytes(), type=Attempt)
-    # What Ray's own threads write to stderr goes where stdout goes, into the driver's log; what a person reads goes to
-    # the old one.
+    # Ray's own threads write to stderr: it goes to stdout, the driver's log. Text for a person goes to the old stderr.
     screen = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(1, 2)
     console = Screen(file=screen)
@@ -55,22 +54,22 @@ def main(folder: str) -> int:
         os.set_inheritable(attempt.lock, False)
         threading.Thread(target=with_parent, args=(attempt,), daemon=True).start()
     Heart(folder, DRIVER, Limits.of(attempt.plan.docks.deadline), pool.of_ray)
-    over = threading.Event()
-    threading.Thread(target=watch, args=(attempt, pool, over), daemon=True).start()
+    finished = threading.Event()
+    threading.Thread(target=watch, args=(attempt, pool, finished), daemon=True).start()
     tail = Tail(Path(attempt.out) / "logs", display.say) if attempt.options.verbose else None
     try:
         (Path(folder) / "ready").touch()
-        result = _result(attempt, pool, display, signals)
+        result = _run_attempt(attempt, pool, display, signals)
     except KeyboardInterrupt:
         result = Result("interrupted", status=128 + signals.last)
     except Exception as error:
         traceback.print_exc(file=sys.stdout)  # which is the driver's log
-        result = Result("failed", f"{type(error).__name__}: {error}; more is in logs/driver.log")
+        result = Result("failed", f"{type(error).__name__}: {error}; see logs/driver.log")
     if tail is not None:
         tail.close()
     display.close()
     watching.end(result.kind, result.message)
-    over.set()
+    finished.set()
     for number in HEEDED:
         signal.signal(number, signal.SIG_IGN)
     if pool.attached:
@@ -81,18 +80,18 @@ def main(folder: str) -> int:
     leave(attempt, result)
 
 
-def _result(attempt: Attempt, pool: ProcessPool, display: Display, signals: Signals) -> Result:
+def _run_attempt(attempt: Attempt, pool: ProcessPool, display: Display, signals: Signals) -> Result:
     import ray
 
     driver = Driver(attempt, pool, display, signals)
     try:
         return driver.whole()
-    # First: what Ray raises for a process's Fault or RunError is one too, in Ray's words.
+    # RayError first: Ray wraps the Fault or RunError of a process in an error of both classes, with its own text.
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, Fault):
             return Result("fault", diagnostics=list(cause.diagnostics))
-        # An engine that raised in a collective may have lost its partner; whatever else raised is the reason itself.
+        # An engine that raised in a collective may have lost its partner; any other error is the reason itself.
         joint = isinstance(cause, RankFailed) and cause.joint
         if (
             isinstance(cause, RunError)
@@ -105,7 +104,7 @@ def _result(attempt: Attempt, pool: ProcessPool, display: Display, signals: Sign
             return Result("failed" if driver.at_fault() else "died", f"{cause}{waits}")
         if isinstance(cause, ProcessLost):
             return Result("died", f"{cause}{waits}")
-        # A rank whose partner is gone learns of it before Ray does, if a whole host is gone: long before.
+        # A rank notices a lost partner before Ray does, and long before if a whole host is lost.
         dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError | RanksNotJoined) else 2.0)
         if dead or isinstance(error, ray.exceptions.RayActorError):
             gone = pool.gone()
@@ -115,11 +114,11 @@ def _result(attempt: Attempt, pool: ProcessPool, display: Display, signals: Sign
             return Result("died", str(cause))
         if joint:
             return Result("failed", str(cause))
-        told = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
-        return Result("failed", f"{told}{waits}")
+        message = f"{type(cause).__name__}: {cause}" if cause is not None else str(error).strip().splitlines()[-1]
+        return Result("failed", f"{message}{waits}")
     except HostsSilent as fault:
-        told = fault.diagnostics[0].message
-        return Result("died", told) if attempt.restarts else Result("fault", diagnostics=list(fault.diagnostics))
+        message = fault.diagnostics[0].message
+        return Result("died", message) if attempt.restarts else Result("fault", diagnostics=list(fault.diagnostics))
     except Fault as fault:
         hosts = fault.hosts if isinstance(fault, NotEnoughHosts) else 0
         return Result("fault", diagnostics=list(fault.diagnostics), hosts=hosts)
@@ -128,9 +127,9 @@ def _result(attempt: Attempt, pool: ProcessPool, display: Display, signals: Sign
     except HostLost as error:
         return Result("died", f"{error}{driver.words()}")
     except (RunError, OSError, checkpoint.CorruptCheckpoint) as error:
-        # Descriptors are limited, and anybody on the machine who connects to Ray's ports takes some.
+        # Descriptors are limited, and any connection to Ray's ports takes one.
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-            return Result("died", f"the driver can open no more files: {error}")
+            return Result("died", f"the driver cannot open more files: {error}")
         return Result("failed", str(error))
 
 

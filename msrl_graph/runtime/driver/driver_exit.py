@@ -1,4 +1,4 @@
-"""How a driver ends: it leaves its result with the supervisor, once, and is gone."""
+"""End of a driver: it leaves its result with the supervisor once, and exits."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import NoReturn
 import msgspec
 
 from ..process.processes import MOST, hand_over
+from .attempt_messages import Attempt, Result
 from .process_pool import ProcessPool
 from .stalls import DeathReports
-from .supervisor import Attempt, Result
 
 LOOK = 0.5  # seconds between two looks at the processes
 _leaving = threading.Lock()
 
 
 def leave(attempt: Attempt, result: Result) -> NoReturn:
-    """Ends this process, without a farewell to Ray, which would take a second: the supervisor's keeper ends what is
-    left of the run. Who comes first is heard."""
+    """End this process with a result; the first result wins.
+
+    It does not disconnect from Ray, which would take a second: the supervisor's keeper ends the rest of the run.
+    """
     _leaving.acquire()
     with suppress(OSError):  # a full disk
         os.pwrite(attempt.answer, msgspec.json.encode(result), 0)
@@ -29,23 +31,29 @@ def leave(attempt: Attempt, result: Result) -> NoReturn:
 
 
 def with_parent(attempt: Attempt) -> None:
-    """Ends this process, and all of its run, when the supervisor is gone. The keeper does so, too; but both may have
-    been killed, and a driver that goes on alone would write beside the next one."""
+    """End this process and its run when the supervisor is gone.
+
+    The keeper does so too. But both may have been killed, and a driver that continues alone would write next to its
+    successor.
+    """
     os.set_inheritable(attempt.parent, False)
     with suppress(OSError):
         os.read(attempt.parent, 1)
     _leaving.acquire()
-    # Not from here: when Ray's servers are killed, Ray ends this process, in the middle of it.
+    # Not killed from here: when Ray's servers are killed, Ray ends this process in the middle of it.
     hand_over(attempt.folder, os.getsid(0))
     time.sleep(2 * MOST)
     os._exit(1)
 
 
-def watch(attempt: Attempt, pool: ProcessPool, over: threading.Event) -> None:
-    """Ends this process when a server of Ray's is gone: Ray itself would take up to a minute, or hang."""
-    while not over.wait(LOOK):
-        if (gone := pool.look()) and not over.is_set():
+def watch(attempt: Attempt, pool: ProcessPool, finished: threading.Event) -> None:
+    """End this process when one of Ray's servers is gone.
+
+    Ray itself would take up to a minute, or hang.
+    """
+    while not finished.wait(LOOK):
+        if (gone := pool.look()) and not finished.is_set():
             fates = DeathReports(attempt.folder)
             fates.hear(())
-            why = fates.of(gone)
-            leave(attempt, Result("died", "; ".join(why.values()) or f"{' and '.join(gone)} died"))
+            reasons = fates.of(gone)
+            leave(attempt, Result("died", "; ".join(reasons.values()) or f"{' and '.join(gone)} died"))

@@ -1,6 +1,6 @@
-"""What the environments in which a run's ranks begin have set otherwise than the plan wants.
+"""Environment variables of ranks whose values differ from what the plan wants.
 
-Invariant: what is known to fail is an error, all else a warning; nothing is set over.
+Invariant: a value that is known to fail is an error, any other a warning. No variable is overwritten.
 """
 
 from __future__ import annotations
@@ -16,27 +16,32 @@ KEPT = "kept-variable"
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """This process's environment, which ranks begin with unless they are on a cluster that has begun already."""
+    """Check this process's environment.
+
+    Ranks inherit it, unless they are on a cluster that is running already.
+    """
     if os.environ.get("RAY_ADDRESS"):
         return []
-    found = []
+    diagnostics = []
     for setting, value in differing(wanted(plan), os.environ):
         severity, code, help = judged(setting, value)
-        message = f"{setting.name} is {value!r} in your environment{'' if code == FAILING else ' and stays so'}"
+        message = f"{setting.name} is {value!r} in your environment{'' if code == FAILING else ' and is kept'}"
         message += f"; the plan wants {setting.value!r}: {setting.why}"
-        found.append(Diagnostic(code, message, help=help, severity=severity))
-    return found
+        diagnostics.append(Diagnostic(code, message, help=help, severity=severity))
+    return diagnostics
 
 
 def judged(setting: Setting, value: str) -> tuple[Severity, str, str]:
-    """Of a value that is not the plan's: how grave it is, by which code, and what to do."""
+    """Return severity, code and help for a value that is not the plan's."""
     if setting.refuses(value):
         return "error", FAILING, f"unset {setting.name}, or set it to {setting.value} ({setting.source})"
-    return "warning", KEPT, "unset it, or leave it where it is meant"
+    return "warning", KEPT, "unset it, or leave it if it is intended"
 
 
 def wanted(plan: Plan, host: int | None = None) -> list[Setting]:
-    """What the ranks of a host want, or those of all hosts, each once."""
-    each = plan.cluster.devices_per_node
-    devices = range(plan.cluster.devices) if host is None else range(host * each, (host + 1) * each)
+    """Return the settings that the ranks of a host want, each once; None: all hosts."""
+    devices_per_node = plan.cluster.devices_per_node
+    devices = (
+        range(plan.cluster.devices) if host is None else range(host * devices_per_node, (host + 1) * devices_per_node)
+    )
     return [*dict.fromkeys(setting for device in devices for setting in plan.around(device).settings)]

@@ -1,12 +1,12 @@
-"""The function hosts of a run, as its driver holds them.
+"""The function hosts of a run, as its driver manages them.
 
-Invariant: the calls of a host's lane are done in the order in which they were asked for, whoever does them. Ray keeps
-the order of calls to one process, but not of those that it makes again after a death: a later task could wait in front
-of the earlier one that it needs. So Ray makes none again. A process that died is replaced here, and what it had not
-answered is asked for again, in the same order.
+Invariant: the calls of a host's lane run in the order of the requests, whichever process runs them. Ray keeps the order
+of calls to one process, but not of calls that it retries after a death: a later task could wait in front of the earlier
+one that it needs. So Ray retries none. A process that died is replaced here, and its unanswered calls are repeated in
+the same order.
 
-A host has a lane for each iteration that may be under way at once: the functions of one that is behind may wait for
-ranks, and those of the next must not wait with them.
+A host has a lane for each iteration that may be in progress at once. Functions of an older iteration may wait for
+ranks, and those of the next one must not wait with them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any
 
 @dataclass(eq=False)
 class ActorCall:
-    """A call of a process; `reference` is to its result, another one after each time that it was made again."""
+    """A call to a process.
+
+    `reference` is to its result; each repetition of the call sets a new one.
+    """
 
     process: int
     method: str
@@ -29,9 +32,9 @@ class ActorCall:
 class FunctionHosts:
     """A process for each lane of each host, each of which may die `restarts` times.
 
-    `start(host, lane, again)` starts one and gives its actor; `again`: it takes the place of one that died.
-    `ended(references)` tells which of some references have a result, each with None, or with what Ray raised where the
-    process died before it had one.
+    `start(host, lane, again)` starts a process and returns its actor; `again` means that it replaces one that died.
+    `ended(references)` returns the references that have a result, each with None, or with Ray's error if the process
+    died before it had one.
     """
 
     def __init__(
@@ -43,66 +46,71 @@ class FunctionHosts:
         lanes: int = 1,
     ) -> None:
         self.start = start
-        self.ended = ended or _ended
+        self.ended = ended or _find_ended
         self.lanes = lanes
         self.places = [(host, lane) for lane in range(lanes) for host in range(hosts)]
-        self.left = [restarts for _ in self.places]
+        self.restarts_left = [restarts for _ in self.places]
         self.open: list[list[ActorCall]] = [[] for _ in self.places]
         self.actors = [start(host, lane, False) for host, lane in self.places]
 
     def ask(self, host: int, method: str, *arguments: Any, lane: int = 0) -> ActorCall:
-        """Asks for a call after all that its lane was asked for before."""
+        """Request a call, after all earlier requests of its lane."""
         call = ActorCall(self.places.index((host, lane % self.lanes)), method, arguments)
         self.open[call.process].append(call)
         self._send(call)
         return call
 
     def every(self, method: str) -> list[ActorCall]:
-        """Asks all processes for a call, the first lane's first."""
+        """Request a call from all processes, the first lane's first."""
         return [self.ask(host, method, lane=lane) for host, lane in self.places]
 
     def mend(self) -> list[str]:
-        """Replaces whoever died; the names of those. Raises what Ray raised for a process that died once too often."""
-        mended = []
-        ended = self.ended([c.reference for calls in self.open for c in calls])
+        """Replace processes that died, and return their names.
+
+        Raises Ray's error for a process that died once too often.
+        """
+        replaced = []
+        outcomes = self.ended([call.reference for calls in self.open for call in calls])
         for process, calls in enumerate(self.open):
-            died = next((error for c in calls if (error := ended.get(c.reference)) is not None), None)
-            calls[:] = [c for c in calls if c.reference not in ended or ended[c.reference] is not None]
+            died = next((error for call in calls if (error := outcomes.get(call.reference)) is not None), None)
+            calls[:] = [
+                call for call in calls if call.reference not in outcomes or outcomes[call.reference] is not None
+            ]
             if died is None:
                 continue
-            if not self.left[process]:
+            if not self.restarts_left[process]:
                 raise died
-            self.left[process] -= 1
+            self.restarts_left[process] -= 1
             self.actors[process] = self.start(*self.places[process], True)
             for call in calls:
                 self._send(call)
-            mended.append(name(*self.places[process]))
-        return mended
+            replaced.append(name(*self.places[process]))
+        return replaced
 
     def _send(self, call: ActorCall) -> None:
         call.reference = getattr(self.actors[call.process], call.method).remote(*call.arguments)
 
 
 def name(host: int, lane: int = 0) -> str:
-    """What a person calls a process."""
+    """Return the display name of a process."""
     return f"functions of host {host}{f' lane {lane}' if lane else ''}"
 
 
 def reference(item: Any) -> Any:
-    """Of a call its reference, as it is now; of a reference itself."""
+    """Return the current reference of a call, or a reference itself."""
     return item.reference if isinstance(item, ActorCall) else item
 
 
-def _ended(references: Sequence[Any]) -> dict[Any, Exception | None]:
+def _find_ended(references: Sequence[Any]) -> dict[Any, Exception | None]:
     import ray
 
-    found: dict[Any, Exception | None] = {}
+    outcomes: dict[Any, Exception | None] = {}
     for reference in ray.wait(list(references), num_returns=len(references), timeout=0)[0] if references else ():
-        found[reference] = None
+        outcomes[reference] = None
         try:
             ray.get(reference)
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            found[reference] = error
+            outcomes[reference] = error
         except ray.exceptions.RayError:
-            pass  # what went wrong in a call, whoever waits for it hears
-    return found
+            pass  # an error in a call is raised where its result is awaited
+    return outcomes

@@ -1,8 +1,7 @@
-"""The driver of a run: starts iterations and collects metrics. No sample passes through it.
+"""The driver of a run: starts iterations and collects metrics.
 
-Invariant: what it leaves in the run's folder is whole whenever it dies: lines of metrics are flushed, checkpoints
-renamed into place.
-"""
+No sample passes through it. Invariant: files in the run's folder are complete whenever it dies: lines of metrics are
+flushed, checkpoints renamed into place."""
 
 from __future__ import annotations
 
@@ -30,6 +29,7 @@ from ..process.task_report import Loaded, Report, RunError
 from ..weights import checkpoint
 from . import function_hosts, wait_report
 from .async_driver import AsyncPools
+from .attempt_messages import Attempt, Result
 from .changed_files import ChangedFiles
 from .dock_monitor import DockMonitor, HostLost
 from .driver_exit import LOOK
@@ -40,17 +40,14 @@ from .resume import program
 from .run_state import RunState
 from .signals import Signals
 from .stalls import LOADING, DeathReports, ProcessStuck, StallClock, of_the_user
-from .supervisor import Attempt, Result
 
-# Seconds that a driver leaves the docks to tell of a wait before it does.
-AFTER = 2.0
-# Seconds that an iteration which is to be the last may stand still, twice the longest so far where that is more.
-STILL = 5.0
-PATIENCE = 15.0  # seconds that a disk may stand still under a checkpoint that is to be the last
+AFTER = 2.0  # seconds in which the docks may report a wait before the driver does
+STILL = 5.0  # seconds that the last iteration may stall after a signal; at least twice the longest iteration
+PATIENCE = 15.0  # seconds that a disk may stall under the last checkpoint after a signal
 
 
 class _Running(NamedTuple):
-    """A task under way: when it began (perf_counter), and a reference to each process's report."""
+    """A task in progress: when it began (perf_counter), references to its reports."""
 
     task: Task
     start: float
@@ -60,7 +57,7 @@ class _Running(NamedTuple):
 class Driver:
     """One attempt."""
 
-    ahead: AsyncPools  # as soon as there are ranks
+    async_pools: AsyncPools  # set once there are ranks
 
     def __init__(self, attempt: Attempt, pool: ProcessPool, display: Display, signals: Signals) -> None:
         import ray
@@ -74,9 +71,9 @@ class Driver:
         self.docks = DockMonitor()
         self.fates = DeathReports(attempt.folder)
         self.limits = Limits.of(self.plan.docks.deadline)
-        self.looked = 0.0  # when the docks were asked (time.monotonic)
-        self.longest = 0.0  # seconds of an iteration
-        self.unsaved = ""  # why the last checkpoint that was asked for is not there
+        self.looked = 0.0  # when the docks were last asked (time.monotonic)
+        self.longest = 0.0  # seconds of the longest iteration
+        self.unsaved = ""  # why the last requested checkpoint is missing
         self.edited = ChangedFiles(Path(attempt.folder), attempt.edited)
 
     @property
@@ -113,16 +110,15 @@ class Driver:
         return result
 
     def _bring(self, out: Path) -> checkpoint.Manifest:
-        """Brings the checkpoint to the hosts that lack files of it, and puts back lines of metrics.jsonl that are
-        missing; its manifest."""
+        """Fetch the checkpoint's missing files and metrics lines; return its manifest."""
         folder = Path(self.attempt.resume)
         manifest = checkpoint.manifest_of(folder)
-        self.pool.parted.bring(folder, manifest, self._written)
+        self.pool.parted.bring(folder, manifest, self._wait_for_disk)
         if self.attempt.options.evaluate:
             return manifest
         copy = checkpoint.metrics_copy(folder, manifest)
-        if copy is not None and (wrong := restore(out / METRICS, copy)):
-            self.display.say(f"{out / METRICS} {wrong}: its {many(manifest.lines, 'line')} come from {folder}")
+        if copy is not None and (damage := restore(out / METRICS, copy)):
+            self.display.say(f"{out / METRICS} {damage}: its {many(manifest.lines, 'line')} come from {folder}")
         return manifest
 
     def _train(self, sizes: dict[str, int], out: Path, resumed: checkpoint.Manifest | None) -> Result:
@@ -135,95 +131,95 @@ class Driver:
             saved = self.attempt.resume
             self.carried.restore(Path(saved), resumed)
             begin = resumed.iteration
-            self._written([r.resume.remote(saved, resumed) for r in self.pool.ranks])
+            self._wait_for_disk([rank.resume.remote(saved, resumed) for rank in self.pool.ranks])
             self.display.resume(begin)
         if self.attempt.options.replay:
             self._wait([r.replay.remote(str(Path(self.attempt.options.replay).absolute())) for r in self.pool.ranks])
-        self.ahead = AsyncPools(plan, self.pool.ranks, begin)
+        self.async_pools = AsyncPools(plan, self.pool.ranks, begin)
         if not self.attempt.lines:
             for evaluation in plan.deploy.evaluations:
                 self._evaluate(evaluation, begin, sizes)
         if self.attempt.options.evaluate:
             return self._done()
-        scalars = [c.name for c in plan.graph.columns if c.element == "f32" and not c.dims]
-        symptoms = HealthChecks(plan)
-        for line in self.recorder.lines:  # of what was told already
-            symptoms.look(line)
+        scalars = [column.name for column in plan.graph.columns if column.element == "f32" and not column.dims]
+        health = HealthChecks(plan)
+        for line in self.recorder.lines:  # lines that were checked before
+            health.look(line)
         self.signals.training = True
         running = None
         end = begin
-        enough = ending(self.recorder.bests)
-        for i in range(begin, begin if enough else run.iterations):
+        end_reason = ending(self.recorder.bests)
+        for i in range(begin, begin if end_reason else run.iterations):
             running = running or self._begin(self.carried.task(i), self._measured(i))
-            done = running
+            current = running
             last = i + 1 == run.iterations
             saves = bool(plan.deploy.saves) and (last or bool(run.save and (i + 1) % run.save == 0))
             evaluations = [e for e in plan.deploy.evaluations if e.every and (i + 1) % e.every == 0]
-            # The ranks go on while this iteration's figures are written down, unless something else has its turn first.
-            goes_on = not (last or saves or evaluations or self.attempt.options.record)
-            # Where the dock's capacity is bounded, rows of an iteration that comes must not take what this one needs.
-            if goes_on and self.carried.known and not plan.docks.capacity:
+            # The ranks continue while this iteration's metrics are written, unless something else comes first.
+            continues = not (last or saves or evaluations or self.attempt.options.record)
+            # If the dock's capacity is bounded, rows of a later iteration must not take the space that this one needs.
+            if continues and self.carried.known and not plan.docks.capacity:
                 self._prepare(self.carried.task(i + 1))
-            seconds, reports = self._end(done)
+            seconds, reports = self._end(current)
             self.longest = max(self.longest, seconds)
             self.carried.count(i, reports)
-            self.carried.after(done.task, reports)
-            goes_on = goes_on and not self.signals.asked
-            running = self._begin(self.carried.task(i + 1), self._measured(i + 1)) if goes_on else None
+            self.carried.after(current.task, reports)
+            continues = continues and not self.signals.asked
+            running = self._begin(self.carried.task(i + 1), self._measured(i + 1)) if continues else None
             if self._measured(i):
                 self.recorder.memory(reports)
-            line = self.recorder.training(i, seconds, reports, *self._clear(done.task, reports))
+            line = self.recorder.training(i, seconds, reports, *self._clear(current.task, reports))
             self.display.iteration(line, scalars, reports)
             for remark in self.edited.look():
                 self.display.say(remark)
-            for remark in symptoms.look(line):
+            for remark in health.look(line):
                 self.display.say(remark)
-            if ends := symptoms.ends(line):
+            if ends := health.ends(line):
                 raise RunError(ends)
             for evaluation in evaluations:
                 self._evaluate(evaluation, i + 1, sizes)
             end = i + 1
             if running is not None:
                 continue
-            enough = ending(bests := self.recorder.bests)
-            if self.signals.asked or saves or enough or any(best.iteration == end for best in bests):
+            end_reason = ending(bests := self.recorder.bests)
+            if self.signals.asked or saves or end_reason or any(best.iteration == end for best in bests):
                 self._checkpoint(end, out)
             if self.signals.asked:
-                go_on = "" if self.unsaved else f"; go on with --resume {self.attempt.url or out}"
+                go_on = "" if self.unsaved else f"; continue with --resume {self.attempt.url or out}"
                 self.display.say(f"ended after {many(i + 1, 'iteration')}{go_on}")
                 return Result("interrupted", status=128 + self.signals.asked)
-            if enough:
+            if end_reason:
                 break
-        if enough:
-            self.display.say(f"ended after {end} of {many(run.iterations, 'iteration')}: {enough}")
+        if end_reason:
+            self.display.say(f"ended after {end} of {many(run.iterations, 'iteration')}: {end_reason}")
         self.signals.training = False
-        # After the checkpoint: a longer run that is resumed from it would not have had these.
+        # After the checkpoint: a longer run, resumed from it, would not have made these evaluations.
         for evaluation in plan.deploy.evaluations if end else ():
             if not evaluation.every or end % evaluation.every:
                 self._evaluate(evaluation, end, sizes)
         for worker in plan.graph.weighty:
-            folder = (out / "weights" / worker).absolute()
-            self._written([r.save.remote(worker, str(folder)) for r in self.pool.ranks])
-            self.pool.parted.collect(folder)
+            weights_folder = (out / "weights" / worker).absolute()
+            self._wait_for_disk([rank.save.remote(worker, str(weights_folder)) for rank in self.pool.ranks])
+            self.pool.parted.collect(weights_folder)
         return self._done()
 
     def _done(self) -> Result:
         if self.attempt.url:
             self.pool.parted.leave(Path(self.attempt.out).absolute(), self.attempt.url)
-        # All else is done; but who asked for checkpoints must not take this run for one that has its last.
+        # All else is done, but whoever asked for checkpoints must learn that the last one is missing.
         return Result("failed", self.unsaved) if self.unsaved else Result("done")
 
     def _checkpoint(self, iteration: int, out: Path) -> None:
-        """Writes a checkpoint; where the disk does not take it, the run goes on with the last one."""
+        """Write a checkpoint; if the disk fails, the run continues with the last one."""
         self.display.phase(f"saving after {many(iteration, 'iteration')}")
         try:
             self.signals.saving = True
             decides = program(self.plan)
-            saved = self.pool.parted.save(out, iteration, self.recorder, decides, self.carried, self._written)
+            saved = self.pool.parted.save(out, iteration, self.recorder, decides, self.carried, self._wait_for_disk)
             self.unsaved = ""
         except OSError as error:
-            kept = checkpoint.found(out)
-            older = f"{kept[-1]} stays the last one" if kept else "there is none yet"
+            checkpoints = checkpoint.found(out)
+            older = f"{checkpoints[-1]} stays the last one" if checkpoints else "there is none yet"
             self.unsaved = f"the checkpoint after {many(iteration, 'iteration')} could not be written: {error}; {older}"
             self.display.say(self.unsaved)
             return
@@ -234,58 +230,57 @@ class Driver:
                 self.display.phase(f"sending what was saved after {many(iteration, 'iteration')}")
                 self.pool.parted.send(saved, self.attempt.url)
         except (OSError, Fault) as error:
-            self.unsaved = f"the checkpoint after {many(iteration, 'iteration')} lies in {saved} alone: {error}"
+            self.unsaved = f"the checkpoint after {many(iteration, 'iteration')} is only in {saved}: {error}"
             self.display.say(self.unsaved)
 
-    def _written(self, asked: Sequence[Any]) -> list[Any]:
-        """The results of what reads or writes weights: it may last as long as bytes move."""
-        return self._wait(asked, disk=True)
+    def _wait_for_disk(self, calls: Sequence[Any]) -> list[Any]:
+        """Wait for calls that read or write weights, as long as bytes move."""
+        return self._wait(calls, disk=True)
 
     def _open(self, task: Task) -> None:
-        """Makes a task known to the docks."""
+        """Announce a task to the docks; Ray would wait for ever for one of a lost host."""
         fault_points.reach("driver", f"open {task.key}")
-        self._wait([d.open.remote(task) for d in self.pool.docks])  # Ray would wait for ever for one of a lost host
+        self._wait([dock.open.remote(task) for dock in self.pool.docks])
         fault_points.reach("driver", f"opened {task.key}")
 
     def _begin(self, task: Task, measure: bool = False) -> _Running:
-        """Starts the streams of all pools for one task, but for those that were ahead."""
+        """Start a task's streams on all pools, except those that run ahead."""
         start = time.perf_counter()
         self._prepare(task)
         if task.trains:
-            self._go_ahead(task.number, self.ahead.pipelined)
-        told = self.ahead.told(task)
-        ranks = [r.run.remote(told, measure) for r in self.ahead.in_step]
+            self._go_ahead(task.number, self.async_pools.pipelined)
+        request = self.async_pools.told(task)
+        ranks = [rank.run.remote(request, measure) for rank in self.async_pools.in_step]
         if task.trains:
-            self._go_ahead(task.number, self.ahead.others)
+            self._go_ahead(task.number, self.async_pools.others)
         else:
-            for pool in self.ahead.others:
-                self.ahead.begin(pool, task, task.number, measure)
+            for pool in self.async_pools.others:
+                self.async_pools.begin(pool, task, task.number, measure)
         fault_points.reach("driver", f"begun {task.key}")
-        return _Running(task, start, [*ranks, *self.ahead.reports.pop(task.key, ()), *self.tasks.take(task)])
+        return _Running(task, start, [*ranks, *self.async_pools.reports.pop(task.key, ()), *self.tasks.take(task)])
 
     def _go_ahead(self, now: int, pools: Sequence[str]) -> None:
-        """Starts what is due of some pools that may be ahead, while the updates are in the iteration `now`."""
+        """Start due tasks of `pools` while the updates are in iteration `now`."""
         last = now + 1 if self.signals.asked else self.plan.deploy.run.iterations
-        for pool, number in self.ahead.due(now, last, self.carried.foreseen, pools):
+        for pool, number in self.async_pools.due(now, last, self.carried.foreseen, pools):
             task = self.carried.task(number)
             if number > now:
                 self._prepare(task)
-            self.ahead.begin(pool, task, now, self._measured(number))
+            self.async_pools.begin(pool, task, now, self._measured(number))
 
     def _prepare(self, task: Task) -> None:
-        """Opens a task and starts the hosts' functions on it, unless that was done: ahead of the ranks where it follows
-        without anything between, so that its prompts are there when it begins."""
+        """Open a task and start its functions, early so that its prompts are there in time."""
         if task.key not in self.tasks.calls:
             self._open(task)
             self.tasks.begin(task)
 
     def _end(self, running: _Running) -> tuple[float, list[Report]]:
-        """Waits for the streams: seconds, reports."""
+        """Wait for the streams of a task; return seconds and reports."""
         self.display.begin(running.task)
         reports = self._wait(running.streams, training=running.task.number if running.task.trains else -1)
         number = running.task.number
-        while running.task.trains and not self.signals.asked and self.ahead.late(number, self.ahead.others):
-            if not (under_way := self.ahead.under_way()):
+        while running.task.trains and not self.signals.asked and self.async_pools.late(number, self.async_pools.others):
+            if not (under_way := self.async_pools.under_way()):
                 break
             self._wait(under_way, training=number)
         self.tasks.end(running.task)
@@ -293,85 +288,83 @@ class Driver:
         return time.perf_counter() - running.start, reports
 
     def _clear(self, task: Task, reports: list[Report]) -> tuple[dict[str, int], int]:
-        """Forgets the rows of a task that has ended; bytes moved by the dock, and the messages that it took."""
+        """Drop the rows of an ended task; return bytes moved and number of messages."""
         pool = self.pool
         fault_points.reach("driver", f"clear {task.key}")
-        for remark in [*(r for report in reports for r in report.remarks), *failures(self.plan, task, reports)]:
+        for remark in [*(text for report in reports for text in report.remarks), *failures(self.plan, task, reports)]:
             self.display.say(remark)
         if self.attempt.options.record:
             out = str(Path(self.attempt.out).absolute())
-            asked = [self.functions.ask(0, "record", task, out, lane=lane(task))]
-            for wrong in filter(None, self._wait(asked)):
-                self.display.say(wrong)
+            calls = [self.functions.ask(0, "record", task, out, lane=lane(task))]
+            for error in filter(None, self._wait(calls)):
+                self.display.say(error)
         moved: dict[str, int] = {}
         for report in reports:
-            for what, size in report.moved.items():
-                moved[what] = moved.get(what, 0) + size
-        messages = sum(self._wait([d.drop.remote(task.key) for d in pool.docks]))
+            for action, size in report.moved.items():
+                moved[action] = moved.get(action, 0) + size
+        messages = sum(self._wait([dock.drop.remote(task.key) for dock in pool.docks]))
         fault_points.reach("driver", f"cleared {task.key}")
         return moved, messages
 
-    def _wait(self, asked: Sequence[Any], deadline: float = 0.0, training: int = -1, disk: bool = False) -> list[Any]:
-        """The results, of Ray's references and of calls of function hosts. It fails as soon as one of them fails, or
-        a process dies that is not replaced; and when for `deadline` seconds (0: the dock's) nothing has ended and no
-        row has moved, nor, of what reads or writes a `disk`, a byte. Meanwhile it keeps the display alive, and pools
-        that may be ahead of the iteration `training` at work."""
-        left = list(asked)
-        still = StallClock(disk)
+    def _wait(self, calls: Sequence[Any], deadline: float = 0.0, training: int = -1, disk: bool = False) -> list[Any]:
+        """Return the results of Ray references and of calls to function hosts.
+
+        Fails when one fails, a process dies and is not replaced, or nothing ends and no row (`disk`: no byte) moves
+        for `deadline` seconds (0: the dock's). Meanwhile it updates the display and runs pools ahead of `training`."""
+        pending = list(calls)
+        stall = StallClock(disk)
         counted = not deadline
         deadline = deadline or self.plan.docks.deadline
         often = min(LOOK / 5 if self.attempt.ports.open else LOOK, deadline)
-        while left:
-            beside = [*self.ahead.under_way(), *self.tasks.watched()] if training >= 0 else []
-            watched = list(dict.fromkeys([*map(reference, left), *beside]))
+        while pending:
+            others = [*self.async_pools.under_way(), *self.tasks.watched()] if training >= 0 else []
+            watched = list(dict.fromkeys([*map(reference, pending), *others]))
             ended, _ = self.ray.wait(watched, num_returns=1, timeout=often)
-            for who in self.functions.mend():  # the calls of a process that died have other references now
-                self.display.say(f"{self.fate([who])}; started again")
-                self.display.restarted(who)
-                still.moved()
-            done = [x for x in left if reference(x) in ended]
-            self.ray.get([reference(x) for x in done])
+            for name in self.functions.mend():  # calls of a replaced process have new references now
+                self.display.say(f"{self.fate([name])}; started again")
+                self.display.restarted(name)
+                stall.moved()
+            done = [call for call in pending if reference(call) in ended]
+            self.ray.get([reference(call) for call in done])
             if training >= 0:
-                for task, report in self.ahead.ended(self.ray, ended):
+                for task, report in self.async_pools.ended(self.ray, ended):
                     self.carried.heard(task, report)
                 self.tasks.heard(ended)
-                self._go_ahead(training, self.ahead.others)
-            left = [x for x in left if x not in done]
+                self._go_ahead(training, self.async_pools.others)
+            pending = [call for call in pending if call not in done]
             if self._look(not done):
-                still.hear(self.docks.statuses)
+                stall.hear(self.docks.statuses)
             if done:
-                still.moved()
-            what = "byte was read or written" if disk else "row has moved"
-            if counted and self.signals.asked and (seconds := still.seconds(self.signals.since)) > self._patience(disk):
-                self.display.say(f"for {seconds:.0f} s no {what}: ending at once{self.words()}")
+                stall.moved()
+            progress = "byte was read or written" if disk else "row has moved"
+            if counted and self.signals.asked and (seconds := stall.seconds(self.signals.since)) > self._patience(disk):
+                self.display.say(f"for {seconds:.0f} s no {progress}: ending at once{self.words()}")
                 raise KeyboardInterrupt
-            if still.seconds() > deadline + AFTER:
-                # The dock's own deadline would have told of a wait by now: this is work that does not end.
-                raise self._stuck(f"for {deadline:g} s no {what}", left)
-        return list(self.ray.get([reference(x) for x in asked]))
+            if stall.seconds() > deadline + AFTER:
+                # The dock would have reported a wait by now: this is work that does not end.
+                raise self._stuck_error(f"for {deadline:g} s no {progress}", pending)
+        return list(self.ray.get([reference(call) for call in calls]))
 
-    def _stuck(self, what: str, left: Sequence[Any]) -> RunError:
-        """Work that does not end: of the user's function it ends the run, any other may be tried again."""
-        last = ", ".join(f"`{s.last}`" for s in self.docks.statuses if s.last)
+    def _stuck_error(self, message: str, pending: Sequence[Any]) -> RunError:
+        """Return the error for endless work: the user's ends the run, other is retried."""
+        last = ", ".join(f"`{status.last}`" for status in self.docks.statuses if status.last)
         if self.at_fault():
-            return RunError(f"{what}; {last or 'a function'} took rows last and has not come back{self.words()}")
-        busy = self.pool.asked([reference(x) for x in left])
-        return ProcessStuck(f"{what}; {' and '.join(busy) or 'a process'} has not come back{self.words()}")
+            return RunError(f"{message}; {last or 'a function'} took rows last and has not returned{self.words()}")
+        busy = self.pool.asked([reference(call) for call in pending])
+        return ProcessStuck(f"{message}; {' and '.join(busy) or 'a process'} has not returned{self.words()}")
 
     def at_fault(self) -> list[str]:
-        """The processes that are in the user's code, and which others wait for."""
+        """Return the processes in the user's code that others wait for."""
         calls = self.functions.open if self.pool.functions else []
-        busy = {function_hosts.name(*self.functions.places[i]) for i, some in enumerate(calls) if some}
+        busy = {function_hosts.name(*self.functions.places[i]) for i, pending in enumerate(calls) if pending}
         return of_the_user(self.plan, self.docks.statuses, busy | {f"rank {r}" for r in range(len(self.pool.ranks))})
 
     def _patience(self, disk: bool) -> float:
-        """How long a wait may stand still after which the run is to end: what takes minutes each time is work, and
-        ends."""
+        """How long a wait may stall; work that takes minutes each time is not stuck."""
         return max(PATIENCE if disk else STILL, 2 * self.longest)
 
     def _look(self, idle: bool) -> bool:
-        """Asks the docks where it is time to: where nothing has ended for a while, or somebody watches; whoever is dead
-        fails at once."""
+        """Ask the docks when idle or watched; a dead dock raises at once."""
         watched = bool(self.display.wanted())
         if not watched and not (idle and time.monotonic() - self.looked >= 0.8 * LOOK):
             return False
@@ -381,8 +374,8 @@ class Driver:
             self.display.phase(statuses[0].last)
             self.display.look(statuses)
         self.fates.hear(self.docks.statuses)
-        for why in self.fates.beginning("dock", "a process of").values():
-            self.display.say(f"{why}; started again" if why.startswith("dock") else why)
+        for reason in self.fates.beginning("dock", "a process of").values():
+            self.display.say(f"{reason}; started again" if reason.startswith("dock") else reason)
         if lost := self.docks.lost(self.pool.nodes):
             raise HostLost(wait_report.silent(lost))
         for dock in self.docks.silent(self.limits.stopped):
@@ -390,29 +383,28 @@ class Driver:
         return True
 
     def fate(self, names: Sequence[str]) -> str:
-        """What became of processes that are dead, in words: those that did not move first."""
+        """Describe how processes died: first those killed because they did not move."""
         self.fates.hear(self.docks.statuses)
         killed = self.fates.of(names)
         others = [name for name in names if name not in killed]
         return "; ".join([*killed.values(), *([f"{' and '.join(others)} died{self.place(others)}"] if others else [])])
 
     def place(self, names: list[str]) -> str:
-        """What these processes did when they were last heard of, in words."""
-        told = wait_report.places(self._heard(), names)
-        return f" {' and '.join(told)}" if told else f", after {self.display.last}" if self.display.last else ""
+        """Describe what processes did when they were last heard of."""
+        places = wait_report.places(self._ask_docks(), names)
+        return f" {' and '.join(places)}" if places else f", after {self.display.last}" if self.display.last else ""
 
-    def words(self, told: str = "") -> str:
-        """Who waits for what: the wait-for graph in lines, without the wait that was `told` already."""
-        return "".join(f"\n  {line}" for line in wait_report.waits(self._heard(), told))
+    def words(self, reported: str = "") -> str:
+        """Describe who waits for what, a wait a line, without the `reported` one."""
+        return "".join(f"\n  {line}" for line in wait_report.waits(self._ask_docks(), reported))
 
-    def _heard(self) -> list[Status]:
-        """What the docks that can still tell say now, and the others said last."""
+    def _ask_docks(self) -> list[Status]:
         with suppress(self.ray.exceptions.RayError):
             self.docks.look(self.ray, self.pool.docks, 2.0)
         return self.docks.statuses
 
     def _measured(self, number: int) -> bool:
-        """Whether memory is looked at in this iteration: one that is not the first, if there are more."""
+        """Return whether to measure memory: in the second iteration, or the only one."""
         return self.attempt.options.measure and number == min(1, self.plan.deploy.run.iterations - 1)
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:
@@ -423,6 +415,6 @@ class Driver:
         if evaluation.needs_rows:
             (figures,) = self._wait([self.functions.ask(0, "figures", task, lane=lane(task))])
         self._clear(task, reports)
-        found = self.recorder.evaluation(evaluation, iteration, seconds, reports, figures)
+        values = self.recorder.evaluation(evaluation, iteration, seconds, reports, figures)
         if not self.display.live:
-            self.display.say(f"after {many(iteration, 'iteration')}, {evaluated(evaluation, found)}")
+            self.display.say(f"after {many(iteration, 'iteration')}, {evaluated(evaluation, values)}")

@@ -1,8 +1,8 @@
-"""The processes of a run on Ray: asked for, started together, ended by their ids.
+"""The processes of a run on Ray: their resources, start and end.
 
-Invariant: nothing is started before the resources are known to be there. Docks that die are started again by Ray,
-function hosts by function_hosts.py, `run { restarts }` times each; whoever else dies ends the attempt. What is left of
-a pool on this machine, the supervisor ends.
+Invariant: nothing starts before the resources are known to exist. Docks that die are restarted by Ray, and function
+hosts by function_hosts.py, `run { restarts }` times each. The death of any other process ends the attempt. The
+supervisor ends what is left of a pool on this machine.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .dock_monitor import begun, missing, results
 from .function_hosts import ActorCall, FunctionHosts
 
 if TYPE_CHECKING:
-    from .supervisor import Attempt
+    from .attempt_messages import Attempt
 
 SERVERS = ("raylet", "gcs_server")
-SOON = 5.0  # seconds after which a process is killed that is stopped on a host which was silent for long
+SOON = 5.0  # seconds until a stopped process is killed, on a host that was silent for long
 
 
 class HostFolder(NamedTuple):
-    """A host's temporary folder of the run, and its cores."""
+    """Temporary folder of the run on a host, and the host's cores."""
 
     folder: str
     cores: int
@@ -65,18 +65,18 @@ class ProcessPool:
         self.parted = DistributedCheckpoint(self.plan, self.ranks, self.results)
         self.functions: FunctionHosts | None = None
         self.docks: list[Any] = []
-        self.of_docks: list[int] = []  # their hosts
-        self.names: dict[str, str] = {}  # an actor's id -> what a person calls it
+        self.dock_hosts: list[int] = []  # hosts of the docks
+        self.names: dict[str, str] = {}  # actor id -> display name
         self.started: list[ActorCall] = []  # the function hosts' answers to `start`
         self.reserved: device_reservation.DeviceReservation | None = None
-        self.probes: list[Any] = []  # a process on each host of a cluster, until the others have begun
+        self.probes: list[Any] = []  # a process on each cluster host, until the other processes have begun
         self.attached = bool(os.environ.get("RAY_ADDRESS"))
         self.hosts: list[HostFolder] = []
-        self.examined: dict[int, tuple[Any, float]] = {}  # by dock what looks at its host, and until when
+        self.examined: dict[int, tuple[Any, float]] = {}  # by dock, the call that examines its host, and its time limit
         self.servers: dict[int, str] = {}  # Ray's own processes on this machine, by id
 
     def connect(self) -> None:
-        """Starts Ray on this machine, or joins the cluster that RAY_ADDRESS names."""
+        """Start Ray on this machine, or join the cluster that RAY_ADDRESS names."""
         import ray
 
         plan = self.plan
@@ -87,7 +87,7 @@ class ProcessPool:
             address = os.environ["RAY_ADDRESS"]
             cluster_join.greet(address, cluster.span)
             try:
-                # A namespace of its own: of two runs on a cluster none finds a process of the other by its name.
+                # A namespace of its own, so that no run on a cluster finds processes of another run by name.
                 ray.init(address=address, namespace=Path(self.folder).name, **ray_options)
             except (ConnectionError, RuntimeError) as error:
                 raise cluster_join.unreached(
@@ -95,110 +95,124 @@ class ProcessPool:
                 ) from None
         else:
             ray.init(
-                address="local",  # never one that somebody else has started
+                address="local",  # never an instance that somebody else has started
                 num_cpus=cluster.devices,
-                num_gpus=0 if cluster.device.kind.is_host else None,  # None: as many as it finds
+                num_gpus=0 if cluster.device.kind.is_host else None,  # None: all that Ray finds
                 include_dashboard=False,
-                object_store_memory=max(256 << 20, min(4 << 30, 4 * sum(t.bytes for t in plan.traffic))),
+                object_store_memory=max(256 << 20, min(4 << 30, 4 * sum(edge.bytes for edge in plan.traffic))),
                 _temp_dir=str(Path(self.folder) / RAY),
                 **ray_options,
             )
-            if (at := ray.util.get_node_ip_address()) != cluster_join.LOOPBACK:
-                raise RunError(f"Ray listens at {at}, and a run on one machine keeps to {cluster_join.LOOPBACK}")
+            if (own_address := ray.util.get_node_ip_address()) != cluster_join.LOOPBACK:
+                raise RunError(
+                    f"Ray listens at {own_address}, but a run on one machine must use {cluster_join.LOOPBACK}"
+                )
 
     def start(self) -> None:
-        """Starts the actors, and returns when all are ready."""
+        """Start the actors, and return when all are ready."""
         import ray
 
         plan = self.plan
         cluster = self.plan.cluster
-        self.reserved = place = device_reservation.reserved(
+        self.reserved = reservation = device_reservation.reserved(
             plan, f"{device_reservation.NAMED} {plan.deploy.name}, into {self.out}", self.attempt.patience
         )
-        hosts = self._settled(place) if self.attached else [HostFolder(self.folder, HOST.here())] * cluster.nodes
+        hosts = (
+            self._prepare_hosts(reservation)
+            if self.attached
+            else [HostFolder(self.folder, HOST.here())] * cluster.nodes
+        )
         self.hosts = hosts
         from ..dock import host as dock
         from ..dock.segments import room_name
         from ..functions import host as functions
         from ..rank import host as rank_host
 
-        # What may be started again is told its partners by name.
-        found = readers(plan)
-        docks, way = members(plan, found, new_key() if cluster.nodes > 1 else b"")
+        # Processes that may be restarted get their partners by name.
+        dock_readers = readers(plan)
+        docks, routes = members(plan, dock_readers, new_key() if cluster.nodes > 1 else b"")
         restarts = plan.deploy.run.restarts
 
-        def start(kind: Any, called: str, host: int, *arguments: Any, **options: Any) -> Any:
-            actor = kind.options(**{"name": called, "scheduling_strategy": place.on(host), **options})
+        def start(kind: Any, label: str, host: int, *arguments: Any, **options: Any) -> Any:
+            actor = kind.options(**{"name": label, "scheduling_strategy": reservation.on(host), **options})
             handle = actor.remote(*arguments)
-            self.names[handle._actor_id.hex()] = called
+            self.names[handle._actor_id.hex()] = label
             return handle
 
-        # Ranks first: they take longest to start, and Ray starts processes one after another where cores are few.
+        # Ranks first: they take longest to start, and Ray starts processes one after another if cores are few.
         text = plan.to_json()
         logs = str(self.out / "logs")
-        for r in range(cluster.devices):
-            at = cluster.host(r)
-            around = plan.around(r)
-            asks = cluster.device.kind.ray()
-            threads = max(1, hosts[at].cores // cluster.devices_per_node)
-            of = (text, r, threads, hosts[at].folder, logs, around.settings, plan.docks.deadline)
-            if around.python:
-                asks["runtime_env"] = {"py_executable": around.python}
-            self.ranks.append(start(rank_host.RankHost, f"rank {r}", at, *of, **asks))
-        self.of_docks = [member.host for member in docks]
+        for rank in range(cluster.devices):
+            host_index = cluster.host(rank)
+            environment = plan.around(rank)
+            resources = cluster.device.kind.ray()
+            threads = max(1, hosts[host_index].cores // cluster.devices_per_node)
+            rank_arguments = (
+                text,
+                rank,
+                threads,
+                hosts[host_index].folder,
+                logs,
+                environment.settings,
+                plan.docks.deadline,
+            )
+            if environment.python:
+                resources["runtime_env"] = {"py_executable": environment.python}
+            self.ranks.append(start(rank_host.RankHost, f"rank {rank}", host_index, *rank_arguments, **resources))
+        self.dock_hosts = [member.host for member in docks]
         self.docks = [
             start(
                 dock.DockHost,
                 member.name,
                 member.host,
                 docks,
-                i,
-                [r for r in found if way.controllers[r.node] == member.name],
+                index,
+                [reader for reader in dock_readers if routes.controllers[reader.node] == member.name],
                 plan.docks.deadline,
-                way,
+                routes,
                 room_name(Path(self.folder).name, member.host),
                 room(plan),
                 hosts[member.host].folder,
                 max_restarts=restarts,
                 max_task_retries=restarts,
             )
-            for i, member in enumerate(docks)
+            for index, member in enumerate(docks)
         ]
         packed = zlib.compress(text.encode())
 
         def function_host(host: int, lane: int, again: bool) -> Any:
             if again and self.functions:
-                # One that only could not be reached for a while would go on beside.
+                # The old process may only have been out of reach for a while, and would continue next to the new one.
                 ray.kill(self.functions.actors[self.functions.places.index((host, lane))])
-            called = function_hosts.name(host, lane)
+            label = function_hosts.name(host, lane)
             arguments = (
                 packed,
                 host,
-                called,
+                label,
                 hosts[host].folder,
                 logs,
-                way,
+                routes,
                 again,
                 self.attempt.data,
                 plan.docks.deadline,
             )
-            # Nobody asks for it by its name, which Ray might not have taken from a dead one yet.
-            return start(functions.FunctionHost, called, host, *arguments, name=None)
+            # No name: nothing looks it up, and Ray may not have freed the name of a dead process yet.
+            return start(functions.FunctionHost, label, host, *arguments, name=None)
 
         self.functions = FunctionHosts(cluster.nodes, restarts, function_host, lanes=lanes(plan))
-        first = {self.names[actor._actor_id.hex()]: actor.__ray_ready__.remote() for actor in self._actors()}
+        first_answers = {self.names[actor._actor_id.hex()]: actor.__ray_ready__.remote() for actor in self._actors()}
         if self.attached:
             self._fetch(self.functions.actors[: cluster.nodes])
             if self.attempt.resume:
                 self.parted.check(Path(self.attempt.resume))
         self.started = self.functions.every("start")
-        begun(ray, first, self._nodes())
+        begun(ray, first_answers, self._nodes())
         (address,) = self.results([self.ranks[0].address.remote()])
-        self.results([r.start.remote(address, way) for r in self.ranks])
-        self._release()  # who uses the folders that the probes made holds them
+        self.results([handle.start.remote(address, routes) for handle in self.ranks])
+        self._release()  # processes that use the probes' folders hold them now
 
-    def _settled(self, place: device_reservation.DeviceReservation) -> list[HostFolder]:
-        """Looks at the hosts of a cluster, and lays down there what is shipped to them."""
+    def _prepare_hosts(self, reservation: device_reservation.DeviceReservation) -> list[HostFolder]:
+        """Probe the hosts of a cluster, and copy the shipped files to them."""
         import ray
 
         resume = self.attempt.resume
@@ -206,44 +220,44 @@ class ProcessPool:
         rows = sorted(Path(replay).absolute().glob("rows/**/*.parquet")) if replay else []
         also = {"the rows to replay": str(rows[0])} if rows else {}
         files = ray.put(shipped_files.laid(Path(self.folder)))
-        found = probe(self.plan, place, [self.out, *([Path(resume)] if resume else [])], also, self.probes)
-        self.parted.apart = found.blind[0]
-        self.parted.unseen = found.blind[-1] if resume else []
-        for words in found.judge(self.attempt.options.verbose):
-            self.say(words)
-        folders = self.results([actor.keep.remote(files) for actor in found.actors])
-        return [HostFolder(folder, f["cores"]) for folder, f in zip(folders, found.seen, strict=True)]
+        hosts = probe(self.plan, reservation, [self.out, *([Path(resume)] if resume else [])], also, self.probes)
+        self.parted.apart = hosts.blind[0]
+        self.parted.unseen = hosts.blind[-1] if resume else []
+        for text in hosts.judge(self.attempt.options.verbose):
+            self.say(text)
+        folders = self.results([actor.keep.remote(files) for actor in hosts.actors])
+        return [HostFolder(folder, facts["cores"]) for folder, facts in zip(folders, hosts.seen, strict=True)]
 
     def _fetch(self, functions: list[Any]) -> None:
-        """Has each host fetch its own copies of what lies at URLs, before a rank builds anything."""
-        asked = [f.fetch.remote() for f in functions] if remote(self.plan) else []
-        told = [
-            replace(d, code="host-differs", message=f"on the host {host} {d.message}")
-            for host, found in self.results(asked)
-            for d in found
+        """Have each host fetch its own copies of files at URLs, before any rank builds."""
+        requests = [function_host.fetch.remote() for function_host in functions] if remote(self.plan) else []
+        diagnostics = [
+            replace(problem, code="host-differs", message=f"on the host {host} {problem.message}")
+            for host, problems in self.results(requests)
+            for problem in problems
         ]
-        if told:
-            raise NoResources(*told)
+        if diagnostics:
+            raise NoResources(*diagnostics)
 
     def _release(self) -> None:
-        """Ends the processes that looked at the hosts."""
+        """End the processes that probed the hosts."""
         import ray
 
         while self.probes:
             ray.kill(self.probes.pop())
 
-    def results(self, asked: Sequence[Any]) -> list[Any]:
-        """What Ray was asked for, as long as no host of a cluster is lost (HostLost)."""
+    def results(self, references: Sequence[Any]) -> list[Any]:
+        """Return the results of Ray references; HostLost if a cluster host is lost."""
         import ray
 
-        return results(ray, asked, self._nodes())
+        return results(ray, references, self._nodes())
 
     def _nodes(self) -> list[str]:
-        """The ids that a cluster's hosts have in Ray."""
+        """Return the node ids of a cluster's hosts in Ray."""
         return self.reserved.nodes if self.attached and self.reserved is not None else []
 
     def look(self) -> list[str]:
-        """Ray's servers that are gone; they are looked for until all are there."""
+        """Return Ray's servers that are gone; find them first until all are known."""
         if not self.attached and len(self.servers) < len(SERVERS):
             for process in psutil.Process().children(recursive=True):
                 with suppress(psutil.Error):
@@ -252,60 +266,67 @@ class ProcessPool:
         return [f"Ray's {name}" for pid, name in self.servers.items() if not alive(pid)]
 
     def of_ray(self) -> dict[str, int]:
-        """Ray's own processes on this machine, by name."""
+        """Return the ids of Ray's own processes on this machine, by name."""
         return {f"Ray's {name}": pid for pid, name in [*self.servers.items()]}
 
     def dead(self, patience: float = 2.0) -> list[str]:
-        """Who has died for good, in the user's words, as far as Ray notices within so many seconds."""
+        """Return the names of processes that died for good.
+
+        Only deaths that Ray notices within `patience` seconds count.
+        """
         import ray
 
         if gone := self.look():
             return gone
         actors = self._actors()
-        # A busy rank does not answer, a dead one fails at once, or as soon as Ray has noticed.
-        asked = {a.__ray_ready__.remote(): self.names[a._actor_id.hex()] for a in actors}
-        left = list(asked)
+        # A busy rank does not answer; a dead one fails at once, or as soon as Ray has noticed.
+        names = {actor.__ray_ready__.remote(): self.names[actor._actor_id.hex()] for actor in actors}
+        pending = list(names)
         until = time.monotonic() + patience
-        found: list[str] = []
-        while left and time.monotonic() < until:
-            ended, left = ray.wait(left, num_returns=1, timeout=0.2)
+        dead: list[str] = []
+        while pending and time.monotonic() < until:
+            ended, pending = ray.wait(pending, num_returns=1, timeout=0.2)
             for reference in ended:
                 try:
                     ray.get(reference)
                 except ray.exceptions.RayActorError:
-                    found.append(asked[reference])
+                    dead.append(names[reference])
                 except ray.exceptions.RayError:
                     pass
-            if found and not ended:
+            if dead and not ended:
                 break
-        return found
+        return dead
 
     def asked(self, references: Sequence[Any]) -> list[str]:
-        """The processes that still owe these results."""
-        return list(dict.fromkeys(self.names.get(r.task_id().actor_id().hex(), "a process") for r in references))
+        """Return the names of the processes that still owe these results."""
+        return list(
+            dict.fromkeys(self.names.get(reference.task_id().actor_id().hex(), "a process") for reference in references)
+        )
 
     def examine(self, dock: int, limits: heartbeat.Limits) -> None:
-        """Has a fresh process look for processes that do not move, on the host of a dock that does not answer: all of
-        its processes may be stopped, so that none of them can."""
+        """Look for stopped processes on the host of a dock that does not answer.
+
+        A fresh process does it: all processes of the host may be stopped, so that none of them can.
+        """
         import ray
 
         seconds = limits.silent + 10
         if self.reserved is None or time.monotonic() < self.examined.get(dock, (None, 0.0))[1]:
             return
-        host = self.of_docks[dock]
+        host = self.dock_hosts[dock]
         look = ray.remote(num_cpus=0, max_retries=0)(heartbeat.examine)
-        asked = look.options(scheduling_strategy=self.reserved.on(host)).remote(
+        reference = look.options(scheduling_strategy=self.reserved.on(host)).remote(
             self.hosts[host].folder, (min(SOON, limits.stopped), limits.silent), seconds
         )
-        self.examined[dock] = asked, time.monotonic() + seconds
+        self.examined[dock] = reference, time.monotonic() + seconds
 
     @property
     def nodes(self) -> list[str]:
-        """Of the docks' hosts, the ids in Ray."""
-        return [self.reserved.nodes[host] for host in self.of_docks] if self.reserved is not None else []
+        """Node ids of the docks' hosts in Ray."""
+        return [self.reserved.nodes[host] for host in self.dock_hosts] if self.reserved is not None else []
 
     def gone(self) -> list[str]:
-        """The hosts of a cluster that are out of reach."""
+        """Return the hosts of a cluster that are out of reach."""
         return sorted(missing(self.reserved.nodes)) if self.attached and self.reserved is not None else []
 
     def _actors(self) -> list[Any]:
@@ -325,15 +346,15 @@ class ProcessPool:
 
 
 def check_machine(plan: Plan) -> None:
-    """Refuses, before anything is started, what this machine alone cannot give."""
+    """Refuse a plan that needs more than this machine has, before anything starts."""
     cluster = plan.cluster
     kind = cluster.device.kind
     cores = HOST.here()
-    asked = f"the plan asks for {many(cluster.nodes, 'host')} of {cluster.devices_per_node} {kind.resource}"
-    there = f"this machine is 1 host of {cores} cores{'' if kind.is_host else f' and {kind.here()} {kind.resource}'}"
+    request = f"the plan asks for {many(cluster.nodes, 'host')} of {cluster.devices_per_node} {kind.resource}"
+    machine = f"this machine is 1 host of {cores} cores{'' if kind.is_host else f' and {kind.here()} {kind.resource}'}"
     help = ""
     if hidden := visibility_masks.wrong(kind, os.environ.get(kind.visible), kind.there()):
-        there = hidden
+        machine = hidden
         help = f"unset {kind.visible}, or list the machine's own numbers, rising from 0"
     elif not kind.is_host and cluster.devices_per_node > kind.here():
         help = 'set RAY_ADDRESS to a Ray cluster that has them, or deploy on `device = "cpu"`'
@@ -342,7 +363,7 @@ def check_machine(plan: Plan) -> None:
     elif kind.is_host and cluster.devices_per_node > cores * RANKS_A_CORE:
         help = f"at most {RANKS_A_CORE} ranks share a core: use {cores * RANKS_A_CORE} devices or fewer"
     if help:
-        raise NoResources(Diagnostic("no-resources", f"{asked}; {there}", cluster.span, help))
+        raise NoResources(Diagnostic("no-resources", f"{request}; {machine}", cluster.span, help))
 
 
 __all__ = ["NoResources", "ProcessPool", "check_machine"]

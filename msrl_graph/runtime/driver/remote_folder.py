@@ -1,8 +1,8 @@
-"""A run's folder at a URL: the run writes into a working copy on the driver's host, and what is whole goes up.
+"""A run's folder at a URL: a working copy on the driver's host, and uploads.
 
-Invariant: what lies at the URL is what counts, so each start has a working copy of its own; a checkpoint is seen there
-only when all of it is there, since its manifest goes up last (distributed_checkpoint.py). The working copy goes when
-all that is in it lies at the URL; else it stays, and is told of.
+Invariant: the content at the URL is what counts, so each start has a working copy of its own. A checkpoint becomes
+visible at the URL only when all of it is there, since its manifest is uploaded last (distributed_checkpoint.py). The
+working copy is removed once all of it is at the URL; otherwise it stays, and a message names it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ PLAN = "plan.json"
 
 @dataclass(frozen=True)
 class FetchedCheckpoint:
-    """A checkpoint from a URL: the URL of its run, its folder in a working copy of that, and whether it is the
-    newest."""
+    """A checkpoint fetched from a URL.
+
+    It has the URL of its run, its folder in a working copy, and whether it is the newest.
+    """
 
     run: str
     folder: Path
@@ -32,28 +34,31 @@ class FetchedCheckpoint:
 
 
 def working(url: str) -> Path:
-    """A new working copy."""
+    """Create a new working copy."""
     return Path(tempfile.mkdtemp(prefix=f"{urls.name(url)}-", dir=private.cache("runs")))
 
 
 def choose(url: str, overwrite: bool) -> None:
-    """`Fault` for a URL that cannot be written to, or that holds results which are not to be replaced."""
+    """Check that a URL can take the results of a run.
+
+    Raises Fault if it cannot be written to, or holds results that must not be replaced.
+    """
     urls.writable(url)
     with urls.told(url):
-        there = urls.names(url)
-    ran = bool({"logs", METRICS} & set(there))
-    if there and not (ran and overwrite):
-        what = f"the output folder {url} is there already and is not empty"
+        names = urls.names(url)
+    ran = bool({"logs", METRICS} & set(names))
+    if names and not (ran and overwrite):
+        message = f"the output folder {url} exists and is not empty"
         help = "name another with --out"
-        if checkpoint.FOLDER in there:
-            help += f", go on with the run in it: --resume {url}"
+        if checkpoint.FOLDER in names:
+            help += f", resume the run in it: --resume {url}"
         if ran:
             help += ", or replace the results in it: --overwrite"
-        raise Fault(Diagnostic("bad-value", what, help=help))
+        raise Fault(Diagnostic("bad-value", message, help=help))
 
 
 def clear(url: str) -> None:
-    """Removes the results of a run. Raises Fault."""
+    """Remove the results of a run. Raises Fault."""
     try:
         urls.remove(url, MADE)
     except OSError as error:
@@ -61,53 +66,64 @@ def clear(url: str) -> None:
 
 
 def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> FetchedCheckpoint:
-    """The checkpoint that a URL names, a checkpoint's or a run's, with the metrics and the plan of its run, in a
-    working copy, which `copies` hears of. `use` is the flag that names it. Raises Fault."""
-    above, _, last = target.rstrip("/").rpartition("/")
-    of_run = checkpoint.is_named(last) and urls.name(above) == checkpoint.FOLDER
-    run = above.rpartition("/")[0] if of_run else target.rstrip("/")
+    """Fetch the checkpoint that a URL names into a working copy.
 
-    def refuse(what: str, help: str = "") -> Fault:
-        return Fault(Diagnostic("bad-checkpoint", what, span, help))
+    The URL is that of a checkpoint or of a run. The metrics and the plan of the run come with it. The working copy is
+    added to `copies`. `use` is the flag that names the URL. Raises Fault.
+    """
+    above, _, last = target.rstrip("/").rpartition("/")
+    is_checkpoint = checkpoint.is_named(last) and urls.name(above) == checkpoint.FOLDER
+    run = above.rpartition("/")[0] if is_checkpoint else target.rstrip("/")
+
+    def refuse(message: str, help: str = "") -> Fault:
+        return Fault(Diagnostic("bad-checkpoint", message, span, help))
 
     with urls.told(target, span):
-        there = checkpoint.at_url(urls.under(run, checkpoint.FOLDER))
-    if not there:
-        help = "state `save` in `run { }`: a checkpoint every so many iterations"
+        saved = checkpoint.at_url(urls.under(run, checkpoint.FOLDER))
+    if not saved:
+        help = "set `save` in `run { }`: the number of iterations between checkpoints"
         raise refuse(f"the run in {run} has saved no checkpoint", help)
-    chosen = last if run != target.rstrip("/") else there[-1]
+    chosen = last if run != target.rstrip("/") else saved[-1]
     url = urls.under(run, checkpoint.FOLDER, chosen)
-    found = urls.look(url, folder=True, span=span)
+    listing = urls.look(url, folder=True, span=span)
     copies.append(copy := working(run))
     folder = copy / checkpoint.FOLDER / chosen
     folder.parent.mkdir()
     with urls.told(url, span):
-        urls.fetch(url, found.files, folder)
+        urls.fetch(url, listing.files, folder)
         for name in {METRICS, PLAN} & set(urls.names(run)):
             urls.fetch(run, {name: None}, copy / "of")
             (copy / "of" / name).rename(copy / name)
             (copy / "of").rmdir()
     try:
         manifest = checkpoint.sound(folder)
-        lost = next((f.name for f in manifest.files if f.name not in found.files), "")
+        lost = next((file.name for file in manifest.files if file.name not in listing.files), "")
         if lost:
             raise checkpoint.CorruptCheckpoint(f"its file {lost} is missing")
     except checkpoint.CorruptCheckpoint as error:
-        older = [n for n in there if int(n) < int(chosen)]
-        go = urls.under(run, checkpoint.FOLDER, older[-1]) if older else ""
-        help = f"try the one before: --{use} {go}" if go else ""
+        older = [number for number in saved if int(number) < int(chosen)]
+        previous = urls.under(run, checkpoint.FOLDER, older[-1]) if older else ""
+        help = f"try the one before: --{use} {previous}" if previous else ""
         if use == "resume":
-            help = f"{help}, with --out another folder, or --overwrite for what is newer" if go else "begin anew"
+            help = (
+                f"{help}, with --out another folder, or --overwrite to replace newer ones"
+                if previous
+                else "start a new run"
+            )
         raise refuse(f"the checkpoint {url} cannot be used: {error}", help) from None
-    return FetchedCheckpoint(run, folder, chosen == there[-1])
+    return FetchedCheckpoint(run, folder, chosen == saved[-1])
 
 
 def finish(copy: Path, url: str) -> None:
-    """Puts up what a run has left, and removes its working copy where its newest checkpoint is there too. OSError where
-    something cannot be put up."""
+    """Upload what a run has left, and remove its working copy.
+
+    The copy stays if its newest checkpoint is not at the URL. Raises OSError if an upload fails.
+    """
     urls.send(copy, url, [name for name in MADE if name != checkpoint.FOLDER])
-    kept = checkpoint.found(copy)
+    checkpoints = checkpoint.found(copy)
     with urls.told(url):
-        there = not kept or checkpoint.MANIFEST in urls.names(urls.under(url, checkpoint.FOLDER, kept[-1].name))
-    if there:
+        is_complete = not checkpoints or checkpoint.MANIFEST in urls.names(
+            urls.under(url, checkpoint.FOLDER, checkpoints[-1].name)
+        )
+    if is_complete:
         shutil.rmtree(copy, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Whose a checkpoint is: what a run is resumed from, and what has changed since it was written.
+"""The checkpoint that a run is resumed from, and what has changed since.
 
-Invariant: a damaged checkpoint, and one of another algorithm or model, is refused; whatever else decides the result and
-has changed is listed in one warning. Where things are, and how they are laid out, decides nothing.
+Invariant: a damaged checkpoint, or one of another algorithm or model, is refused. Any other change that affects the
+result is listed in one warning. Locations of files and layouts never affect it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from . import run_inputs
 from .run_inputs import RunInputs
 
 MODEL = ("family", "hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "tied", "dtype")
-SHOWN = 20  # differences that the warning lists
+SHOWN = 20  # the most differences that the warning lists
 _SIZE = re.compile(r"data\.\w+\.bytes ")
 _CALL = re.compile(r"(?:.*/)?([^/]+\.py:\w+)")
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run is resumed from, and in words what has `changed` since that decides the result."""
+    """The checkpoint that a run is resumed from.
+
+    `changed` are, in words, the changes since then that affect the result.
+    """
 
     path: Path
     manifest: Manifest
@@ -41,55 +44,63 @@ class ResumePoint:
 
 
 def resumed(plan: Plan, target: str, span: Span, now: RunInputs | None = None, trains: bool = True) -> ResumePoint:
-    """The checkpoint that `target` names, a checkpoint's folder or a run's; Fault where it is unsound or another's.
-    `now`: the inputs of the plan; `trains`: the run goes on from it."""
+    """Find the checkpoint to resume from, and check that it fits the plan.
+
+    `target` is the folder of a checkpoint or of a run. `now` are the plan's inputs. `trains` means that the run
+    continues from the checkpoint. Raises Fault if the checkpoint is damaged or of another program.
+    """
     path, manifest = find_checkpoint(target, span)
     if trains and manifest.iteration > plan.deploy.run.iterations:
-        done = (
-            f"the checkpoint {path} is of {manifest.iteration} iterations, the run is to have "
+        excess = (
+            f"the checkpoint {path} is of {manifest.iteration} iterations, but the run has only "
             f"{plan.deploy.run.iterations}"
         )
         help = "state more iterations, or resume from an older checkpoint"
-        raise Fault(Diagnostic("bad-checkpoint", done, span, help))
-    help = "bring back what the run began with, or begin another run, without --resume"
+        raise Fault(Diagnostic("bad-checkpoint", excess, span, help))
+    help = "restore what the run began with, or start another run, without --resume"
     other = differences(manifest.program, program(plan))
-    if foreign := [d for d in other if d.startswith(("models.", "algorithm.name "))]:
-        what = f"the checkpoint {path} is of another program: {'; '.join(foreign)}"
-        raise Fault(Diagnostic("bad-checkpoint", what, span, help))
+    if foreign := [difference for difference in other if difference.startswith(("models.", "algorithm.name "))]:
+        message = f"the checkpoint {path} is of another program: {'; '.join(foreign)}"
+        raise Fault(Diagnostic("bad-checkpoint", message, span, help))
     before = run_inputs.recorded(manifest.inputs)
     if before is not None and now is not None:
-        found = run_inputs.differences(before, now)
-        if found.model:
-            what = f"the checkpoint {path} is of another model: {'; '.join(found.model)}"
-            raise Fault(Diagnostic("bad-checkpoint", what, span, help))
+        changes = run_inputs.differences(before, now)
+        if changes.model:
+            message = f"the checkpoint {path} is of another model: {'; '.join(changes.model)}"
+            raise Fault(Diagnostic("bad-checkpoint", message, span, help))
         # The data are compared by what they hold.
-        other = [*(d for d in other if not _SIZE.match(d)), *found.changed]
+        other = [*(difference for difference in other if not _SIZE.match(difference)), *changes.changed]
     if not other:
         return ResumePoint(path, manifest, (), ())
     shown = "; ".join(other[:SHOWN]) + (f"; and {len(other) - SHOWN} more" if len(other) > SHOWN else "")
-    what = f"what decides the result has changed since the checkpoint {path} was written: {shown}"
-    help = "the run goes on with everything as it is now" if trains else "it is evaluated with everything as it is now"
+    message = f"inputs that decide the result have changed since the checkpoint {path} was written: {shown}"
+    help = (
+        "the run continues with everything as it is now" if trains else "it is evaluated with everything as it is now"
+    )
     return ResumePoint(
-        path, manifest, tuple(other), (Diagnostic("changed-program", what, span, help, severity="warning"),)
+        path, manifest, tuple(other), (Diagnostic("changed-program", message, span, help, severity="warning"),)
     )
 
 
 def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path, Manifest]:
-    """Find the checkpoint that `target` names; of a run the newest. `use` is the flag that names it. Raises Fault."""
+    """Find the checkpoint that `target` names; of a run the newest.
+
+    `use` is the flag that names it. Raises Fault.
+    """
     path = Path(target).absolute()
 
-    def refuse(what: str, help: str = "") -> Fault:
-        return Fault(Diagnostic("bad-checkpoint", what, span, help))
+    def refuse(message: str, help: str = "") -> Fault:
+        return Fault(Diagnostic("bad-checkpoint", message, span, help))
 
     if not is_folder(path):
         raise refuse(f"there is no folder {path} to {use} from")
     run = path.parent.parent if path.parent.name == checkpoint.FOLDER else path
-    copied_out = use == "export" and (path / checkpoint.MANIFEST).is_file()  # of its run's folder
+    copied_out = use == "export" and (path / checkpoint.MANIFEST).is_file()  # out of its run's folder
     if path == run and not copied_out:
         if not checkpoint.found(run):
             raise refuse(
                 f"the run in {run} has saved no checkpoint",
-                "state `save` in `run { }`: a checkpoint every so many iterations",
+                "set `save` in `run { }`: the number of iterations between checkpoints",
             )
         path = checkpoint.found(run)[-1]
     try:
@@ -97,37 +108,46 @@ def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path,
     except checkpoint.CorruptCheckpoint as error:
         older = checkpoint.newest(run)
         if older is None:
-            help = "no other of this run is sound"
-            help += ": begin anew; `run { keep = 3 }` keeps more of them to go back to" if use == "resume" else ""
+            help = "no other checkpoint of this run is intact"
+            help += (
+                ": start a new run; `run { keep = 3 }` keeps more checkpoints to go back to" if use == "resume" else ""
+            )
         else:
-            help = f"{older[0]} is sound: --{use} {older[0]}"
-            help += ", with --out another folder, or --overwrite for what is newer" if use == "resume" else ""
+            help = f"{older[0]} is intact: --{use} {older[0]}"
+            help += ", with --out another folder, or --overwrite to replace newer ones" if use == "resume" else ""
         raise refuse(f"the checkpoint {path} cannot be used: {error}", help) from None
 
 
 def program(plan: Plan) -> dict[str, Any]:
-    """All of a plan that decides the result of a run: the algorithm, the models' shapes, the seed, the version of the
-    streams that draw by it, the data, what a wrong number does, and under a schedule of the learning rate how many
-    iterations it is for."""
+    """Return everything in a plan that decides the result of a run.
+
+    This is the algorithm, the models' shapes, the seed, the version of the streams that draw by the seed, the data, and
+    what happens on NaN. With a schedule of the learning rate it is also the number of iterations.
+    """
     models = model_shapes(plan)
-    data = {name: {"fields": d.fields, "bytes": _size(d.path)} for name, d in plan.deploy.data.items()}
-    found: dict[str, Any] = _bare(msgspec.to_builtins({"algorithm": plan.graph, "models": models, "data": data}))
+    data = {
+        name: {"fields": dataset.fields, "bytes": _size(dataset.path)} for name, dataset in plan.deploy.data.items()
+    }
+    settings: dict[str, Any] = _without_spans(
+        msgspec.to_builtins({"algorithm": plan.graph, "models": models, "data": data})
+    )
     run = plan.deploy.run
     decides: dict[str, Any] = {"seed": run.seed, "random_streams": noise.VERSION, "on_nan": run.on_nan}
-    if scheduled := [n.name for n in plan.graph.verb("update") if _is_scheduled(UpdateAttributes.of(n))]:
+    if scheduled := [node.name for node in plan.graph.verb("update") if _is_scheduled(UpdateAttributes.of(node))]:
         decides[f"iterations, which the learning rate of {' and '.join(scheduled)} is scheduled over,"] = run.iterations
-    return found | decides
+    return settings | decides
 
 
 def model_shapes(plan: Plan) -> dict[str, Any]:
-    """What makes two models of a plan the same, but for their weights."""
+    """Return what makes two models of a plan the same, apart from their weights."""
     return {
-        name: {f: getattr(m, f) for f in MODEL} | {"tensors": len(m.tensors)} for name, m in plan.deploy.models.items()
+        name: {field: getattr(model, field) for field in MODEL} | {"tensors": len(model.tensors)}
+        for name, model in plan.deploy.models.items()
     }
 
 
 def _is_scheduled(update: UpdateAttributes) -> bool:
-    """Whether the learning rate depends on the last step of the run."""
+    """Return whether the learning rate depends on the last step of the run."""
     if update.rate.kind != "call":
         return False
     known = library().get(("schedule", str(update.rate.value)))
@@ -138,35 +158,46 @@ def _size(path: str) -> int:
     return Path(path).stat().st_size if Path(path).is_file() else 0
 
 
-def _bare(value: Any) -> Any:
-    """Without the places in the text."""
+def _without_spans(value: Any) -> Any:
+    """Remove the places in the text from a value."""
     if isinstance(value, dict):
-        return {k: _bare(v) for k, v in value.items() if k != "span"}
-    return [_bare(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {key: _without_spans(item) for key, item in value.items() if key != "span"}
+    return [_without_spans(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def differences(there: Any, here: Any, where: str = "") -> list[str]:
-    """What differs between two programs, in words. Of a function in a file its folder does not count."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        keys = [*there, *(k for k in here if k not in there)]
-        return [d for k in keys for d in differences(there.get(k), here.get(k), f"{where}.{k}" if where else str(k))]
-    if isinstance(there, list) and isinstance(here, list) and len(there) == len(here):
-        named = [x.get("name", i) if isinstance(x, dict) else i for i, x in enumerate(here)]
-        return [d for n, a, b in zip(named, there, here, strict=True) for d in differences(a, b, f"{where}.{n}")]
-    if there == here or (_is_call(there) and _is_call(here) and _called(there) == _called(here)):
+def differences(before: Any, now: Any, where: str = "") -> list[str]:
+    """Describe the differences between two programs.
+
+    The folder of a function's file does not count.
+    """
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [*before, *(key for key in now if key not in before)]
+        return [
+            difference
+            for key in keys
+            for difference in differences(before.get(key), now.get(key), f"{where}.{key}" if where else str(key))
+        ]
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        named = [item.get("name", i) if isinstance(item, dict) else i for i, item in enumerate(now)]
+        return [
+            difference
+            for name, old, new in zip(named, before, now, strict=True)
+            for difference in differences(old, new, f"{where}.{name}")
+        ]
+    if before == now or (_is_call(before) and _is_call(now) and _call_name(before) == _call_name(now)):
         return []
-    return [f"{where} was {_shown(there)}, is {_shown(here)}"]
+    return [f"{where} was {_shorten(before)}, is {_shorten(now)}"]
 
 
 def _is_call(value: Any) -> bool:
     return isinstance(value, str) and _CALL.fullmatch(value) is not None
 
 
-def _called(value: str) -> str:
+def _call_name(value: str) -> str:
     return _CALL.sub(r"\1", value)
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = "nothing" if value is None else str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

@@ -1,7 +1,7 @@
 """The folder of a run.
 
-Invariant: a run never writes among another's results, unless it is asked to replace them, and then removes nothing but
-what runs make and nothing that it reads; two never write into one folder at a time.
+Invariant: a run never writes among another run's results, unless it is asked to replace them. Then it removes only what
+runs make, and nothing that it reads. Two runs never write into one folder at the same time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..weights import checkpoint
 from . import run_inputs
 
 DRIVER_MODULE = "msrl_graph.runtime.driver.driver"  # the module that a driver's process runs
-ORPHAN = 15.0  # seconds that a driver is left to end after its supervisor
+ORPHAN = 15.0  # seconds for a driver to end after its supervisor
 
-# All that a run makes in its folder.
+# Everything that a run makes in its folder.
 MADE = (
     "logs",
     "plan.json",
@@ -46,31 +46,33 @@ MADE = (
 
 
 def choose(plan: Plan, out: Path | str | None, overwrite: bool = False, replay: str = "") -> Path:
-    """The folder of this run; never one that holds another's results, unless they are to be replaced and the run reads
-    none of them."""
+    """Choose the folder of a run.
+
+    It never holds another run's results, unless they are to be replaced and the run reads none of them.
+    """
     try:
-        return _chosen(plan, out, overwrite, replay)
-    except OSError as error:  # a name that is too long, a folder that none may look into
-        raise _unfit(out, error) from None
+        return _choose(plan, out, overwrite, replay)
+    except OSError as error:  # the name is too long, or a folder may not be read
+        raise _creation_fault(out, error) from None
 
 
-def _chosen(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) -> Path:
-    names = (Path("runs") / f"{plan.deploy.name}-{n}" for n in itertools.count(1))
-    folder = Path(out) if out is not None else next(p for p in names if not p.exists())
-    nearest = next(p for p in (folder, *folder.parents) if p.exists())
-    what = ""
+def _choose(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) -> Path:
+    names = (Path("runs") / f"{plan.deploy.name}-{number}" for number in itertools.count(1))
+    folder = Path(out) if out is not None else next(path for path in names if not path.exists())
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    problem = ""
     help = "name another with --out"
     if folder.exists() and not folder.is_dir():
-        what = "is a file"
+        problem = "is a file"
     elif folder.exists() and any(folder.iterdir()):
         ran = (folder / "logs" / "driver.log").is_file()
         if overwrite and ran:
-            return _replaced(plan, folder, replay)
-        what = "is there already and is not empty" + (
+            return _check_replaceable(plan, folder, replay)
+        problem = "exists and is not empty" + (
             "; it holds no results of a run, which --overwrite would replace" if overwrite else ""
         )
         if ran and checkpoint.found(folder):
-            help += f", go on with the run in it: --resume {folder}, or replace its results: --overwrite"
+            help += f", resume the run in it: --resume {folder}, or replace its results: --overwrite"
         elif ran:
             help += ", or replace the results in it: --overwrite"
     elif overwrite and out is None:
@@ -82,33 +84,46 @@ def _chosen(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) ->
             )
         )
     elif not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        what = f"cannot be made: {nearest} is not a folder that can be written to"
-    if what:
-        raise Fault(Diagnostic("bad-value", f"the output folder {folder} {what}", help=help))
+        problem = f"cannot be made: {nearest} is not a writable folder"
+    if problem:
+        raise Fault(Diagnostic("bad-value", f"the output folder {folder} {problem}", help=help))
     return folder
 
 
-def _unfit(folder: Path | str | None, error: OSError) -> Fault:
-    """What the system says of a folder that it does not give."""
-    what = f"the output folder {folder or 'under runs'} cannot be made: {error.strerror}"
-    return Fault(Diagnostic("bad-value", what, help="name another with --out"))
+def _creation_fault(folder: Path | str | None, error: OSError) -> Fault:
+    """Return the fault for a folder that the system does not provide."""
+    message = f"the output folder {folder or 'under runs'} cannot be made: {error.strerror}"
+    return Fault(Diagnostic("bad-value", message, help="name another with --out"))
 
 
-def _replaced(plan: Plan, folder: Path, replay: str) -> Path:
-    """A folder whose results are to be replaced; `Fault` where the run reads some of them."""
-    made = [(folder / name).resolve() for name in MADE]
-    reads = [*(m.path for m in plan.deploy.models.values()), *(d.path for d in plan.deploy.data.values())]
+def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
+    """Return a folder whose results are to be replaced.
+
+    Raises Fault if the run reads some of them.
+    """
+    results = [(folder / name).resolve() for name in MADE]
+    reads = [
+        *(model.path for model in plan.deploy.models.values()),
+        *(dataset.path for dataset in plan.deploy.data.values()),
+    ]
     reads += [str(Path(replay) / rows.FOLDER)] if replay else []
-    for path in (Path(r).resolve() for r in reads if r):
-        if any(path == m or m in path.parents for m in made):
-            what = f"--overwrite would remove {path}, which the run reads"
-            raise Fault(Diagnostic("bad-value", what, help="name another folder with --out"))
+    for path in (Path(read_path).resolve() for read_path in reads if read_path):
+        if any(path == result or result in path.parents for result in results):
+            message = f"--overwrite would remove {path}, which the run reads"
+            raise Fault(Diagnostic("bad-value", message, help="name another folder with --out"))
     return folder
 
 
 def clear(folder: Path, begin: Path | None) -> None:
-    """Removes the results of a run; of one that goes on from its own checkpoint `begin` only the newer checkpoints."""
-    newer = [p for p in checkpoint.found(folder) if begin and int(p.name) > int(begin.name)]
+    """Remove the results of a run.
+
+    If a run resumes from its own checkpoint `begin`, only newer checkpoints are removed.
+    """
+    newer = [
+        checkpoint_path
+        for checkpoint_path in checkpoint.found(folder)
+        if begin and int(checkpoint_path.name) > int(begin.name)
+    ]
     for path in newer if begin else (folder / name for name in MADE):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -117,62 +132,68 @@ def clear(folder: Path, begin: Path | None) -> None:
 
 
 def make(plan: Plan, folder: Path, stated: bool) -> Path:
-    """Makes the folder; where its name was ours to choose, another run that took it meanwhile keeps it."""
+    """Create the folder of a run.
+
+    If its name was not stated and another run takes it meanwhile, the next free name is used.
+    """
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=stated)
             return folder
         except FileExistsError as error:
             if stated:
-                raise _unfit(folder, error) from None
+                raise _creation_fault(folder, error) from None
             folder = choose(plan, None)
-        except OSError as error:  # as under /proc, which seems to be one that can be written to
-            raise _unfit(folder, error) from None
+        except OSError as error:  # as under /proc, which looks writable
+            raise _creation_fault(folder, error) from None
 
 
 def check_own(out: Path) -> None:
-    """Fault for an output folder that another user could change while the run writes into it.
+    """Raise Fault if another user could change the folder while the run writes.
 
-    That user could lay links there, and so have the run write over any file of its own user. A link to the folder is
-    followed if it is this user's or root's.
+    That user could place links there, and so have the run write over any file of its own user. A link to the folder is
+    followed if it belongs to this user or to root.
     """
     try:
         private.check_link(out)
         private.check_folder(out.resolve(), private.OTHERS_WRITE)
     except private.NotPrivate as error:
-        what = f"the output folder {out} {error.what}, who could lead elsewhere what the run writes"
+        message = f"the output folder {out} {error.what}, who could redirect what the run writes"
         help = f"chmod o-w {out}" if error.what.startswith("is open") else "name another with --out"
-        raise Fault(Diagnostic("bad-value", what, help=help)) from None
+        raise Fault(Diagnostic("bad-value", message, help=help)) from None
     except OSError as error:
-        raise _unfit(out, error) from None
+        raise _creation_fault(out, error) from None
 
 
 def check_links(out: Path) -> None:
-    """Raise Fault if a link leads out of an output folder from a place that the run writes to.
+    """Raise Fault if a link leads out of an output folder.
 
-    No run makes one, so somebody else has, as in a folder that was copied from a stranger. Checkpoints are written
-    under new names, so what else lies beside them is nobody's concern.
+    Only places that the run writes to are checked. No run makes such a link, so somebody else has, as in a folder that
+    was copied from a stranger. Checkpoints are written under new names, so other files next to them do not matter.
     """
     for path in (out / name for name in MADE):
         inner = path.rglob("*") if path.is_dir() and path.name != checkpoint.FOLDER else ()
-        for link in (p for p in (path, *inner) if p.is_symlink()):
+        for link in (candidate for candidate in (path, *inner) if candidate.is_symlink()):
             if target := escape(link, out):
-                what = f"{link} is a link to {target}, where the run would write"
+                message = f"{link} is a link to {target}, where the run would write"
                 help = f"remove the link: rm {shlex.quote(str(link))}; or name another folder with --out"
-                raise Fault(Diagnostic("bad-value", what, help=help))
+                raise Fault(Diagnostic("bad-value", message, help=help))
 
 
 def check_free(out: Path) -> None:
-    """Raise Fault if another run has written into an output folder since it was chosen."""
+    """Raise Fault if another run has written into a folder since it was chosen."""
     if any((out / name).exists() for name in MADE):
-        what = f"another run has written into {out} meanwhile"
-        raise Fault(Diagnostic("bad-value", what, help="name another folder with --out"))
+        message = f"another run has written into {out} meanwhile"
+        raise Fault(Diagnostic("bad-value", message, help="name another folder with --out"))
 
 
 @contextmanager
 def lock(out: Path) -> Iterator[int]:
-    """Two runs never write into one folder. The lock is held by the descriptor that is given, and goes with the last
-    process that has it, however it ends: the supervisor, and its driver."""
+    """Lock a folder, so that two runs never write into it.
+
+    Yields the descriptor that holds the lock. The lock ends with the last process that has the descriptor, however it
+    ends: the supervisor and its driver.
+    """
     handle = os.open(out, os.O_RDONLY)
     until = time.monotonic() + ORPHAN
     try:
@@ -182,34 +203,37 @@ def lock(out: Path) -> Iterator[int]:
                 break
             except BlockingIOError:
                 # A driver whose supervisor was killed ends by itself.
-                if not any(map(_supervises, who := holders(out))) and time.monotonic() < until:
+                if not any(map(_supervises, pids := holders(out))) and time.monotonic() < until:
                     time.sleep(0.1)
                     continue
-                by = f" (process {' and '.join(map(str, who))})" if who else ""
-                what = f"another run is writing into {out}{by}"
-                help = f"wait for its end{', or end it' if who else ''}, or name another folder with --out"
-                raise Fault(Diagnostic("bad-value", what, help=help)) from None
+                owners = f" (process {' and '.join(map(str, pids))})" if pids else ""
+                message = f"another run is writing into {out}{owners}"
+                help = f"wait for its end{', or end it' if pids else ''}, or name another folder with --out"
+                raise Fault(Diagnostic("bad-value", message, help=help)) from None
             except OSError:
-                break  # a file system without locks: then nobody is kept out
+                break  # a file system without locks: then no run is kept out
         yield handle
     finally:
         os.close(handle)
 
 
 def holders(out: Path) -> list[int]:
-    """The processes that hold the lock of a folder, of those that this one may look at."""
-    found = []
+    """Return the processes that hold the lock of a folder.
+
+    Only processes that this one may inspect are found.
+    """
+    pids = []
     here = out.stat()
     for process in Path("/proc").iterdir():
         if process.name.isdecimal() and int(process.name) != os.getpid():
             with suppress(OSError):
-                if any(_same(handle, here) for handle in (process / "fd").iterdir()):
-                    found.append(int(process.name))
-    return found
+                if any(_holds_lock(handle, here) for handle in (process / "fd").iterdir()):
+                    pids.append(int(process.name))
+    return pids
 
 
-def _same(handle: Path, folder: os.stat_result) -> bool:
-    """Whether a process's descriptor is of a folder, and has a lock."""
+def _holds_lock(handle: Path, folder: os.stat_result) -> bool:
+    """Return whether a descriptor of a process is of a folder and has a lock."""
     try:
         facts = handle.parent.parent / "fdinfo" / handle.name
         return os.path.samestat(handle.stat(), folder) and "FLOCK" in facts.read_text(encoding="ascii")
@@ -218,7 +242,7 @@ def _same(handle: Path, folder: os.stat_result) -> bool:
 
 
 def _supervises(pid: int) -> bool:
-    """Whether a process that has a run's folder open is another run's supervisor.
+    """Return whether a process with a run's folder open is a supervisor.
 
     A driver is not: it ends with its supervisor. Nor is a process that is ending: its memory goes before its
     descriptors, so for a moment it has no command line.

@@ -1,8 +1,8 @@
-"""What decides the result of a run beside its program: the files that it reads, as digests, and versions of packages.
+"""Inputs that decide a run's result: digests of files, versions of packages.
 
-Invariant: a file is compared by what it holds, never by its name, place or time: a model that was moved is the same
-model. Small files are digested whole. Of a large one the size and sampled blocks are compared before a run, and all of
-it is digested once a run beside the run (`Digesting`): what the samples do not show is reported then.
+Invariant: a file is compared by its content, never by its name, place or time: a model that was moved is the same
+model. Small files are digested completely. Of a large file, the size and sampled blocks are compared before a run.
+During the run, `DigestThread` digests all of it once, and reports what the samples do not show.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ from ..weights.tensor_files import beside
 from . import user_modules
 
 FILE = "inputs.json"  # within a run's folder
-SMALL = host_facts.SAMPLED  # bytes of a file that is digested whole at once
-_AT_ONCE = 8  # files that are sampled side by side: they wait for disks and networks
+SMALL = host_facts.SAMPLED  # bytes up to which a file is digested completely at once
+_AT_ONCE = 8  # files that are sampled in parallel: they wait for disks and networks
 _CHUNK = 8 << 20
-_NICE = 19  # of the thread that digests large files
-_KEYS = 1 << 20  # bytes of a JSON file whose keys are compared one by one
-_SHOWN = 60  # characters of a key's value that are kept as they are
-# Keys of a model's JSON files that say who wrote them.
+_NICE = 19  # niceness of the thread that digests large files
+_KEYS = 1 << 20  # most bytes of a JSON file whose keys are compared one by one
+_SHOWN = 60  # most characters of a key's value that is kept as it is
+# Keys of a model's JSON files that only say who wrote the file.
 _WITHOUT_EFFECT = {"_name_or_path", "name_or_path", "transformers_version"}
 _TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"}
-_TEMPLATE = "chat_template"  # whose change makes other prompts, and not another model
+_TEMPLATE = "chat_template"  # a change of it makes other prompts, not another model
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file: its path here, its size, when it was last changed (nanoseconds), a digest of sampled blocks, the SHA-256
-    of all of it ("": not known yet), and the values of a small JSON file's keys, or their digests."""
+    """A file that a run reads.
+
+    It has its path on this host, its size, its modification time (nanoseconds), a digest of sampled blocks, the SHA-256
+    of all of it ("": not known yet), and the values of a small JSON file's keys, or their digests.
+    """
 
     path: str
     bytes: int
@@ -54,7 +57,10 @@ class InputFile:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """`files` are called by what they are of, and their names below that: `model policy: config.json`."""
+    """Files and package versions that decide a run's result.
+
+    The key of a file says what the file belongs to, and its name there: `model policy: config.json`.
+    """
 
     files: dict[str, InputFile]
     versions: dict[str, str]
@@ -65,7 +71,7 @@ NO_INPUTS = RunInputs({}, {})
 
 @dataclass(frozen=True)
 class Differences:
-    """In words: what makes another `model` of it, and what else has `changed`."""
+    """Differences in words: what makes another `model`, and what else has `changed`."""
 
     model: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
@@ -75,19 +81,24 @@ class Differences:
 
 
 def take(plan: Plan, replay: str = "") -> RunInputs:
-    """The inputs of a plan whose files lie on this host (located.here)."""
+    """Collect the inputs of a plan whose files are on this host (plan_paths.here)."""
     paths = dict(_paths(plan, replay))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        entries = dict(zip(paths, pool.map(_entry, paths.values()), strict=True))
+        entries = dict(zip(paths, pool.map(_read_file, paths.values()), strict=True))
     versions = dict(host_facts.versions(interpreters.packages(plan)))
     for python, command in interpreters.commands(plan).items():
-        versions |= {f"{package} of {python}": has for package, has in host_facts.told(command)["found"].items()}
+        versions |= {
+            f"{package} of {python}": version for package, version in host_facts.told(command)["found"].items()
+        }
     return RunInputs(entries, versions)
 
 
 def companions(folder: Path, name: str) -> dict[str, InputFile]:
-    """Take the files of a model's folder other than its weights; `name` is the model's in the program."""
-    return {f"model {name}: {file.relative_to(folder)}": _entry(file) for file in sorted(beside(folder))}
+    """Return the files of a model's folder other than its weights.
+
+    `name` is the model's name in the program.
+    """
+    return {f"model {name}: {file.relative_to(folder)}": _read_file(file) for file in sorted(beside(folder))}
 
 
 def _paths(plan: Plan, replay: str) -> Iterator[tuple[str, Path]]:
@@ -98,37 +109,37 @@ def _paths(plan: Plan, replay: str) -> Iterator[tuple[str, Path]]:
     for name, data in plan.deploy.data.items():
         yield f"data {name}", Path(data.path)
     code: dict[str, Path] = {}
-    for path, of in sorted(user_modules.of_plan(plan).items()):
-        name = f"code {os.path.relpath(path, of.absolute().parent)}"
+    for path, root in sorted(user_modules.of_plan(plan).items()):
+        name = f"code {os.path.relpath(path, root.absolute().parent)}"
         code[f"code {path}" if name in code else name] = path
     yield from code.items()
     for file in sorted(Path(replay).absolute().glob("rows/**/*.parquet")) if replay else ():
         yield f"replay {file.relative_to(Path(replay).absolute())}", file
 
 
-def _entry(path: Path) -> InputFile:
+def _read_file(path: Path) -> InputFile:
     try:
         status = path.stat()
         sampled = host_facts.sampled(str(path))
         entry = InputFile(str(path), status.st_size, status.st_mtime_ns, sampled)
         if status.st_size <= SMALL:
             content = path.read_bytes()
-            keys = _entries(content) if path.suffix == ".json" and status.st_size <= _KEYS else {}
+            keys = _read_keys(content) if path.suffix == ".json" and status.st_size <= _KEYS else {}
             entry = replace(entry, sha256=hashlib.sha256(content).hexdigest(), keys=keys)
     except OSError:
         return InputFile(str(path), -1, 0, "")
     return entry
 
 
-def _entries(content: bytes) -> dict[str, str]:
+def _read_keys(content: bytes) -> dict[str, str]:
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return {key: _brief(item) for key, item in value.items()} if isinstance(value, dict) else {}
+    return {key: _shorten(item) for key, item in value.items()} if isinstance(value, dict) else {}
 
 
-def _brief(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = json.dumps(value, sort_keys=True)
     return text if len(text) <= _SHOWN else f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -137,23 +148,23 @@ def _brief(value: Any) -> str:
 
 
 def write(run: Path, inputs: RunInputs) -> None:
-    """Writes the inputs into a run's folder. OSError where that fails."""
+    """Write the inputs into a run's folder. Raises OSError."""
     partial = run / f".{FILE}.partial"
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(inputs)))
     partial.rename(run / FILE)
 
 
 def read(run: Path) -> dict[str, Any]:
-    """What a run's folder says of its inputs, for a checkpoint's manifest; nothing where it says nothing."""
+    """Read the inputs in a run's folder, for a checkpoint's manifest; {} if none."""
     try:
-        found: dict[str, Any] = msgspec.json.decode((run / FILE).read_bytes(), type=dict[str, Any])
+        inputs: dict[str, Any] = msgspec.json.decode((run / FILE).read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.MsgspecError):
         return {}
-    return found
+    return inputs
 
 
 def recorded(content: Mapping[str, Any]) -> RunInputs | None:
-    """The inputs that a manifest has; None where it is of a version that kept none."""
+    """Return the inputs in a manifest; None if its version kept none."""
     try:
         return msgspec.convert(content, RunInputs) if content else None
     except msgspec.ValidationError:
@@ -164,40 +175,45 @@ def recorded(content: Mapping[str, Any]) -> RunInputs | None:
 
 
 def differences(before: RunInputs, now: RunInputs) -> Differences:
-    """What has changed."""
+    """Compare two sets of inputs."""
     model: list[str] = []
     changed: list[str] = []
     for name in dict.fromkeys([*before.files, *now.files]):
-        for kind, words in _file(name, before.files.get(name), now.files.get(name)):
-            (model if kind else changed).append(words)
+        for kind, text in _compare_file(name, before.files.get(name), now.files.get(name)):
+            (model if kind else changed).append(text)
     for package in dict.fromkeys([*before.versions, *now.versions]):
-        was = before.versions.get(package, "")
-        has = now.versions.get(package, "")
-        if was != has:
-            changed.append(f"{package} was {was or 'not used'}, is {has or 'not used'}")
+        old_version = before.versions.get(package, "")
+        new_version = now.versions.get(package, "")
+        if old_version != new_version:
+            changed.append(f"{package} was {old_version or 'not used'}, is {new_version or 'not used'}")
     return Differences(tuple(model), tuple(changed))
 
 
-def data(taken: RunInputs) -> dict[str, str]:
-    """The digests of sampled blocks of data files, by their names in the program."""
-    return {n.removeprefix("data "): entry.sampled for n, entry in taken.files.items() if n.startswith("data ")}
+def data(inputs: RunInputs) -> dict[str, str]:
+    """Return the digests of sampled blocks of data files, by name in the program."""
+    return {
+        name.removeprefix("data "): entry.sampled for name, entry in inputs.files.items() if name.startswith("data ")
+    }
 
 
-def edited(taken: RunInputs) -> str:
-    """What is no longer what it was when the run began, of the weights and data that each start reads anew, in words.
-    Other files every start has as they were (shipping.py)."""
-    for name, entry in taken.files.items():
+def edited(inputs: RunInputs) -> str:
+    """Describe the first input that changed since the run began; "" if none did.
+
+    Only the weights and data are checked, which each start reads again. Each start has the other files as they were
+    (shipping.py).
+    """
+    for name, entry in inputs.files.items():
         if not (name.startswith(("data ", "replay ")) or ".safetensors" in name or name.endswith(": config.json")):
             continue
-        now = _entry(Path(entry.path))
+        now = _read_file(Path(entry.path))
         if not same(entry, now):
-            what = "is gone" if now.bytes < 0 else "was changed after the run began"
-            return f"{name} ({entry.path}) {what}"
+            event = "is gone" if now.bytes < 0 else "was changed after the run began"
+            return f"{name} ({entry.path}) {event}"
     return ""
 
 
-def _file(name: str, before: InputFile | None, now: InputFile | None) -> Iterator[tuple[bool, str]]:
-    """Whether a difference of a file makes another model, and the difference in words."""
+def _compare_file(name: str, before: InputFile | None, now: InputFile | None) -> Iterator[tuple[bool, str]]:
+    """Yield the differences of a file, and whether each makes another model."""
     decides = _is_model(name)
     if before is None or now is None:
         yield decides, f"{name} is {'new' if before is None else 'gone'}"
@@ -205,32 +221,32 @@ def _file(name: str, before: InputFile | None, now: InputFile | None) -> Iterato
     if same(before, now):
         return
     if not (before.keys and now.keys):
-        yield decides, f"{name} holds something else ({_how(before, now)})"
+        yield decides, f"{name} has other content ({_describe_sizes(before, now)})"
         return
     for key in dict.fromkeys([*before.keys, *now.keys]):
-        was = before.keys.get(key, "nothing")
-        has = now.keys.get(key, "nothing")
-        if was != has and key not in _WITHOUT_EFFECT:
-            other = was.startswith("sha256:") or has.startswith("sha256:")
-            words = f"{name}: {key} " + ("has another value" if other else f"was {was}, is {has}")
-            yield decides and key != _TEMPLATE, words
+        old_value = before.keys.get(key, "nothing")
+        new_value = now.keys.get(key, "nothing")
+        if old_value != new_value and key not in _WITHOUT_EFFECT:
+            other = old_value.startswith("sha256:") or new_value.startswith("sha256:")
+            text = f"{name}: {key} " + ("has another value" if other else f"was {old_value}, is {new_value}")
+            yield decides and key != _TEMPLATE, text
 
 
 def same(before: InputFile, now: InputFile) -> bool:
-    """Whether a file holds the same, as far as both digests tell."""
+    """Return whether a file has the same content, as far as both digests show."""
     if before.sha256 and now.sha256:
         return before.sha256 == now.sha256
     return (before.bytes, before.sampled) == (now.bytes, now.sampled)
 
 
-def _how(before: InputFile, now: InputFile) -> str:
-    one = before.bytes
-    two = now.bytes
-    return f"{one:,} bytes, now {two:,}" if one != two else f"{one:,} bytes as before"
+def _describe_sizes(before: InputFile, now: InputFile) -> str:
+    old_bytes = before.bytes
+    new_bytes = now.bytes
+    return f"{old_bytes:,} bytes, now {new_bytes:,}" if old_bytes != new_bytes else f"{old_bytes:,} bytes as before"
 
 
 def _is_model(name: str) -> bool:
-    """Whether a file is what a model is made of: weights, config, tokenizer."""
+    """Return whether a file is part of what a model is: weights, config, tokenizer."""
     kind, _, file = name.partition(": ")
     if not kind.startswith("model ") or not file:
         return False
@@ -238,25 +254,27 @@ def _is_model(name: str) -> bool:
     return file == "config.json" or file in _TOKENIZER or vocabulary or ".safetensors" in file
 
 
-# All of large files
+# Complete digests of large files
 
 
 class DigestThread:
-    """A thread that digests large files whole, one after the other, after all that computes. `before` is what a resumed
-    run has been told of them, `say` tells a person."""
+    """A thread that digests large files completely, one after the other.
+
+    It runs at the lowest priority. `before` are the recorded inputs of a resumed run, `say` prints a message.
+    """
 
     def __init__(self, run: Path, inputs: RunInputs, before: RunInputs | None, say: Callable[[str], None]) -> None:
         self.run = run
         self.inputs = inputs
         self.before = before
         self.say = say
-        self.over = threading.Event()
+        self.closed = threading.Event()
         self.thread = threading.Thread(target=self._work, daemon=True)
         self.thread.start()
 
     def close(self) -> None:
-        """Ends it; what is not digested by then stays so."""
-        self.over.set()
+        """End the thread; files that are not digested by then stay so."""
+        self.closed.set()
         self.thread.join()
 
     def _work(self) -> None:
@@ -267,12 +285,12 @@ class DigestThread:
                 continue
             old = self.before.files.get(name) if self.before is not None else None
             if old is not None and old.sha256 and replace(old, sha256="") == entry:  # same place, size, time, samples
-                whole = old.sha256
+                sha256 = old.sha256
             else:
-                whole = self._digest(Path(entry.path))
-            if not whole:
+                sha256 = self._digest(Path(entry.path))
+            if not sha256:
                 continue
-            now = replace(entry, sha256=whole)
+            now = replace(entry, sha256=sha256)
             self.inputs = replace(self.inputs, files={**self.inputs.files, name: now})
             with suppress(OSError):
                 write(self.run, self.inputs)
@@ -283,12 +301,12 @@ class DigestThread:
                 )
 
     def _digest(self, path: Path) -> str:
-        """The SHA-256 of a file; "" where the run ends before."""
+        """Return the SHA-256 of a file; "" if the run ends before."""
         digest = hashlib.sha256()
         try:
             with path.open("rb") as file:
                 while chunk := file.read(_CHUNK):
-                    if self.over.is_set():
+                    if self.closed.is_set():
                         return ""
                     digest.update(chunk)
         except OSError:

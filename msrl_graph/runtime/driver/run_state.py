@@ -1,9 +1,10 @@
-"""What outlives an iteration, weights aside: how far the data was read, responses that go on in the next one, and the
-values of states.
+"""State that outlives an iteration, apart from weights.
 
-Invariant: it lives in the driver, and changes only when an iteration has ended, or its generation, or its functions:
-every process gets it with the task. A state has one value in each iteration, which the one before left. Only what draws
-rows may go by an older one, of the iteration that the updates were in then. A checkpoint holds it.
+It is the position in the data, the responses that continue in the next iteration, and the values of states.
+
+Invariant: it lives in the driver, and changes only when an iteration, its generation or its functions have ended. Every
+process gets it with the task. A state has one value in each iteration, which the previous iteration has set. Only the
+drawing of rows may use an older value, of the iteration that the updates were in then. A checkpoint holds it.
 """
 
 from __future__ import annotations
@@ -24,59 +25,69 @@ from ..weights import checkpoint
 from .adaptive_draw import RefillSize
 
 FILE = "states.safetensors"
-# Of responses that go on, in FILE: of each prompt its position in the data, how often it was cut and how many
-# responses it has; of each response its tokens and whether it has ended; and of each token what is known of it.
+# Responses that continue, in FILE. Per prompt: its position in the data, how often it was cut, and how many
+# responses it has. Per response: its tokens and whether it has ended. Per token: what is known of it.
 CUT = "cut/"
 
 
 class RunState:
-    """`rows` are those of the source's data: a state of each prompt has a value for every one."""
+    """State of a run between iterations, as its driver holds it.
+
+    `rows` is the number of rows of the source's data: a per-prompt state has a value for each.
+    """
 
     def __init__(self, plan: Plan, rows: int) -> None:
         self.graph = plan.graph
         self.rows = rows
-        self.refills = any(CallAttributes.of(n).refill for n in plan.graph.nodes)
+        self.refills = any(CallAttributes.of(node).refill for node in plan.graph.nodes)
         self.refill = RefillSize(self.graph)
-        self.positions = {0: 0}  # in the data, by iteration, of those where it is known
-        growing = next((n for n in plan.graph.verb("generate") if n.cuts), None)
-        # How many data-parallel groups tell what they have cut; 0: nothing goes on in another iteration.
+        self.positions = {0: 0}  # in the data, by iteration, where known
+        growing = next((node for node in plan.graph.verb("generate") if node.cuts), None)
+        # Number of data-parallel groups that report cut prompts; 0: nothing continues in another iteration.
         self.groups = plan.placement(growing.name).layout.dp if growing else 0
         self.prompts = GenerateAttributes.of(growing).under_way(plan.graph.rows[0]) if growing else plan.graph.rows[0]
-        self.told: dict[int, list[list[CutPrompt]]] = {}  # by iteration, what its groups have cut
-        self.cut: dict[int, tuple[CutPrompt, ...]] = {0: ()}  # by iteration that goes on with them, where all is known
-        firsts = {s.name: (s, float(s.initial.literal())) for s in plan.graph.states}
-        # By iteration, of those where they are known; the first is the one that the updates are in.
+        self.reported: dict[int, list[list[CutPrompt]]] = {}  # by next iteration, the cut prompts of each group
+        self.cut: dict[int, tuple[CutPrompt, ...]] = {0: ()}  # by iteration that continues them, where all are known
+        firsts = {state.name: (state, float(state.initial.literal())) for state in plan.graph.states}
+        # By iteration, where they are known; the first is the iteration that the updates are in.
         self.states: dict[int, dict[str, Array]] = {
-            0: {name: np.full(rows, x) if s.per else np.asarray(x) for name, (s, x) in firsts.items()}
+            0: {
+                name: np.full(rows, initial) if state.per else np.asarray(initial)
+                for name, (state, initial) in firsts.items()
+            }
         }
-        self.draws: dict[int, tuple[int, dict[str, Array]]] = {}  # by iteration that was begun: of which, and these
+        self.draws: dict[
+            int, tuple[int, dict[str, Array]]
+        ] = {}  # by begun iteration: whose states draw, and the states
         self.drawing = late_states(plan)
-        # Whether the next iteration is known before this one has ended, with all that it begins with.
+        # Whether all that the next iteration begins with is known before this one has ended.
         self.known = not firsts and not self.refills and not self.groups
 
     def task(self, number: int) -> Task:
-        """Iteration `number` of training, which is `foreseen`, as far as is known of it. What its rows are drawn by is
-        what is known when it is asked for first."""
+        """Return the training task `number`, which is `foreseen`, as far as it is known.
+
+        Its rows are drawn by the states that are known at the first call.
+        """
         cut = self.cut[number] if self.groups else ()
         now = min(self.states)
         _, draws = self.draws.setdefault(number, (now, self.states[now]))
         states = self.states.get(number, {})
         position = self._position(number)
         prompts, wanted = (self.refill.of(number), self.refill.target) if self.refill.adapts else (self.prompts, 0)
-        own = (_of_run(states), _of_run(draws))
+        own = (_run_states(states), _run_states(draws))
         return Task("train", number, prompts, {}, position, own[0], cut=cut, draws=own[1], wanted=wanted)
 
     @property
     def position(self) -> int:
-        """Where the data of the next iteration begin."""
+        """Position in the data where the next iteration begins."""
         return self.positions[min(self.positions)]
 
     def knows(self, number: int) -> bool:
-        """Whether it is known which states the iteration before has left."""
+        """Return whether the states that the previous iteration leaves are known."""
         return number in self.states
 
     def foreseen(self, number: int) -> bool:
-        """Whether it is known which data an iteration begins with."""
+        """Return whether the data that an iteration begins with is known."""
         return (not self.refills or number in self.positions) and (not self.groups or number in self.cut)
 
     def _position(self, number: int) -> int:
@@ -84,142 +95,157 @@ class RunState:
         return self.positions[last] + (number - last) * self.graph.rows[0]
 
     def heard(self, task: Task, report: Report) -> None:
-        """Takes what a process that has ended an iteration knows of the next one's data."""
+        """Take what a process that has ended an iteration knows of the next one's data."""
         if report.rounds:
-            self._drew(task, report.rounds * task.prompts)
+            self._advance(task, report.rounds * task.prompts)
         following = task.number + 1
         if report.cut is None or following in self.cut:
             return
-        self.told.setdefault(following, []).append(report.cut)
-        if len(self.told[following]) == self.groups:
-            every = [c for cut in self.told.pop(following) for c in cut]
-            self.cut[following] = tuple(sorted(every, key=lambda c: (-c.cuts, c.position)))
-            self._drew(task, task.prompts - len(task.cut))
+        self.reported.setdefault(following, []).append(report.cut)
+        if len(self.reported[following]) == self.groups:
+            prompts = [prompt for cut in self.reported.pop(following) for prompt in cut]
+            self.cut[following] = tuple(sorted(prompts, key=lambda prompt: (-prompt.cuts, prompt.position)))
+            self._advance(task, task.prompts - len(task.cut))
 
-    def _drew(self, task: Task, prompts: int) -> None:
-        """An iteration has taken so many prompts of the data."""
+    def _advance(self, task: Task, prompts: int) -> None:
+        """Move the position in the data by the prompts that an iteration has taken."""
         self.positions[task.number + 1] = task.position + prompts
 
     def evaluation(self, evaluation: Evaluation, number: int, prompts: int) -> Task:
-        """An evaluation after so many iterations."""
-        states = _of_run(self.states[number])
+        """Return the task of an evaluation after `number` iterations."""
+        states = _run_states(self.states[number])
         return Task(evaluation.task, number, prompts, evaluation.samples_of(self.graph), 0, states, draws=states)
 
     def tables(self, number: int) -> Tables:
-        """The states that each row of the data has a value of, of an iteration that was begun."""
-        return Tables(_of_rows(self.draws[number][1]), _of_rows(self.states.get(number, {})))
+        """Return the per-row states of an iteration that has begun."""
+        return Tables(_row_states(self.draws[number][1]), _row_states(self.states.get(number, {})))
 
     def after(self, task: Task, reports: list[Report]) -> None:
-        """Takes what an iteration of training has left."""
-        drawn = sum(int(r.sums["prompts_drawn"][0]) for r in reports if "prompts_drawn" in r.sums)
-        self._drew(task, drawn or task.prompts - len(task.cut))
+        """Take the results of a training iteration."""
+        drawn = sum(int(report.sums["prompts_drawn"][0]) for report in reports if "prompts_drawn" in report.sums)
+        self._advance(task, drawn or task.prompts - len(task.cut))
         for report in reports:
             self.heard(task, report)
         self.learn(task.number, reports)
         self.refill.ended(task.number, reports)
         self.states = {number: states for number, states in self.states.items() if number > task.number}
-        self.draws = {number: drawn for number, drawn in self.draws.items() if number > task.number}
+        self.draws = {number: draw for number, draw in self.draws.items() if number > task.number}
         self.positions = {number: place for number, place in self.positions.items() if number > task.number}
         self.cut = {number: cut for number, cut in self.cut.items() if number > task.number}
 
     def learn(self, number: int, reports: Sequence[Report]) -> None:
-        """Takes what the functions of an iteration have left, with whose own states they began."""
+        """Take the states that the functions of an iteration leave.
+
+        The functions began with the iteration's own states.
+        """
         if number + 1 in self.states:
             return
         states = dict(self.states[number])
-        rows = next((r.drawn for r in reports if len(r.drawn)), np.zeros(0, np.int64))
-        given: dict[str, list[tuple[int, float]]] = {}
+        rows = next((report.drawn for report in reports if len(report.drawn)), np.zeros(0, np.int64))
+        updates: dict[str, list[tuple[int, float]]] = {}
         for report in reports:
-            for name, found in report.states.items():
-                given.setdefault(name, []).extend(zip(found.units, found.values, strict=True))
-        for name, pairs in given.items():
-            states[name] = states[name].copy()  # an iteration that was begun may still be drawn by it
-            for unit, value in sorted(pairs):  # of a row that came twice the last prompt counts, whoever computed it
+            for name, update in report.states.items():
+                updates.setdefault(name, []).extend(zip(update.units, update.values, strict=True))
+        for name, pairs in updates.items():
+            states[name] = states[name].copy()  # a begun iteration may still be drawn by the old array
+            for unit, value in sorted(pairs):  # for a row that came twice, the last prompt counts
                 states[name][rows[unit] if states[name].ndim else ()] = value
         self.states[number + 1] = states
 
     def count(self, number: int, reports: Sequence[Report]) -> None:
-        """Adds the metrics of states to the report of an iteration that has ended which tells the rows that it drew:
-        their values, on average over these rows, and how many iterations older those were that drew them."""
-        report = next(r for r in reports if len(r.drawn))
+        """Add the metrics of states to the report that lists the drawn rows.
+
+        They are the mean values over these rows, and the age in iterations of the states that drew them.
+        """
+        report = next(candidate for candidate in reports if len(candidate.drawn))
         rows = report.drawn
         for name, value in self.states[number].items():
-            some = value[rows] if value.ndim else np.atleast_1d(value)
-            report.count(name, float(some.sum()), len(some))
+            row_values = value[rows] if value.ndim else np.atleast_1d(value)
+            report.count(name, float(row_values.sum()), len(row_values))
         self.refill.count(number, report)
         for name in self.drawing:
             report.count(f"{name}/age", number - self.draws[number][0], 1)
 
-    def save(self, folder: Path, says: Mapping[str, str]) -> list[checkpoint.CheckpointFile]:
-        """The states as a file of a checkpoint, if there are any."""
-        held = {**self.states[min(self.states)], **(_arrays(self.cut[min(self.cut)]) if self.groups else {})}
-        held |= self.refill.saved()
-        return [checkpoint.write_arrays(folder, FILE, held, says)] if held else []
+    def save(self, folder: Path, metadata: Mapping[str, str]) -> list[checkpoint.CheckpointFile]:
+        """Write the states as a file of a checkpoint, if there are any."""
+        arrays = {**self.states[min(self.states)], **(_to_arrays(self.cut[min(self.cut)]) if self.groups else {})}
+        arrays |= self.refill.saved()
+        return [checkpoint.write_arrays(folder, FILE, arrays, metadata)] if arrays else []
 
     def restore(self, folder: Path, manifest: checkpoint.Manifest) -> None:
-        """Takes over what a checkpoint holds. RunError where its states are not those of this program and its data."""
+        """Restore the state from a checkpoint.
+
+        Raises RunError if its states are not those of this program and its data.
+        """
         usual = manifest.iteration * self.graph.rows[0]
         self.positions = {manifest.iteration: usual if manifest.position < 0 else manifest.position}
         states = self.states = {manifest.iteration: self.states[min(self.states)]}
         if not states[manifest.iteration] and not self.groups and not self.refill.adapts:
             return
-        found = checkpoint.read_arrays(folder / FILE) if any(f.name == FILE for f in manifest.files) else {}
-        self.refill.restore(found)
-        self.cut = {manifest.iteration: _cut(found, manifest.iteration)}
+        arrays = checkpoint.read_arrays(folder / FILE) if any(file.name == FILE for file in manifest.files) else {}
+        self.refill.restore(arrays)
+        self.cut = {manifest.iteration: _from_arrays(arrays, manifest.iteration)}
         for name, value in self.states[manifest.iteration].items():
-            if name not in found:
+            if name not in arrays:
                 raise RunError(f"{folder} holds no value of the state `{name}`: it is a checkpoint of another program")
-            if found[name].shape != value.shape:
-                has = found[name].size
+            if arrays[name].shape != value.shape:
+                count = arrays[name].size
                 wants = f"the data has {self.rows} rows" if value.ndim else "the run has one"
                 raise RunError(
-                    f"{folder} holds {has} values of the state `{name}`, and {wants}: go on with the data that it was "
-                    "made with"
+                    f"{folder} holds {count} values of the state `{name}`, but {wants}: resume with the data that it "
+                    "was made with"
                 )
-            states[manifest.iteration][name] = found[name].astype(np.float64)
+            states[manifest.iteration][name] = arrays[name].astype(np.float64)
 
 
-def _of_run(states: Mapping[str, Array]) -> dict[str, float]:
-    """The states that the whole run has one value of."""
+def _run_states(states: Mapping[str, Array]) -> dict[str, float]:
+    """Return the states with one value for the whole run."""
     return {name: float(value) for name, value in states.items() if not value.ndim}
 
 
-def _of_rows(states: Mapping[str, Array]) -> dict[str, Array]:
-    """The states that each row of the data has a value of."""
+def _row_states(states: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the states with a value for each row of the data."""
     return {name: value for name, value in states.items() if value.ndim}
 
 
-def _arrays(cut: tuple[CutPrompt, ...]) -> dict[str, Array]:
-    """Responses that go on, as arrays for a file."""
-    responses = [r for c in cut for r in c.responses]
-    whole = {
-        "positions": np.array([c.position for c in cut], np.int64),
-        "cuts": np.array([c.cuts for c in cut], np.int64),
-        "iterations": np.array([c.iteration for c in cut], np.int64),
-        "rows": np.array([c.row for c in cut], np.int64),
-        "responses": np.array([len(c.responses) for c in cut], np.int64),
+def _to_arrays(cut: tuple[CutPrompt, ...]) -> dict[str, Array]:
+    """Convert responses that continue into arrays for a file."""
+    responses = [response for prompt in cut for response in prompt.responses]
+    arrays = {
+        "positions": np.array([prompt.position for prompt in cut], np.int64),
+        "cuts": np.array([prompt.cuts for prompt in cut], np.int64),
+        "iterations": np.array([prompt.iteration for prompt in cut], np.int64),
+        "rows": np.array([prompt.row for prompt in cut], np.int64),
+        "responses": np.array([len(prompt.responses) for prompt in cut], np.int64),
         "lengths": np.array([len(tokens) for tokens, *_ in responses], np.int64),
         "ended": np.array([int(ended) for *_, ended in responses], np.int64),
     }
     for i, (name, kind) in enumerate((("tokens", np.int32), ("logps", np.float32), ("versions", np.int32))):
-        whole[name] = np.concatenate([np.zeros(0, kind), *(r[i] for r in responses)])
-    return {CUT + name: values for name, values in whole.items()}
+        arrays[name] = np.concatenate([np.zeros(0, kind), *(response[i] for response in responses)])
+    return {CUT + name: values for name, values in arrays.items()}
 
 
-def _cut(found: Mapping[str, Array], iteration: int) -> tuple[CutPrompt, ...]:
-    """What `_arrays` made arrays of; nothing where a file has none. One of an older version does not say which rows
-    they began as: they go on as those of `iteration`, the next one."""
-    held = {name[len(CUT) :]: values for name, values in found.items() if name.startswith(CUT)}
-    if not held:
+def _from_arrays(arrays: Mapping[str, Array], iteration: int) -> tuple[CutPrompt, ...]:
+    """Restore responses from the arrays of `_to_arrays`; () if a file has none.
+
+    A file of an older version does not say which rows they began as: they continue as rows of `iteration`, the next
+    one.
+    """
+    fields = {name[len(CUT) :]: values for name, values in arrays.items() if name.startswith(CUT)}
+    if not fields:
         return ()
-    ends = np.cumsum(held["lengths"])[:-1]
-    each = [np.split(held[name], ends) if len(held["lengths"]) else [] for name in ("tokens", "logps", "versions")]
-    responses = list(zip(*each, (bool(e) for e in held["ended"]), strict=True))
-    made = []
+    ends = np.cumsum(fields["lengths"])[:-1]
+    parts = [np.split(fields[name], ends) if len(fields["lengths"]) else [] for name in ("tokens", "logps", "versions")]
+    responses = list(zip(*parts, (bool(flag) for flag in fields["ended"]), strict=True))
+    prompts = []
     first = 0
-    many = len(held["positions"])
-    began = held.get("iterations", np.full(many, iteration)), held.get("rows", np.arange(many))
-    for position, cuts, count, *row in zip(held["positions"], held["cuts"], held["responses"], *began, strict=True):
-        made.append(CutPrompt(int(position), tuple(responses[first : first + int(count)]), int(cuts), *map(int, row)))
+    prompt_count = len(fields["positions"])
+    origins = fields.get("iterations", np.full(prompt_count, iteration)), fields.get("rows", np.arange(prompt_count))
+    for position, cuts, count, *row in zip(
+        fields["positions"], fields["cuts"], fields["responses"], *origins, strict=True
+    ):
+        prompts.append(
+            CutPrompt(int(position), tuple(responses[first : first + int(count)]), int(cuts), *map(int, row))
+        )
         first += int(count)
-    return tuple(made)
+    return tuple(prompts)

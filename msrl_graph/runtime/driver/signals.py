@@ -1,6 +1,7 @@
-"""What signals ask of a run: to end after its iteration, or at once.
+"""Signals that ask a run to end, after its iteration or at once.
 
-Invariant: the first that asks for an end is remembered, with when it came; nothing else in the package has a handler.
+Invariant: the first signal that asks for an end is remembered, with its time. Nothing else in the package has a
+handler.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ import signal
 import time
 from typing import Any
 
-TOGETHER = 0.3  # seconds in which the same signal again is the first: `ray job stop` sends it to the supervisor, too
+TOGETHER = 0.3  # seconds in which a repeated signal counts once: `ray job stop` sends it to the supervisor too
 HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint; the second, or one that
-    comes when no iteration is under way, or SIGHUP, ends it at once. So does the first where the iteration stands
-    still."""
+    """Signal handlers of a driver.
+
+    The first SIGINT or SIGTERM asks the run to end after the iteration, with a checkpoint. The run ends at once on the
+    second, on SIGHUP, and on any signal outside an iteration. A first signal also ends it at once if the iteration
+    stalls.
+    """
 
     def __init__(self, say: Any) -> None:
         self.say = say
-        self.asked = 0  # the first signal that was heeded
+        self.asked = 0  # the first signal that was handled
         self.since = 0.0  # when it came (time.monotonic)
         self.last = 0
         self.training = False
@@ -28,11 +32,11 @@ class Signals:
         self.heed()
 
     def heed(self) -> None:
-        """Puts the handlers in place: again after Ray, which has its own, was started."""
+        """Install the handlers, again after Ray was started, which has its own."""
         for number in HEEDED:
-            signal.signal(number, self._heard)
+            signal.signal(number, self._handle)
 
-    def _heard(self, number: int, _frame: Any) -> None:
+    def _handle(self, number: int, _frame: Any) -> None:
         self.last = number
         if number == self.asked and time.monotonic() - self.since < TOGETHER:
             return
@@ -41,4 +45,4 @@ class Signals:
         self.asked = number
         self.since = time.monotonic()
         when = "when the checkpoint is written" if self.saving else "after this iteration, with a checkpoint"
-        self.say(f"ending {when}; ask once more to end at once")
+        self.say(f"ending {when}; repeat the signal to end at once")

@@ -1,7 +1,7 @@
-"""What stands still in a run: for how long, which processes were killed for it, and whose fault a wait is.
+"""Stalls in a run: how long, processes killed for them, and whose fault they are.
 
-Invariant: nothing is decided by a fixed time where rows or bytes can be counted: a wait for rows lasts from when a row
-last moved, one for a disk from when it last moved bytes.
+Invariant: no fixed time decides where rows or bytes can be counted: a wait for rows lasts from when a row last moved,
+and a wait for a disk from when bytes last moved.
 """
 
 from __future__ import annotations
@@ -15,97 +15,102 @@ from ..dock.messages import Status
 from ..process import heartbeat
 from ..process.task_report import RunError
 
-LOADING = 3600.0  # seconds that functions and data may take to be loaded, which nobody can count
+LOADING = 3600.0  # seconds for loading functions and data, whose progress cannot be counted
 
 
 class ProcessStuck(RunError):
-    """Work that does not end, in a process that is not the user's function: it may be tried again."""
+    """Work that does not end in a process other than the user's; it may be retried."""
 
 
 class StallClock:
-    """For how long nothing has moved; `disk`: where bytes count, too."""
+    """Time since anything moved; with `disk`, bytes count too."""
 
     def __init__(self, disk: bool) -> None:
         self.disk = disk
         self.since = time.monotonic()
         self._rows = -1
         self._bytes = -1
-        self._at = self.since
+        self._bytes_time = self.since
 
     def moved(self) -> None:
-        """Something has ended, or was mended."""
+        """Record that something has ended, or was replaced."""
         self.since = time.monotonic()
 
     def hear(self, statuses: Sequence[Status]) -> None:
-        """Hears what the docks say."""
+        """Take the counts of rows and bytes from the docks."""
         now = time.monotonic()
-        rows = sum(s.moves for s in statuses)
+        rows = sum(status.moves for status in statuses)
         if rows != self._rows:
             self._rows = rows
             self.since = now
         if self.disk:
-            moved = sum(s.bytes for s in statuses)
-            if moved - self._bytes > heartbeat.RATE * (now - self._at):
+            moved = sum(status.bytes for status in statuses)
+            if moved - self._bytes > heartbeat.RATE * (now - self._bytes_time):
                 self.since = now
             self._bytes = moved
-            self._at = now
+            self._bytes_time = now
 
     def seconds(self, since: float = 0.0) -> float:
-        """How long nothing has moved, at most since a moment."""
+        """Return for how long nothing has moved, counted from `since` at the earliest."""
         return time.monotonic() - max(self.since, since)
 
 
 class DeathReports:
-    """Why processes of a run were killed, each told once; `folder` is the run's on the driver's host."""
+    """Reasons why processes of a run were killed, each reported once.
+
+    `folder` is the run's folder on the driver's host.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self._heard: dict[tuple[int, int], tuple[str, str]] = {}  # by host (-1: the driver's) and process id
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     def hear(self, statuses: Sequence[Status]) -> None:
-        """Hears what the docks say, and what is known on this host."""
+        """Take the deaths that the docks report, and those known on this host."""
         for host, ended in enumerate(
-            [heartbeat.ended(self.folder) if self.folder else {}, *(s.ended for s in statuses)], -1
+            [heartbeat.ended(self.folder) if self.folder else {}, *(status.ended for status in statuses)], -1
         ):
             self._heard |= {(host, pid): fate for pid, fate in ended.items()}
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """Of these processes those that were killed since they did not move, and why; those of whom it was told
-        before, left out."""
-        found: dict[str, str] = {}
-        for (_, pid), (name, why) in self._heard.items():
-            if name in names and (str(pid), name) not in self._told:
-                found[name] = why
-        self._told |= {(str(pid), name) for (_, pid), (name, _) in self._heard.items() if name in found}
-        return found
+        """Return why processes were killed for not moving, by name.
+
+        Reasons that were returned before are left out.
+        """
+        reasons: dict[str, str] = {}
+        for (_, pid), (name, reason) in self._heard.items():
+            if name in names and (str(pid), name) not in self._reported:
+                reasons[name] = reason
+        self._reported |= {(str(pid), name) for (_, pid), (name, _) in self._heard.items() if name in reasons}
+        return reasons
 
     def beginning(self, *words: str) -> dict[str, str]:
-        """The same, of processes whose names begin so."""
+        """Return the same for processes whose names begin with one of these words."""
         return self.of([name for name, _ in self._heard.values() if name.startswith(words)])
 
 
 def of_the_user(plan: Plan, statuses: Sequence[Status], busy: Collection[str]) -> list[str]:
-    """Of the processes that are `busy` with a call those that are in the user's code, and wait for nobody."""
+    """Return the busy processes that are in the user's code and wait for nobody."""
     waiting = {wait.who for status in statuses for wait in status.waits}
-    found = []
+    processes = []
     for status in statuses:
-        for process, doing in status.doing.items():
-            words = doing.what.split(" in ")[0].split()
-            node = next((n for n in plan.graph.nodes if words and n.name == words[-1]), None)
+        for process, activity in status.doing.items():
+            words = activity.what.split(" in ")[0].split()
+            node = next((candidate for candidate in plan.graph.nodes if words and candidate.name == words[-1]), None)
             if process not in busy or node is None or node.name == "source":
                 continue
             if process.startswith("functions") and plan.placement(node.name).pool == FUNCTIONS:
                 host = process.split()[3]
                 if f"`{node.name}` (group {host})" not in waiting:
-                    found.append(process)
-            elif _partner(node):
-                found.append(process)
-    return found
+                    processes.append(process)
+            elif _has_partner(node):
+                processes.append(process)
+    return processes
 
 
-def _partner(node: Node) -> bool:
-    """Whether a rank that computes a node waits for the user's code."""
+def _has_partner(node: Node) -> bool:
+    """Return whether a rank that computes a node waits for the user's code."""
     from ...ir.attributes import GenerateAttributes
 
     return node.verb == "generate" and GenerateAttributes.of(node).partner is not None

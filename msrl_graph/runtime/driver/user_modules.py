@@ -1,8 +1,8 @@
-"""The Python files of the user's that the functions of a program are made of.
+"""The user's Python files that the functions of a program are made of.
 
-Invariant: nothing is imported to find them. They are the files that a program calls and what these import, by a name
-that stands in the text, from their own folder or from other folders of the user's that Python looks in (PYTHONPATH,
-editable installs); never from the standard library, from installed packages or from this one.
+Invariant: nothing is imported to find them. They are the files that a program calls and what these import by a literal
+name, from their own folder or from other user folders that Python searches (PYTHONPATH, editable installs). They are
+never part of the standard library, of installed packages or of this one.
 """
 
 from __future__ import annotations
@@ -22,87 +22,95 @@ _BY_NAME = ("import_module", "__import__")
 
 
 def of_plan(plan: Plan) -> dict[Path, Path]:
-    """The Python files of a plan's functions, each with the file that the program names for whose sake it is there."""
-    found: dict[Path, Path] = {}
+    """Return the Python files of a plan's functions.
+
+    The value of each is the file in the program that needs it.
+    """
+    owners: dict[Path, Path] = {}
     for path, _, _ in called(plan):
-        found |= {file: Path(path) for file in modules(Path(path).absolute()) if file not in found}
-    return found
+        owners |= {file: Path(path) for file in modules(Path(path).absolute()) if file not in owners}
+    return owners
 
 
 def modules(path: Path) -> Iterator[Path]:
-    """A Python file, and what it imports from the user's folders, file or package, with what that imports."""
-    beside = path.parent
-    others = _folders_of_user()
-    left = [path, *_packages(path)]
-    seen = {*left}
-    while left:
-        yield (file := left.pop())
-        near: list[Path] = []
-        for name, folder in _imported(file):
+    """Yield a Python file, and what it imports from the user's folders, recursively."""
+    own_folder = path.parent
+    others = _user_folders()
+    pending = [path, *_package_inits(path)]
+    seen = {*pending}
+    while pending:
+        yield (file := pending.pop())
+        imported: list[Path] = []
+        for name, folder in _list_imports(file):
             if folder is not None:
-                near += _found(name, folder)
+                imported += _resolve(name, folder)
                 continue
-            # A package beside the file goes whole: what it imports by a name that it computes is part of it too.
-            own = _found(name, beside, whole=True)
-            head = name.partition(".")[0]
-            known = head in sys.stdlib_module_names or head == _OURS
-            near += own or ([] if known else next(filter(None, (_found(name, folder) for folder in others)), []))
-        left += [other for other in dict.fromkeys(near) if other not in seen]
-        seen |= {*near}
+            # All of a package next to the file is taken: modules that it imports by computed names are part of it too.
+            own = _resolve(name, own_folder, complete=True)
+            package = name.partition(".")[0]
+            known = package in sys.stdlib_module_names or package == _OURS
+            imported += own or ([] if known else next(filter(None, (_resolve(name, folder) for folder in others)), []))
+        pending += [other for other in dict.fromkeys(imported) if other not in seen]
+        seen |= {*imported}
 
 
-def _packages(path: Path) -> Iterator[Path]:
-    """What is run first where a file is part of a package: the beginnings of the package and of those that it is in."""
+def _package_inits(path: Path) -> Iterator[Path]:
+    """Yield the `__init__.py` of each package that a file is in; they run first."""
     for folder in path.parents:
         if not (folder / "__init__.py").is_file():
             return
         yield folder / "__init__.py"
 
 
-def _found(name: str, folder: Path, whole: bool = False) -> list[Path]:
-    """The files that a dotted name leads to from a folder; of a package all of them, if it is to be `whole`."""
-    head, _, rest = name.partition(".")
-    package = folder / head
+def _resolve(name: str, folder: Path, complete: bool = False) -> list[Path]:
+    """Return the files that a dotted name leads to from a folder.
+
+    If `complete`, these are all files of a package.
+    """
+    first_name, _, rest = name.partition(".")
+    package = folder / first_name
     if (package / "__init__.py").is_file():
-        if whole:
+        if complete:
             return sorted(package.rglob("*.py"))
-        return [package / "__init__.py", *(_found(rest, package) if rest else [])]
-    if (package.with_name(f"{head}.py")).is_file():
-        return [package.with_name(f"{head}.py")]
-    return _found(rest, package, whole) if rest and package.is_dir() else []
+        return [package / "__init__.py", *(_resolve(rest, package) if rest else [])]
+    if (package.with_name(f"{first_name}.py")).is_file():
+        return [package.with_name(f"{first_name}.py")]
+    return _resolve(rest, package, complete) if rest and package.is_dir() else []
 
 
-def _imported(file: Path) -> Iterator[tuple[str, Path | None]]:
-    """The modules that a file names in its imports, wherever they stand; of relative ones the folder that they are
-    looked for in."""
+def _list_imports(file: Path) -> Iterator[tuple[str, Path | None]]:
+    """Yield the modules that a file imports, anywhere in its text.
+
+    A relative import comes with the folder that it is looked for in.
+    """
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return  # who imports it will tell
+        return  # the import itself will report it
     for item in ast.walk(tree):
         if isinstance(item, ast.Import):
             yield from ((alias.name, None) for alias in item.names)
         elif isinstance(item, ast.ImportFrom):
             folder = file.parents[item.level - 1] if 0 < item.level <= len(file.parents) else None
-            head = f"{item.module}." if item.module else ""
-            yield from ((f"{head}{alias.name}", folder) for alias in item.names)
+            prefix = f"{item.module}." if item.module else ""
+            yield from ((f"{prefix}{alias.name}", folder) for alias in item.names)
         elif isinstance(item, ast.Call) and item.args:
-            called_so = getattr(item.func, "attr", getattr(item.func, "id", ""))
+            function_name = getattr(item.func, "attr", getattr(item.func, "id", ""))
             name = item.args[0]
-            if called_so in _BY_NAME and isinstance(name, ast.Constant) and isinstance(name.value, str):
+            if function_name in _BY_NAME and isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield name.value.lstrip("."), file.parent if name.value.startswith(".") else None
 
 
-def _folders_of_user() -> list[Path]:
-    """The folders in which Python looks for modules, without those of the library and of installed packages."""
+def _user_folders() -> list[Path]:
+    """Return Python's search folders without the library and installed packages."""
     library = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
-    found = []
-    for entry in dict.fromkeys(filter(None, sys.path)):  # no process looks in the folder in which a run is started
+    folders = []
+    for entry in dict.fromkeys(filter(None, sys.path)):  # no process searches the folder in which a run is started
         folder = Path(entry).absolute()
         installed = any(part in _INSTALLED for part in folder.parts)
         if folder.is_dir() and not installed and not any(folder.is_relative_to(place) for place in library):
-            found.append(folder)
-    return found
+            folders.append(folder)
+    return folders
 
 
 __all__ = ["modules", "of_plan"]

@@ -1,4 +1,4 @@
-"""What the supervisor does beside waiting for a driver: it looks at it, and at the keeper.
+"""What the supervisor does while it waits: it watches the driver and the keeper.
 
 Invariant: the supervisor does not wait for a process that does not move: it kills a driver and replaces a keeper.
 """
@@ -20,30 +20,33 @@ LOOK = 0.2  # seconds between two reads of the lines that a run has written
 
 
 @contextmanager
-def watched(driver: int, kept: Temporary, limits: Limits, say: Callable[[str], None]) -> Iterator[None]:
-    """Meanwhile a driver that does not move is killed, and a keeper that does not move or died is replaced."""
-    over = threading.Event()
-    # By its heart, and before it has one by its id.
-    watch = HeartbeatWatch(kept.folder, limits, lambda: {DRIVER: driver})
+def watched(driver: int, temporary: Temporary, limits: Limits, say: Callable[[str], None]) -> Iterator[None]:
+    """Kill a driver that does not move, and replace a stopped or dead keeper."""
+    finished = threading.Event()
+    # By its heartbeat, and by its process id before it has one.
+    watch = HeartbeatWatch(temporary.folder, limits, lambda: {DRIVER: driver})
 
     def look() -> None:
-        while not over.wait(watch.often):
+        while not finished.wait(watch.often):
             with suppress(OSError):
                 watch.look(watch.often)
-            if told := kept.tend(watch.often, limits.stopped):
-                say(told)
+            if message := temporary.tend(watch.often, limits.stopped):
+                say(message)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()
 
 
 def wait(driver: subprocess.Popen[bytes], write: Callable[[str], object], look: Callable[[], None]) -> int:
-    """Wait for a driver's end and return its status; meanwhile `write` what it prints, and `look` again and again."""
+    """Wait for a driver's end and return its status.
+
+    Meanwhile `write` gets what the driver prints, and `look` is called repeatedly.
+    """
     if driver.stderr is not None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         poll = select.poll()
@@ -64,27 +67,30 @@ def wait(driver: subprocess.Popen[bytes], write: Callable[[str], object], look: 
         look()
 
 
-def why(driver: subprocess.Popen[bytes], kept: Temporary, status: int) -> str:
-    """Why a driver has ended without a word."""
+def why(driver: subprocess.Popen[bytes], temporary: Temporary, status: int) -> str:
+    """Describe why a driver has ended without a result."""
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-    return ended(kept.folder).get(driver.pid, ("", f"the driver {how}"))[1]
+    return ended(temporary.folder).get(driver.pid, ("", f"the driver {how}"))[1]
 
 
 def deaf(driver: subprocess.Popen[bytes], again: bool, limits: Limits, say: Callable[[str], None]) -> None:
-    """What a signal does where the driver is stopped, and hears none; `again`: it is not the first."""
+    """Handle a signal while the driver is stopped and cannot react.
+
+    `again` means that it is not the first signal.
+    """
     if again:
         driver.kill()
     else:
-        what = f"the driver (process {driver.pid}) is stopped: in {limits.stopped:g} s it is killed"
-        say(f"{what}, unless it goes on; ask once more to end at once")
+        state = f"the driver (process {driver.pid}) is stopped: it is killed in {limits.stopped:g} s"
+        say(f"{state}, unless it continues; repeat the signal to end at once")
 
 
 @contextmanager
 def pipe() -> Iterator[int]:
-    """A pipe's end to be read from; the other one closes with this process."""
-    here, there = os.pipe()
+    """Open a pipe to read from; its other end closes with this process."""
+    reader, writer = os.pipe()
     try:
-        yield here
+        yield reader
     finally:
-        os.close(here)
-        os.close(there)
+        os.close(reader)
+        os.close(writer)

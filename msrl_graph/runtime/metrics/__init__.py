@@ -1,1 +1,1 @@
-"""What a run tells: metrics, warnings, predicted against measured."""
+"""What a run reports: metrics, warnings, predicted against measured."""

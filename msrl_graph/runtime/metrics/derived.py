@@ -1,7 +1,7 @@
-"""Metrics that are not means: computed from the sums of all processes.
+"""Metrics that are not means: they are computed from the sums of all processes.
 
-Invariant: a sum whose last name begins with `_` is an input of these metrics and appears in no line. The metrics do not
-depend on how rows are split into micro-batches and ranks, since sums do not.
+Invariant: a sum whose last name part begins with `_` is an input of these metrics and appears in no line. The metrics
+do not depend on how rows are split into micro-batches and ranks, since sums do not.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ Sums = Mapping[str, tuple[float, float]]  # by name: the total and the weight, 0
 
 
 def means(sums: Sums) -> dict[str, float]:
-    """Return each metric's mean, or its total if its weight is 0, and the metrics that are derived from several sums.
+    """Return the mean of each metric, and the metrics derived from several sums.
+
+    A metric with weight 0 is a count: its total is returned.
 
     - `TERM/effective_sample_size`, of a term's `ratio` r: (mean r)^2 / mean r^2, from 0 to 1.
-    - `TERM/explained_variance`, of values with the error e and returns R: 1 - var(e) / var(R). It has no value where
-      all returns are equal.
+    - `TERM/explained_variance`, of values with the error e and returns R: 1 - var(e) / var(R). It has no value if all
+      returns are equal.
     """
-    found = {name: total / weight if weight else total for name, (total, weight) in sorted(sums.items())}
-    for name in [n for n in found if n.rpartition("/")[2] == "_ratio_square"]:
+    values = {name: total / weight if weight else total for name, (total, weight) in sorted(sums.items())}
+    for name in [key for key in values if key.rpartition("/")[2] == "_ratio_square"]:
         term = name.removesuffix("_ratio_square")
-        if square := found[name]:
-            found[f"{term}effective_sample_size"] = found[f"{term}ratio"] ** 2 / square
-    for name in [n for n in found if n.rpartition("/")[2] == "_returns_square"]:
+        if square := values[name]:
+            values[f"{term}effective_sample_size"] = values[f"{term}ratio"] ** 2 / square
+    for name in [key for key in values if key.rpartition("/")[2] == "_returns_square"]:
         term = name.removesuffix("_returns_square")
-        variance = found[name] - found[f"{term}_returns"] ** 2
-        if variance > 1e-12 * found[name]:
-            residual = found[f"{term}_error_square"] - found[f"{term}error"] ** 2
-            found[f"{term}explained_variance"] = 1 - residual / variance
-    return {name: value for name, value in found.items() if not name.rpartition("/")[2].startswith("_")}
+        variance = values[name] - values[f"{term}_returns"] ** 2
+        if variance > 1e-12 * values[name]:
+            residual = values[f"{term}_error_square"] - values[f"{term}error"] ** 2
+            values[f"{term}explained_variance"] = 1 - residual / variance
+    return {name: value for name, value in values.items() if not name.rpartition("/")[2].startswith("_")}
 
 
 __all__ = ["means"]

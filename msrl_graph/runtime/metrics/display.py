@@ -1,7 +1,7 @@
-"""What a person sees of a run: a live line on a terminal, one plain line an iteration elsewhere.
+"""Display of a run: a live line on a terminal, else one plain line an iteration.
 
-Invariant: an iteration is called by its number, from 0, as in metrics, rows, logs and errors; what is counted are those
-that are done.
+Invariant: an iteration is named by its number, from 0, as in metrics, rows, logs and errors. Counts are of finished
+iterations.
 """
 
 from __future__ import annotations
@@ -34,21 +34,24 @@ from .terminal_panel import panel
 
 
 class Screen(Console):
-    """A console whose reader may go away: no reason to end a run.
+    """A console whose reader may go away, which does not end a run.
 
-    It draws on a terminal alone. A notebook sets FORCE_COLOR, and rich would take its pipe for a terminal.
+    It draws only on a terminal. A notebook sets FORCE_COLOR, and rich would take its pipe for a terminal.
     """
 
     def __init__(self, **options: Any) -> None:
-        given = {"force_terminal": is_terminal(options.get("file")), "force_jupyter": False}
-        super().__init__(**given | options)
+        defaults = {"force_terminal": is_terminal(options.get("file")), "force_jupyter": False}
+        super().__init__(**defaults | options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(shown(o) if isinstance(o, str) else o for o in objects), **options)
+        super().print(*(shown(item) if isinstance(item, str) else item for item in objects), **options)
 
     @property
     def size(self) -> ConsoleDimensions:
-        """Of the terminal that it writes to, as it is now; rich asks standard streams, which may be others."""
+        """Current size of the terminal that it writes to.
+
+        rich asks the standard streams, which may be other terminals.
+        """
         with suppress(OSError):
             if self.is_terminal:
                 return ConsoleDimensions(*os.get_terminal_size(self.file.fileno()))
@@ -63,7 +66,7 @@ class Screen(Console):
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Whether a stream leads to a terminal; None is the standard output."""
+    """Return whether a stream leads to a terminal; None is the standard output."""
     try:
         return os.isatty((stream or sys.stdout).fileno())
     except (OSError, AttributeError, ValueError):
@@ -71,8 +74,11 @@ def is_terminal(stream: IO[str] | None) -> bool:
 
 
 class Display:
-    """`phase` and `iteration` may be called at any rate; nothing is drawn faster than a person sees. `watched`: on a
-    terminal with all that is known (`panel`), else one line of it."""
+    """Display of a run's progress.
+
+    `phase` and `iteration` may be called at any rate: drawing is limited to what a person sees. With `watched`, a
+    terminal shows everything that is known (`panel`), else one line.
+    """
 
     def __init__(self, plan: Plan, console: Console, watched: bool = False) -> None:
         self.console = console
@@ -108,7 +114,7 @@ class Display:
         self.progress.update(self.task, phase=shown(name))
 
     def knows(self, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
-        """Where metrics are kept."""
+        """Set where the metrics are kept."""
         self.facts.lines = lines
         self.facts.evaluations = evaluations
 
@@ -116,14 +122,14 @@ class Display:
         self.facts.begin(task)
 
     def wanted(self) -> bool:
-        """Whether somebody who watches waits for a look at the docks."""
+        """Return whether somebody who watches waits for a look at the docks."""
         return self.facts.wanted
 
     def look(self, statuses: Sequence[Status]) -> None:
         self.facts.look(statuses)
 
-    def restarted(self, what: str) -> None:
-        self.facts.restarts[what] += 1
+    def restarted(self, process: str) -> None:
+        self.facts.restarts[process] += 1
 
     def resume(self, done: int) -> None:
         self.facts.done = done
@@ -139,10 +145,12 @@ class Display:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def iteration(self, line: dict[str, Any], scalars: list[str], reports: Sequence[Report] = ()) -> None:
-        """`scalars` are the columns whose means are shown."""
+        """Show an iteration; `scalars` are the columns whose means are shown."""
         self.facts.iteration(line, scalars, reports)
-        # What has a unit for a name.
-        words = "  ".join(f"{v} {n}" if n in ("tokens/s", "s") else f"{n} {v}" for n, v in self.facts.figures)
+        # A figure that is named by its unit has the name after the value.
+        words = "  ".join(
+            f"{value} {name}" if name in ("tokens/s", "s") else f"{name} {value}" for name, value in self.facts.figures
+        )
         done = self.facts.done
         if self.live:
             self.progress.update(self.task, completed=done, status="" if self.panel else words)
@@ -156,19 +164,19 @@ class Display:
 
 
 class Tail:
-    """Shows what the processes of a run print into their logs, until it is closed."""
+    """Follower of the logs of a run's processes, which prints them until it is closed."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder = folder
         self.say = say
-        # What an earlier attempt wrote was shown by it.
+        # Lines of an earlier attempt were shown by that attempt.
         self.places = {path: path.stat().st_size for path in folder.glob("*.log")}
-        self.over = threading.Event()
+        self.closed = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
-        while not self.over.wait(0.3):
+        while not self.closed.wait(0.3):
             self._look()
 
     def _look(self) -> None:
@@ -176,13 +184,13 @@ class Tail:
             with path.open("rb") as file:
                 file.seek(self.places.get(path, 0))
                 text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self.places[path] = self.places.get(path, 0) + len(whole)
-            for line in whole.decode("utf-8", "replace").splitlines():
+            complete = text[: text.rfind(b"\n") + 1]
+            self.places[path] = self.places.get(path, 0) + len(complete)
+            for line in complete.decode("utf-8", "replace").splitlines():
                 self.say(line)
 
     def close(self) -> None:
-        self.over.set()
+        self.closed.set()
         self.thread.join()
         self._look()
 
@@ -190,11 +198,13 @@ class Tail:
 SHOWN: dict[str, Callable[[float], str]] = {"s": duration, "B": size, "versions": "{:.2f}".format}
 
 
-def evaluated(evaluation: Evaluation, found: Mapping[str, float]) -> str:
-    """What an evaluation gave, for a line: figures of all rows. Those of parts, and those without a value, are in the
-    metrics only."""
-    line = [f"{key} {found[key]:.3f}" for key in evaluation.figures if not math.isnan(found.get(key, math.nan))]
-    if more := len(found) - len(line):
+def evaluated(evaluation: Evaluation, values: Mapping[str, float]) -> str:
+    """Format the figures of an evaluation over all rows, as a line.
+
+    Figures of parts, and those without a value, are only in the metrics.
+    """
+    line = [f"{key} {values[key]:.3f}" for key in evaluation.figures if not math.isnan(values.get(key, math.nan))]
+    if more := len(values) - len(line):
         line.append(
             f"and {more} more in {METRICS}" if line else f"no figure of all rows; {many(more, 'figure')} in {METRICS}"
         )
@@ -202,7 +212,7 @@ def evaluated(evaluation: Evaluation, found: Mapping[str, float]) -> str:
 
 
 def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:
-    """Predicted against measured."""
+    """Return a table of predicted against measured values."""
     table = Table(
         title="predicted against measured, an iteration (medians)", title_justify="left", box=None, padding=(0, 2, 0, 0)
     )
@@ -210,8 +220,8 @@ def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:
     for name in ("predicted", "measured", "ratio"):
         table.add_column(name, justify="right")
     table.add_column("predicted from")
-    for what, unit, predicted, measured, source in rows:
-        show = SHOWN[unit]
+    for label, unit, predicted, measured, source in rows:
+        formatted = SHOWN[unit]
         ratio = f"{predicted / measured:.2f}" if measured else "-"
-        table.add_row(what, show(predicted), show(measured), ratio, source)
+        table.add_row(label, formatted(predicted), formatted(measured), ratio, source)
     return table

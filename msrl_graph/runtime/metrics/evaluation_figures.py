@@ -1,6 +1,9 @@
-"""What an evaluation reports beside the means of its columns: pass@k, best@k, maj@k, and all of it by a column.
+"""Figures of an evaluation in addition to column means: pass@k, best@k, maj@k.
 
-Invariant: computed from all rows of the evaluation at once, so that it does not depend on which process had which row.
+All of them are also computed for each value of a column.
+
+Invariant: they are computed from all rows of the evaluation at once, so they do not depend on which process had which
+row.
 """
 
 from __future__ import annotations
@@ -18,20 +21,21 @@ from ..process.task import Task, numbers
 from ..process.task_report import RunError
 from .pass_at_k import best_at, majority_at, pass_at
 
-MOST_VALUES = 100  # of the column that an evaluation is parted by
+MOST_VALUES = 100  # most values of the column that splits an evaluation
 
 
 def evaluation_figures(
     plan: Plan, evaluation: Evaluation, task: Task, pieces: Mapping[str, ColumnRows]
 ) -> dict[str, float]:
-    """The figures by their keys in the metrics; `pieces` are the rows of the evaluation's columns.
+    """Compute the figures, by their keys in the metrics.
 
-    Raises RunError where the column that it is parted by has too many values.
+    `pieces` are the rows of the evaluation's columns. Raises RunError if the column that splits the evaluation has too
+    many values.
     """
-    found = rowsets(plan.graph)
-    counted = numbers(found.sets, found.refilling, task)
-    answers = _answers(pieces.get(evaluation.vote)) if evaluation.vote else None
-    parts = _parts(evaluation, pieces)
+    row_sets = rowsets(plan.graph)
+    counted = numbers(row_sets.sets, row_sets.refilling, task)
+    answers = _answers_by_row(pieces.get(evaluation.vote)) if evaluation.vote else None
+    parts = _group_prompts(evaluation, pieces)
     figures: dict[str, float] = {f"rows/{ending}": len(part) for ending, part in parts.items()}
     for column in evaluation.report:
         if (piece := pieces.get(column)) is None:
@@ -39,21 +43,24 @@ def evaluation_figures(
         finite = np.flatnonzero(np.isfinite(piece.column.values))
         rows = piece.rows[finite]
         values = piece.column.values[finite].astype(np.float64)
-        prompts = counted.above(rows, found.columns[column], 0)
-        attempts = _by_prompt(prompts, rows, values, answers)
+        prompts = counted.above(rows, row_sets.columns[column], 0)
+        attempts = _attempts_by_prompt(prompts, rows, values, answers)
         for k in evaluation.at:
-            figures |= _at(evaluation, column, attempts, k)
+            figures |= _figures_at(evaluation, column, attempts, k)
         for ending, part in parts.items():
             own = {prompt: attempts[prompt] for prompt in part if prompt in attempts}
-            some = {column: _mean([value for values, _ in own.values() for value in values])}
+            part_figures = {column: _mean([value for values, _ in own.values() for value in values])}
             for k in evaluation.at:
-                some |= _at(evaluation, column, own, k)
-            figures |= {f"{key}/{ending}": value for key, value in some.items()}
+                part_figures |= _figures_at(evaluation, column, own, k)
+            figures |= {f"{key}/{ending}": value for key, value in part_figures.items()}
     return figures
 
 
-def _parts(evaluation: Evaluation, pieces: Mapping[str, ColumnRows]) -> dict[str, list[int]]:
-    """Group the prompts by the value of the column; the keys end metric names, as `data_source=gsm8k`."""
+def _group_prompts(evaluation: Evaluation, pieces: Mapping[str, ColumnRows]) -> dict[str, list[int]]:
+    """Group the prompts by the value of the column.
+
+    The keys are the endings of metric names, such as `data_source=gsm8k`.
+    """
     parts: dict[str, list[int]] = {}
     if evaluation.by in pieces:
         piece = pieces[evaluation.by]
@@ -72,19 +79,24 @@ def _parts(evaluation: Evaluation, pieces: Mapping[str, ColumnRows]) -> dict[str
 Attempts = tuple[Array, Sequence[bytes] | None]
 
 
-def _by_prompt(prompts: Array, rows: Array, values: Array, answers: Mapping[int, bytes] | None) -> dict[int, Attempts]:
-    """By prompt the values of its rows, and their answers."""
+def _attempts_by_prompt(
+    prompts: Array, rows: Array, values: Array, answers: Mapping[int, bytes] | None
+) -> dict[int, Attempts]:
+    """Return the values of each prompt's rows, and their answers."""
     order = np.argsort(prompts, kind="stable")
     units, starts = np.unique(prompts[order], return_index=True)
-    found: dict[int, Attempts] = {}
+    attempts: dict[int, Attempts] = {}
     for prompt, places in zip(units.tolist(), np.split(order, starts[1:]), strict=True):
-        given = None if answers is None else [answers.get(int(row), b"") for row in rows[places]]
-        found[prompt] = values[places], given
-    return found
+        prompt_answers = None if answers is None else [answers.get(int(row), b"") for row in rows[places]]
+        attempts[prompt] = values[places], prompt_answers
+    return attempts
 
 
-def _at(evaluation: Evaluation, column: str, attempts: Mapping[int, Attempts], k: int) -> dict[str, float]:
-    """The figures of one k: means over the prompts that have so many attempts, and how many prompts have fewer."""
+def _figures_at(evaluation: Evaluation, column: str, attempts: Mapping[int, Attempts], k: int) -> dict[str, float]:
+    """Compute the figures of one k.
+
+    They are means over the prompts with at least k attempts, and the number of prompts with fewer.
+    """
     enough = [(values, answers) for values, answers in attempts.values() if len(values) >= k]
     passed = [pass_at(len(values), int((values >= evaluation.passing).sum()), k) for values, _ in enough]
     figures = {
@@ -103,8 +115,8 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def _answers(piece: ColumnRows | None) -> dict[int, bytes]:
-    """By row the answer as bytes; none where it is empty or not a number."""
+def _answers_by_row(piece: ColumnRows | None) -> dict[int, bytes]:
+    """Return the answer of each row as bytes; empty if there is none or it is NaN."""
     if piece is None:
         return {}
     return {int(row): _answer(piece.column, place) for place, row in enumerate(piece.rows)}

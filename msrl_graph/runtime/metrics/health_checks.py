@@ -1,8 +1,10 @@
-"""Signs in the metrics that a run goes wrong, each told once, and again when it comes back after it was away for CALM
-iterations: a figure that swings about its threshold is told of once.
+"""Signs in the metrics that a run goes wrong.
 
-Invariant: a function of the metrics' lines in their order: a run that goes on tells what it would have told. Thresholds
-are those of `run`. What ends a run is told apart (`ends`).
+Each sign is reported once, and again if it returns after CALM iterations without it: a figure that swings around its
+threshold is reported once.
+
+Invariant: the reports are a function of the metrics lines in their order: a resumed run reports what it would have
+reported without the interruption. The thresholds are those of `run`. What ends a run is reported separately (`ends`).
 """
 
 from __future__ import annotations
@@ -19,46 +21,48 @@ CALM = 10
 
 
 class HealthChecks:
-    """Of a plan's runs. `look` is handed each iteration's line."""
+    """Checks of a plan's runs; `look` gets each iteration's line."""
 
     def __init__(self, plan: Plan) -> None:
         self.graph = plan.graph
         self.run = plan.deploy.run
         self.compares = comparison(plan)
-        self.judged = {c: plan.graph.writer(c) for c in judged(plan.graph)}
-        self.flat = dict.fromkeys(self.judged, 0)  # iterations without spread up to now
-        self.first: dict[str, float] = {}  # the entropy that each update began with
+        self.judged = {column: plan.graph.writer(column) for column in judged(plan.graph)}
+        self.flat = dict.fromkeys(self.judged, 0)  # latest iterations in a row without spread
+        self.first: dict[str, float] = {}  # entropy of each update in its first iteration
         self.lines = 0
-        self.seen: dict[str, int] = {}  # by sign the last line that had it
+        self.seen: dict[str, int] = {}  # by sign, the last line that had it
 
     def look(self, line: dict[str, Any]) -> list[str]:
-        """What is new in this iteration, in words."""
+        """Return the new signs of an iteration, in words."""
         self.lines += 1
-        found = dict(self._signs(line))
-        recent = {sign for sign, at in self.seen.items() if self.lines - at <= CALM}
+        signs = dict(self._signs(line))
+        recent = {sign for sign, line_number in self.seen.items() if self.lines - line_number <= CALM}
         new = [
             f"warning: {words} in iteration {line['iteration']} (`{node.name}`, {node.span.place}): {PAGE}"
-            for sign, (words, node) in found.items()
+            for sign, (words, node) in signs.items()
             if sign not in recent
         ]
-        self.seen |= dict.fromkeys(found, self.lines)
+        self.seen |= dict.fromkeys(signs, self.lines)
         return new
 
     def ends(self, line: dict[str, Any]) -> str:
-        """Why the run ends with this iteration, in words; "": it does not."""
-        node = self._drifted(line) if self.run.on_drift == "stop" else None
+        """Return why the run ends with this iteration; "" if it continues."""
+        node = self._find_drift(line) if self.run.on_drift == "stop" else None
         if node is None:
             return ""
-        return f"`{node.name}` ({node.span.place}) in iteration {line['iteration']}: {self._drift(line)}: {PAGE}"
+        return (
+            f"`{node.name}` ({node.span.place}) in iteration {line['iteration']}: {self._describe_drift(line)}: {PAGE}"
+        )
 
-    def _drifted(self, line: dict[str, Any]) -> Node | None:
-        """Who has compared trainer and generator, where they are too far apart."""
-        most = self.run.max_drift
-        if self.compares is None or most is None or not line.get("logp_drift", 0.0) > most:
+    def _find_drift(self, line: dict[str, Any]) -> Node | None:
+        """Return the node that compares trainer and generator, if they are too far apart."""
+        bound = self.run.max_drift
+        if self.compares is None or bound is None or not line.get("logp_drift", 0.0) > bound:
             return None
         return self.graph.node(self.compares.node)
 
-    def _drift(self, line: dict[str, Any]) -> str:
+    def _describe_drift(self, line: dict[str, Any]) -> str:
         return (
             f"the log-probabilities of trainer and generator differ by {line['logp_drift']:.3g} nats a token, over "
             f"{self.run.max_drift:g}"
@@ -74,9 +78,9 @@ class HealthChecks:
                     "nothing is learnt from it,"
                 )
                 yield f"flat {name}", (words, node)
-        compares = self._drifted(line) if run.on_drift == "warn" else None
+        compares = self._find_drift(line) if run.on_drift == "warn" else None
         if compares is not None:
-            yield "drift", (f"{self._drift(line)},", compares)
+            yield "drift", (f"{self._describe_drift(line)},", compares)
         generations = list(self.graph.verb("generate"))
         updates = list(self.graph.verb("update"))
         for node in generations:
@@ -84,22 +88,31 @@ class HealthChecks:
             if line.get(key, 0.0) > run.warn_truncated:
                 yield key, (f"{line[key]:.0%} of the responses were cut at their bound", node)
         for node in updates:
-            head = f"{node.name}/" if len(updates) > 1 else ""
-            entropy = line.get(f"{head}entropy")
+            metric_prefix = f"{node.name}/" if len(updates) > 1 else ""
+            entropy = line.get(f"{metric_prefix}entropy")
             if entropy is not None:
                 first = self.first.setdefault(node.name, entropy)
                 if entropy < run.warn_entropy * first:
                     yield (
-                        f"{head}entropy",
+                        f"{metric_prefix}entropy",
                         (f"the entropy has fallen from {first:.3g} to {entropy:.3g} nats a token", node),
                     )
-            for key in (k for k in line if k.startswith(head) and k.removeprefix(head) in ("loss/kl", "clip/kl")):
+            for key in (
+                figure_key
+                for figure_key in line
+                if figure_key.startswith(metric_prefix)
+                and figure_key.removeprefix(metric_prefix) in ("loss/kl", "clip/kl")
+            ):
                 if run.warn_kl and line[key] > run.warn_kl:
                     yield key, (f"`{key}` is {line[key]:.3g} nats a token, over {run.warn_kl:g},", node)
 
 
 def judged(graph: Graph) -> list[str]:
-    """The numbers of a response from which a node makes advantages of its tokens, together with those of other
-    responses."""
-    compared = [n for n in graph.nodes if n.per != "row" and any(graph.column(c).dims for c in n.writes)]
-    return sorted({c for n in compared for c in n.reads if reported(graph, c)})
+    """Return the per-response columns from which a node makes advantages.
+
+    The node makes them together with the numbers of other responses.
+    """
+    compared = [
+        node for node in graph.nodes if node.per != "row" and any(graph.column(column).dims for column in node.writes)
+    ]
+    return sorted({column for node in compared for column in node.reads if reported(graph, column)})

@@ -1,7 +1,7 @@
-"""Where a run can be watched from: its page, and what Prometheus reads.
+"""HTTP servers of a run: its page, and the metrics for Prometheus.
 
-Invariant: nothing of the page is told to who does not know its token, and who does not know it keeps no connection for
-long (process/connection_gate.py). Who watches asks for looks at the docks; that nobody does costs nothing.
+Invariant: a client that does not know the page's token gets nothing of the page, and keeps no connection for long
+(process/connection_gate.py). Clients trigger looks at the docks; without clients there is no cost.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..process.connection_gate import PAUSE, Gate
 from .ports import Ports
 from .run_status import EVERY, RunFacts
 
-PATIENCE = 1.0  # seconds that who watches waits for a look at the docks
-FAREWELL = 1.0  # seconds that an open page has to hear how the run ended
+PATIENCE = 1.0  # seconds that a client waits for a look at the docks
+FAREWELL = 1.0  # seconds for open pages to hear how the run ended
 
 
 class StatusServer:
-    """Serves what is asked at the ports of a run, in threads that nobody waits for."""
+    """Server of a run's page and metrics, in daemon threads."""
 
     def __init__(self, plan: Plan, facts: RunFacts, ports: Ports) -> None:
         self.facts = facts
         self.token = ports.token
-        self.streams = 0  # pages that are open
-        self.gates: list[Gate] = []  # of the page, and of the metrics
+        self.streams = 0  # open pages
+        self.gates: list[Gate] = []  # gates of the page and of the metrics
         self.html = watch_html(plan).encode() if ports.page >= 0 else b""
         if ports.page >= 0:
             self._serve(ports.page, type("Page", (_Page,), {"watching": self}))
@@ -52,7 +52,7 @@ class StatusServer:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def end(self, kind: str, reason: str) -> None:
-        """Tells open pages how the attempt ended."""
+        """Tell open pages how the attempt ended."""
         self.facts.end(kind, reason)
         until = threading.Event()
         for _ in range(int(FAREWELL / 0.02)):
@@ -62,8 +62,11 @@ class StatusServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server at a socket that listens already. A connection has some seconds until it has asked something, and some
-    more for the answer, unless it knows the token; the two do not push each other out."""
+    """A server at a socket that listens already.
+
+    A connection has some seconds to send a request, and some more for the answer, unless it knows the token. The two
+    groups do not push each other out.
+    """
 
     daemon_threads = True
 
@@ -72,7 +75,7 @@ class _Server(ThreadingHTTPServer):
         self.socket.close()
         self.socket = listening
         self.gate = Gate()
-        self.asked = Gate()
+        self.requested = Gate()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -88,10 +91,10 @@ class _Server(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         self.gate.expire()
-        self.asked.expire()
+        self.requested.expire()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), OSError):  # else who asked is gone
+        if not isinstance(sys.exception(), OSError):  # else the client is gone
             super().handle_error(request, client_address)
 
 
@@ -99,41 +102,44 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def parse_request(self) -> bool:
-        heard = super().parse_request()
-        if heard:
+        is_valid = super().parse_request()
+        if is_valid:
             self.server.gate.prove(self.connection.fileno())
-            self.server.asked.enter(self.connection)
-        return heard
+            self.server.requested.enter(self.connection)
+        return is_valid
 
 
 class _Page(_Handler):
-    """`/` is the page, `/facts` a stream of events of what is known, `/curve?key=K` a metric so far."""
+    """Handler of the page.
+
+    `/` is the page, `/facts` a stream of events with all that is known, `/curve?key=K` a metric so far.
+    """
 
     watching: StatusServer
 
     def do_GET(self) -> None:
-        where = urlsplit(self.path)
-        asked = parse_qs(where.query)
-        if not hmac.compare_digest(asked.get("token", [""])[0].encode(), self.watching.token.encode()):
-            self._send(403, "text/plain", b"the address of this page has a token, which msrl-run printed\n")
+        url = urlsplit(self.path)
+        query = parse_qs(url.query)
+        if not hmac.compare_digest(query.get("token", [""])[0].encode(), self.watching.token.encode()):
+            self._send(403, "text/plain", b"this page needs the token in the address that msrl-run printed\n")
             return
-        self.server.asked.prove(self.connection.fileno())
-        if where.path == "/":
+        self.server.requested.prove(self.connection.fileno())
+        if url.path == "/":
             self._send(200, "text/html; charset=utf-8", self.watching.html)
-        elif where.path == "/curve":
-            found = {key: self.watching.facts.curve(key) for key in asked.get("key", [])}
-            self._send(200, "application/json", msgspec.json.encode(found))
-        elif where.path == "/facts":
+        elif url.path == "/curve":
+            curves = {key: self.watching.facts.curve(key) for key in query.get("key", [])}
+            self._send(200, "application/json", msgspec.json.encode(curves))
+        elif url.path == "/facts":
             self._stream()
         else:
             self._send(404, "text/plain", b"there is no such page\n")
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
-        with suppress(OSError):  # who asked is gone
-            self._head(status, kind)
+        with suppress(OSError):  # the client may be gone
+            self._send_head(status, kind)
             self.wfile.write(body)
 
-    def _head(self, status: int, kind: str) -> None:
+    def _send_head(self, status: int, kind: str) -> None:
         self.send_response(status)
         for name, value in (
             ("Content-Type", kind),
@@ -149,7 +155,7 @@ class _Page(_Handler):
         watching = self.watching
         watching.streams += 1
         try:
-            self._head(200, "text/event-stream")
+            self._send_head(200, "text/event-stream")
             self.wfile.write(b"retry: 1000\n\n")
             while True:
                 now = facts.fresh(PATIENCE)
@@ -158,9 +164,9 @@ class _Page(_Handler):
                     break
                 facts.over.wait(EVERY)
         except OSError:
-            pass  # who watched is gone
+            pass  # the client is gone
         finally:
             watching.streams -= 1
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        pass  # its lines would have the token in them
+        pass  # its lines would contain the token

@@ -1,4 +1,4 @@
-"""What k attempts at a prompt reach, estimated from n of them: pass@k, best@k and maj@k.
+"""Results of k attempts at a prompt, estimated from n: pass@k, best@k, maj@k.
 
 Invariant: each is the mean over all subsets of k of the n attempts, computed exactly, without drawing any.
 """
@@ -15,31 +15,33 @@ from ..data.columns import Array
 
 
 def pass_at(attempts: int, passed: int, k: int) -> float:
-    """The chance that of k attempts at least one passes: 1 - C(n - c, k) / C(n, k), of n attempts of which c passed.
+    """Return the chance that at least one of k attempts passes.
 
-    Chen et al. 2021, arXiv:2107.03374, equation 1.
+    It is 1 - C(n - c, k) / C(n, k), for n attempts of which c passed. Chen et al. 2021, arXiv:2107.03374, equation 1.
     """
     return 1.0 - math.comb(attempts - passed, k) / math.comb(attempts, k)
 
 
 def best_at(values: Array, k: int) -> float:
-    """The mean of the largest of k values: the i-th smallest of n is the largest in C(i - 1, k - 1) subsets."""
+    """Return the mean of the largest of k values.
+
+    The i-th smallest of n is the largest in C(i - 1, k - 1) subsets.
+    """
     shares = [math.comb(i, k - 1) / math.comb(len(values), k) for i in range(len(values))]
     return float(np.sort(values) @ shares)
 
 
 def majority_at(values: Array, answers: Sequence[bytes], k: int) -> float:
-    """The mean value of the attempts that give the answer which most of k give.
+    """Return the mean value of the attempts with the answer that most of k give.
 
-    Of several answers that as many give each counts alike. An empty answer is no vote; where none of the k votes, the
-    attempts without an answer count.
+    Tied answers count alike. An empty answer is no vote; if none of the k votes, the attempts without an answer count.
     """
     own: dict[bytes, list[float]] = {}
     for answer, value in zip(answers, values, strict=True):
         own.setdefault(answer, []).append(value)
     silent = own.pop(b"", [])
     shares = _vote_shares(tuple(sorted(map(len, own.values()))), len(silent), k)
-    total = sum(shares[len(some)] * math.fsum(some) / len(some) for some in own.values())
+    total = sum(shares[len(group)] * math.fsum(group) / len(group) for group in own.values())
     if silent:
         total += math.comb(len(silent), k) / math.comb(len(values), k) * math.fsum(silent) / len(silent)
     return total
@@ -47,10 +49,10 @@ def majority_at(values: Array, answers: Sequence[bytes], k: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, float]:
-    """By how many attempts give an answer, the chance that it is voted for.
+    """Return the chance that an answer is voted for, by its number of attempts.
 
     `counts` has the number of attempts of each answer. For an answer with `votes` of the k, `ways[s, t]` counts the
-    choices of s other attempts in which no other answer has more votes, and t have as many.
+    choices of s other attempts in which no other answer has more votes, and t answers have equally many.
     """
     shares: dict[int, float] = {}
     for count in sorted(set(counts)):
@@ -58,24 +60,27 @@ def _vote_shares(counts: tuple[int, ...], silent: int, k: int) -> dict[int, floa
         others.remove(count)
         total = 0.0
         for votes in range(1, min(count, k) + 1):
-            left = k - votes
-            ways = np.zeros((left + 1, left // votes + 1))
-            ways[:, 0] = [math.comb(silent, taken) for taken in range(left + 1)]
+            remaining = k - votes
+            ways = np.zeros((remaining + 1, remaining // votes + 1))
+            ways[:, 0] = [math.comb(silent, abstentions) for abstentions in range(remaining + 1)]
             for other in others:
                 ways = _with_answer(ways, other, votes)
             ties = np.arange(ways.shape[1])
-            total += math.comb(count, votes) * float((ways[left] / (ties + 1)).sum())
+            total += math.comb(count, votes) * float((ways[remaining] / (ties + 1)).sum())
         shares[count] = total / math.comb(sum(counts) + silent, k)
     return shares
 
 
 def _with_answer(ways: Array, attempts: int, votes: int) -> Array:
-    """The ways with one answer more, that so many attempts give and that has at most `votes`."""
+    """Return the ways with one more answer, which has at most `votes` votes.
+
+    `attempts` is the number of attempts with that answer.
+    """
     added = np.zeros_like(ways)
-    for taken in range(min(attempts, votes, len(ways) - 1) + 1):
-        chosen = math.comb(attempts, taken) * ways[: len(ways) - taken]
-        if taken == votes:
-            added[taken:, 1:] += chosen[:, :-1]
+    for drawn in range(min(attempts, votes, len(ways) - 1) + 1):
+        chosen = math.comb(attempts, drawn) * ways[: len(ways) - drawn]
+        if drawn == votes:
+            added[drawn:, 1:] += chosen[:, :-1]
         else:
-            added[taken:] += chosen
+            added[drawn:] += chosen
     return added

@@ -1,6 +1,6 @@
-"""What a run should have taken: the estimate once more, for the lengths of its rows and as this machine was measured.
+"""The estimate of a run again, with its rows' lengths and this machine's rates.
 
-Invariant: measured seconds go nowhere in; of a run only the lengths of its rows are used.
+Invariant: measured seconds are not used; of a run only the lengths of its rows are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from ...passes.reshard import InsertResharding
 
 
 def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
-    """The rows of an iteration, in medians over lines of the metrics; None where nothing is generated."""
+    """Return the rows of an iteration, as medians over lines of the metrics.
+
+    Returns None if nothing is generated.
+    """
     names = (
         "prompt_tokens",
         "response_tokens",
@@ -30,16 +33,16 @@ def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
     )
     if not plan.graph.verb("generate") or not all(name in line for name in names for line in lines):
         return None
-    prompt, response, longest, beginnings, tokens, different = (
+    prompt, response, longest, distinct_prompt, distinct_tokens, distinct_rows = (
         statistics.median(line[name] for line in lines) for name in names
     )
     count = plan.graph.rows[-1]
     mean = (prompt + response) / count
-    alike = (prompt - beginnings, response - tokens, count - different)
-    return Rows(count, prompt, response, count * mean**2, prompt / count + longest, *alike)
+    repeated = (prompt - distinct_prompt, response - distinct_tokens, count - distinct_rows)
+    return Rows(count, prompt, response, count * mean**2, prompt / count + longest, *repeated)
 
 
 def estimate(plan: Plan, lines: Sequence[dict[str, Any]]) -> Estimate | None:
-    """What an iteration of a run takes, whose lines these are, where it ran on this machine."""
+    """Estimate an iteration of a run on this machine, from the run's metrics lines."""
     plan = replace(plan, cluster=calibration.applied(plan.cluster)[0])
     return EstimateTime(ENGINES, rows(plan, lines)).apply(InsertResharding(ENGINES).apply(plan)).estimate

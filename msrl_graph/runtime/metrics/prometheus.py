@@ -1,7 +1,7 @@
-"""What those who watch a run are told, as Prometheus reads it: docs/metrics.md has the names.
+"""Metrics of a run for Prometheus; docs/metrics.md has the names.
 
-Invariant: it shows facts of run_status.py and has none of its own. Counters begin anew with an attempt of a run, which
-Prometheus is made for.
+Invariant: it shows facts of run_status.py and has none of its own. Counters start from zero with each attempt of a run,
+which Prometheus supports.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from .run_status import RunFacts
 
 PATIENCE = 2.0  # seconds that a scrape waits for a look at the docks
-# Of what is counted: how it is called, what it is, and the labels that its parts are told apart by.
+# By what is counted: name of the counter, description, and the labels of its parts.
 COUNTED = {
     "iterations": ("msrl_iterations", "iterations that ended", ()),
-    "tokens": ("msrl_tokens", "tokens of all responses, and of a prompt once a response", ("kind",)),
+    "tokens": ("msrl_tokens", "tokens of all responses, and of the prompt of each response", ("kind",)),
     "rows": ("msrl_rows", "rows that optimizer steps saw", ()),
     "moved": ("msrl_dock_moved_bytes", "bytes of rows put into warehouses and got from them", ("node", "way")),
     "messages": ("msrl_dock_messages", "messages to the docks", ()),
@@ -31,23 +31,23 @@ class Collector:
         self.facts = facts
 
     def describe(self) -> list[Metric]:
-        return []  # else it would be collected, and wait, when it is registered
+        return []  # else registration would collect, and wait
 
     def collect(self) -> Iterable[Metric]:
         facts = self.facts
         now = facts.fresh(PATIENCE)
         totals = list(facts.totals.items())
-        for what, (name, help, labels) in COUNTED.items():
+        for kind, (name, help, labels) in COUNTED.items():
             counter = CounterMetricFamily(name, help, labels=labels)
-            for (of, *values), total in totals:
-                if of == what:
+            for (total_kind, *values), total in totals:
+                if total_kind == kind:
                     counter.add_metric(values, total)
             yield counter
-        restarts = CounterMetricFamily("msrl_restarts", "processes started again, and of the run itself", labels=["of"])
-        for what, number in {"run": 0, **facts.restarts}.items():
-            restarts.add_metric([what], number)
+        restarts = CounterMetricFamily("msrl_restarts", "restarts of processes, and of the run itself", labels=["of"])
+        for process, number in {"run": 0, **facts.restarts}.items():
+            restarts.add_metric([process], number)
         yield restarts
-        yield _gauge("msrl_iterations_asked", "iterations that the run is to have", (), {(): now.total})
+        yield _gauge("msrl_iterations_asked", "iterations that the run will have in all", (), {(): now.total})
         yield _gauge("msrl_iterations_done", "iterations of the run that are done", (), {(): now.done})
         last = facts.lines[-1] if facts.lines else {}
         yield _gauge(
@@ -58,48 +58,53 @@ class Collector:
         )
         yield _gauge(
             "msrl_phase_seconds",
-            "seconds of each phase in the last iteration, the slowest process's",
+            "seconds of each phase in the last iteration, in its slowest process",
             ("phase",),
             {(name,): seconds for name, seconds in last.get("phases", {}).items()},
         )
-        held: dict[tuple[str, ...], float] = {
-            (e["evaluation"], key): value
-            for e in list(facts.evaluations)
-            for key, value in e.items()
+        figures: dict[tuple[str, ...], float] = {
+            (evaluation["evaluation"], key): value
+            for evaluation in list(facts.evaluations)
+            for key, value in evaluation.items()
             if isinstance(value, int | float) and key != "after_iterations"
         }
-        yield _gauge("msrl_evaluation", "the last figures of each evaluation", ("evaluation", "key"), held)
+        yield _gauge("msrl_evaluation", "the last figures of each evaluation", ("evaluation", "key"), figures)
         yield _gauge(
             "msrl_state_rows",
-            "rows of the iteration under way, by worker state",
+            "rows of the iteration in progress, by worker state",
             ("node", "what"),
             {
-                (s.node, what): number
-                for s in now.states
-                for what, number in (("done", s.done), ("handed", s.handed), ("known", s.of))
+                (state.node, count_name): number
+                for state in now.states
+                for count_name, number in (("done", state.done), ("handed", state.handed), ("known", state.of))
             },
         )
         waits: dict[tuple[str, ...], float] = {}
-        for w in now.waits:
-            waits[w.who.replace("`", ""),] = w.seconds
-        yield _gauge("msrl_waiting_seconds", "for how long who waits for rows has waited", ("who",), waits)
+        for wait in now.waits:
+            waits[wait.who.replace("`", ""),] = wait.seconds
+        yield _gauge("msrl_waiting_seconds", "seconds that each waiting process has waited for rows", ("who",), waits)
         yield _gauge(
             "msrl_warehouse_bytes",
             "bytes of rows in each host's warehouse",
             ("host",),
-            {(str(h.number),): h.held for h in now.hosts if h.held is not None},
+            {(str(host.number),): host.held for host in now.hosts if host.held is not None},
         )
         yield _gauge(
             "msrl_memory_bytes",
-            "resident memory of each process, what it shares included",
+            "resident memory of each process, including shared memory",
             ("host", "process"),
-            {(str(h.number), p.name): p.memory for h in now.hosts for p in h.processes if p.memory},
+            {
+                (str(host.number), process.name): process.memory
+                for host in now.hosts
+                for process in host.processes
+                if process.memory
+            },
         )
-        for name, help, of in (
+        for name, help, attribute in (
             ("msrl_host_memory_used_bytes", "memory of each host that is used", "used"),
             ("msrl_host_memory_bytes", "memory of each host", "total"),
         ):
-            yield _gauge(name, help, ("host",), {(str(h.number),): getattr(h, of) for h in now.hosts})
+            yield _gauge(name, help, ("host",), {(str(host.number),): getattr(host, attribute) for host in now.hosts})
 
 
 def _gauge(name: str, help: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]) -> Metric:
@@ -110,8 +115,8 @@ def _gauge(name: str, help: str, labels: tuple[str, ...], values: dict[tuple[str
 
 
 def handler(facts: RunFacts) -> type[BaseHTTPRequestHandler]:
-    """Serves them."""
+    """Return a request handler class that serves the metrics of a run."""
     registry = CollectorRegistry()
     registry.register(Collector(facts))
-    found: type[BaseHTTPRequestHandler] = MetricsHandler.factory(registry)
-    return found
+    handler_class: type[BaseHTTPRequestHandler] = MetricsHandler.factory(registry)
+    return handler_class

@@ -1,7 +1,7 @@
-"""What a run leaves behind: metrics, curve, trace, and predicted against measured.
+"""What a run leaves: metrics, curve, trace, and predicted against measured.
 
-Invariant: every line of metrics.jsonl is flushed when its iteration ends; all other files can be made again from what
-is in memory. What is kept there grows with the metrics alone: the trace is bounded (trace.py).
+Invariant: every line of metrics.jsonl is flushed when its iteration ends. All other files can be made again from
+memory. Memory grows only with the metrics: the trace is bounded (trace.py).
 """
 
 from __future__ import annotations
@@ -29,62 +29,64 @@ from .trace import Trace
 
 METRICS = "metrics.jsonl"  # within a run's folder
 _GZIP = 31  # zlib's `wbits` of a gzip file
-# Under which name a rank reports a phase of the estimate, where it is not the same.
+# By phase of the estimate, the name under which a rank reports it, if that differs.
 MEASURED = {"swap in (H2D)": "swap in copy", "dispatch, all sample edges": "dock move"}
-# What a line of the metrics says of time and place. The rest of it is the same wherever and however often the run was
-# begun.
-COUNTED = ("wrong/", "verify/", "failed/", "without/")  # what evaluations tell beside their columns
+COUNTED = ("wrong/", "verify/", "failed/", "without/")  # what evaluations report next to their columns
+# Keys of a metrics line about time and place. All other values are the same wherever the run ran, and after any number
+# of restarts.
 TIMES = ("seconds", "tokens_per_second", "throughput_eq5", "phases", "dock_bytes", "dock_messages", "imbalance")
 
 
-def _sums(reports: list[Report]) -> dict[str, tuple[float, float]]:
-    """(sum, weight) of each metric over all processes."""
-    found: dict[str, tuple[float, float]] = {}
+def _sum_reports(reports: list[Report]) -> dict[str, tuple[float, float]]:
+    """Return (sum, weight) of each metric over all processes."""
+    sums: dict[str, tuple[float, float]] = {}
     for report in reports:
         for name, (total, weight) in report.sums.items():
-            old = found.get(name, (0.0, 0.0))
-            found[name] = (old[0] + total, old[1] + weight)
-    return found
+            old = sums.get(name, (0.0, 0.0))
+            sums[name] = (old[0] + total, old[1] + weight)
+    return sums
 
 
 class Recorder:
-    """Writes into `folder`."""
+    """Writer of a run's metrics, into `folder`."""
 
     def __init__(self, folder: Path, plan: Plan, keep: int, changed: Sequence[str] = ()) -> None:
-        """Goes on after the first `keep` lines of the metrics that are there. `changed`: what decides the result and
-        has changed since these lines, for the next iteration's line."""
+        """Continue after the first `keep` lines of the existing metrics.
+
+        `changed`: changes since these lines that affect the result, for the next iteration's line.
+        """
         self.folder = folder
         self.plan = plan
         self.changed = list(changed)
         self.lines: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
-        self.trace = Trace(self._placed)
-        self.held: dict[str, dict[str, int]] = {}  # by rank, by instant
+        self.trace = Trace(self._label)
+        self.tensor_bytes: dict[str, dict[str, int]] = {}  # by rank and instant
         path = folder / METRICS
-        kept, _ = whole_lines(path)
-        kept = kept[:keep]
-        lines = [read(text) for text in kept]
+        texts, _ = whole_lines(path)
+        texts = texts[:keep]
+        lines = [read(text) for text in texts]
         for line in lines:
             (self.evaluations if "evaluation" in line else self.lines).append(line)
         row_files.prune(folder, {(line["evaluation"], line["after_iterations"]) for line in self.evaluations})
-        self.written = len(kept)
-        # In place and cut, not written anew: what is kept is never in danger.
-        self._metrics = path.open("r+b" if kept else "wb")
-        self._metrics.truncate(sum(map(len, kept)))
+        self.written = len(texts)
+        # Truncated in place, not rewritten: kept lines are never in danger.
+        self._metrics = path.open("r+b" if texts else "wb")
+        self._metrics.truncate(sum(map(len, texts)))
         self._metrics.seek(0, 2)
-        # A copy of all lines for checkpoints, compressed as they come, not anew at each checkpoint.
+        # A copy of all lines for checkpoints, compressed as they come, not again at each checkpoint.
         self._gzip = zlib.compressobj(wbits=_GZIP)
-        self._copied = bytearray(self._gzip.compress(b"".join(kept)))
+        self._compressed = bytearray(self._gzip.compress(b"".join(texts)))
         self._tensorboard = TensorBoard(folder / "tensorboard", lines)
 
     def training(
         self, iteration: int, seconds: float, reports: list[Report], moved: dict[str, int], messages: int
     ) -> dict[str, Any]:
-        """Adds the metrics of one iteration and returns them."""
+        """Add the metrics of one iteration and return them."""
         line: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
-        line |= means(_sums(reports))
+        line |= means(_sum_reports(reports))
         line |= spreads(reports)
-        for name, value in (peak for r in reports for peak in r.peaks.items()):
+        for name, value in (peak for report in reports for peak in report.peaks.items()):
             line[name] = max(value, line.get(name, value))
         graph = self.plan.graph
         devices = self.plan.cluster.devices
@@ -92,13 +94,13 @@ class Recorder:
         responses = graph.rows[-1]
         tokens = line.get("prompt_tokens", 0) + line.get("response_tokens", 0)
         bound = sum(
-            graph.bound(c)
-            for n in graph.verb("generate")[:1]
-            for c in (*n.reads, *n.writes)
-            if graph.column(c).element == "i32"
+            graph.bound(column)
+            for node in graph.verb("generate")[:1]
+            for column in (*node.reads, *node.writes)
+            if graph.column(column).element == "i32"
         )
         line["tokens_per_second"] = tokens / seconds
-        # Eq. 5 of arXiv:2507.19017: bounds of prompt and response, a device.
+        # Eq. 5 of arXiv:2507.19017: bounds of prompt and response, per device.
         line["throughput_eq5"] = responses * bound / devices / seconds
         line["prompts"] = prompts
         line["phases"] = phases(reports)
@@ -106,9 +108,14 @@ class Recorder:
         line["dock_messages"] = messages
         line["imbalance"] = imbalances(reports)
         edges = self.plan.reshards
-        line["reshard_bytes"] = max((sum(r.bytes.get(e.name, 0) for e in edges) for r in reports), default=0)
+        line["reshard_bytes"] = max(
+            (sum(report.bytes.get(edge.name, 0) for edge in edges) for report in reports), default=0
+        )
         if len(edges) > 1:
-            line |= {f"{e.dst}/reshard_bytes": max((r.bytes.get(e.name, 0) for r in reports), default=0) for e in edges}
+            line |= {
+                f"{edge.dst}/reshard_bytes": max((report.bytes.get(edge.name, 0) for report in reports), default=0)
+                for edge in edges
+            }
         if self.changed:
             line["changed"] = self.changed
             self.changed = []
@@ -118,9 +125,9 @@ class Recorder:
         return line
 
     def memory(self, reports: list[Report]) -> None:
-        """Keeps what live tensors took on each rank, before and after every instruction."""
-        self.held = {r.process: r.bytes for r in reports if r.process.startswith("rank")}
-        (self.folder / "memory.json").write_text(json.dumps(self.held, indent=2))
+        """Keep the bytes of live tensors on each rank, around every instruction."""
+        self.tensor_bytes = {report.process: report.bytes for report in reports if report.process.startswith("rank")}
+        (self.folder / "memory.json").write_text(json.dumps(self.tensor_bytes, indent=2))
 
     def evaluation(
         self,
@@ -130,29 +137,31 @@ class Recorder:
         reports: list[Report],
         figures: Mapping[str, float],
     ) -> dict[str, float]:
-        """Adds the means of the reported columns over all of the data, and the `figures` that come with them."""
-        found = {}
-        sums = _sums(reports)
+        """Add the means of the reported columns over all data, and the `figures`."""
+        values = {}
+        sums = _sum_reports(reports)
         for column in evaluation.report:
             total, weight = sums.get(column, (math.nan, 1.0))
-            found[column] = total / weight
-        counted = {key: total for key, (total, _) in sorted(sums.items()) if key.startswith(COUNTED) or _failed(key)}
-        found |= figures
-        line = {"evaluation": evaluation.task, "after_iterations": iteration, "seconds": seconds, **found, **counted}
+            values[column] = total / weight
+        counted = {
+            key: total for key, (total, _) in sorted(sums.items()) if key.startswith(COUNTED) or _counts_failures(key)
+        }
+        values |= figures
+        line = {"evaluation": evaluation.task, "after_iterations": iteration, "seconds": seconds, **values, **counted}
         self._write(line)
         self.evaluations.append(line)
         self.trace.add(iteration, reports)
-        return found
+        return values
 
     def _write(self, line: dict[str, Any]) -> None:
         finite = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()
+            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
         }  # JSON has no nan
         text = (json.dumps(finite) + "\n").encode()
         self._metrics.write(text)
         self._metrics.flush()
         self.written += 1
-        self._copied += self._gzip.compress(text)
+        self._compressed += self._gzip.compress(text)
         self._tensorboard.add(line)
 
     @property
@@ -161,48 +170,52 @@ class Recorder:
         return best_figures(self.plan.deploy.evaluations, self.evaluations)
 
     def copy(self) -> bytes:
-        """All lines so far, as a gzip file's bytes."""
-        return bytes(self._copied) + self._gzip.copy().flush()
+        """Return all lines so far, as the bytes of a gzip file."""
+        return bytes(self._compressed) + self._gzip.copy().flush()
 
     def close(self) -> None:
-        """Writes trace and curve."""
+        """Write trace and curve, and close the files."""
         self._metrics.close()
         self._tensorboard.close()
         self.trace.write(self.folder / "trace.json")
         if self.lines:
-            self._curve()
+            self._draw_curve()
 
-    def _placed(self, process: str) -> str:
-        """A process's name, with its host where that does not say it."""
+    def _label(self, process: str) -> str:
+        """Return a process's name, with its host if the name does not say it."""
         rank = process.removeprefix("rank ")
         return f"{process} on host {self.plan.cluster.host(int(rank))}" if rank.isdecimal() else process
 
-    def _curve(self) -> None:
+    def _draw_curve(self) -> None:
         import matplotlib
 
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        names = [c.name for c in self.plan.graph.columns if any(c.name in line for line in self.lines)]
+        names = [
+            graph_column.name
+            for graph_column in self.plan.graph.columns
+            if any(graph_column.name in line for line in self.lines)
+        ]
         figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-        x = [line["iteration"] + 1 for line in self.lines]
+        iterations = [line["iteration"] + 1 for line in self.lines]
         for name in names:
             axes.plot(
-                x,
+                iterations,
                 [line.get(name, math.nan) for line in self.lines],
                 linewidth=1,
                 alpha=0.6,
                 label=f"{name}, mean of the batch",
             )
         for evaluation in self.plan.deploy.evaluations:
-            some = [e for e in self.evaluations if e["evaluation"] == evaluation.task]
+            results = [result for result in self.evaluations if result["evaluation"] == evaluation.task]
             for column in evaluation.report:
-                # A run that is resumed may report others than it did.
-                at = [(e["after_iterations"], e[column]) for e in some if column in e]
-                if not at:
+                # A resumed run may report other columns than before.
+                points = [(result["after_iterations"], result[column]) for result in results if column in result]
+                if not points:
                     continue
-                axes.plot(*zip(*at, strict=True), marker="o", linewidth=2, label=evaluation.title(column))
-                for point in (at[0], at[-1]):
+                axes.plot(*zip(*points, strict=True), marker="o", linewidth=2, label=evaluation.title(column))
+                for point in (points[0], points[-1]):
                     axes.annotate(f"{point[1]:.3f}", point, textcoords="offset points", xytext=(0, 8), ha="center")
         axes.set_xlabel("iterations")
         axes.set_title(self.plan.deploy.name)
@@ -214,43 +227,43 @@ class Recorder:
         pyplot.close(figure)
 
     def table(self) -> list[tuple[str, str, float, float, str]]:
-        """Predicted against measured, line by line: (what, unit, predicted, measured, source).
+        """Compare predicted and measured: (what, unit, predicted, measured, source).
 
-        Measured are medians over the iterations, without the first where there are several; of staleness the mean and
-        the most, and of weights that are not sent each time the mean. Seconds are predicted for rows as long as they
-        were, bytes for rows at their bounds.
+        Measured values are medians over the iterations, without the first if there are several. For staleness they are
+        the mean and the maximum, and for weights that are not sent each time the mean. Seconds are predicted for rows
+        of the measured lengths, bytes for rows at their bounds.
         """
         plan = self.plan
         lines = self.lines[1:] or self.lines
         rows: list[tuple[str, str, float, float, str]] = []
         if plan.estimate is None or not lines:
             return rows
-        found = estimate(plan, lines) or plan.estimate
+        prediction = estimate(plan, lines) or plan.estimate
         sends = Sends(plan)
-        for phase in found.phases:
+        for phase in prediction.phases:
             measured = [line["phases"].get(MEASURED.get(phase.name, phase.name)) for line in lines]
-            known = [m for m in measured if m is not None]
+            known = [value for value in measured if value is not None]
             if known:
                 took = statistics.median(known)
                 if sends.sparse and phase.name == "reshard":
                     took = sum(known) / len(lines)
                 rows.append((phase.name, "s", phase.seconds.value, took, phase.seconds.source))
-        whole = found.iteration_seconds
-        rows.append(("iteration", "s", whole.value, statistics.median(x["seconds"] for x in lines), whole.source))
+        total = prediction.iteration_seconds
+        rows.append(("iteration", "s", total.value, statistics.median(line["seconds"] for line in lines), total.source))
         if bound := row_age_bound(plan):
             ages = {
-                name: [v for line in lines for key, v in line.items() if key.rpartition("/")[2] == name]
+                name: [age for line in lines for key, age in line.items() if key.rpartition("/")[2] == name]
                 for name in ("staleness", "staleness_max")
             }
-            if found.staleness is not None and not any(node.cuts for node in plan.graph.nodes):
-                # `partial` makes rows older than the weights that generate, by as much as only a simulation knows.
+            if prediction.staleness is not None and not any(node.cuts for node in plan.graph.nodes):
+                # `partial` makes rows older than the weights that generate; only a simulation knows by how much.
                 mean = statistics.fmean(ages["staleness"])
-                rows.append(("staleness", "versions", found.staleness.mean.value, mean, whole.source))
+                rows.append(("staleness", "versions", prediction.staleness.mean.value, mean, total.source))
             if ages["staleness_max"]:  # a replayed run with `partial` does not know its rows' ages
                 rows.append(("staleness, at most", "versions", bound, max(ages["staleness_max"]), "derived"))
         for edge in plan.reshards:
             key = f"{edge.dst}/reshard_bytes" if len(plan.reshards) > 1 else "reshard_bytes"
-            received = [x[key] for x in lines]
+            received = [line[key] for line in lines]
             ends = (edge.src, edge.dst)
             share = 1.0
             typical = statistics.median(received)
@@ -261,65 +274,76 @@ class Recorder:
                 (f"{edge.name}, received a device", "B", edge.received_bytes_per_device * share, typical, "derived")
             )
         predicted: dict[str, float] = {}
-        for t in plan.traffic:
-            predicted[t.dst] = predicted.get(t.dst, 0) + t.bytes
+        for entry in plan.traffic:
+            predicted[entry.dst] = predicted.get(entry.dst, 0) + entry.bytes
         for node, size in predicted.items():
             got = [
                 sum(
-                    v
-                    for k, v in line["dock_bytes"].items()
-                    if k in (f"{node} get", f"{node} get away", f"{node} get here")
+                    moved
+                    for name, moved in line["dock_bytes"].items()
+                    if name in (f"{node} get", f"{node} get away", f"{node} get here")
                 )
                 for line in lines
             ]
             rows.append((f"dock -> {node}", "B", size, statistics.median(got), "derived, at the columns' bounds"))
-        return [*rows, *self._memory()]
+        return [*rows, *self._memory_table()]
 
-    def _memory(self) -> list[tuple[str, str, float, float, str]]:
-        """Tensors of each pool's busiest rank at the peak of each phase, if they were measured, and what a resharding
-        left on the host."""
-        found = []
+    def _memory_table(self) -> list[tuple[str, str, float, float, str]]:
+        """Return peak tensor bytes of each phase on each pool's busiest rank.
+
+        They are there if memory was measured. The host buffers that a resharding left are listed too.
+        """
+        rows = []
         for pool in self.plan.pools:
             per_host = self.plan.cluster.devices_per_node
-            ranks = [self.held.get(f"rank {pool.device(r, per_host)}", {}) for r in range(pool.devices)]
+            ranks = [self.tensor_bytes.get(f"rank {pool.device(index, per_host)}", {}) for index in range(pool.devices)]
             peaks: dict[str, int] = {}
-            for name, size in (item for held in ranks for item in held.items()):
-                what, _, place = name.partition(", ")
-                if what.startswith("peak of ") and place == "device":
-                    phase = self._phase(*what.removeprefix("peak of ").split(" "))
+            for name, size in (item for rank_bytes in ranks for item in rank_bytes.items()):
+                label, _, place = name.partition(", ")
+                if label.startswith("peak of ") and place == "device":
+                    phase = self._phase(*label.removeprefix("peak of ").split(" "))
                     peaks[phase] = max(size, peaks.get(phase, 0))
             where = f", {pool.name}" if len(self.plan.pools) > 1 else ""
-            for m in self.plan.memory:
-                if m.place == "device" and m.pool == pool.name and m.phase in peaks:
+            for entry in self.plan.memory:
+                if entry.place == "device" and entry.pool == pool.name and entry.phase in peaks:
                     source = "derived, at the columns' bounds"
-                    found.append(
-                        (f"peak of {m.phase}, a device{where}", "B", float(m.total), float(peaks[m.phase]), source)
+                    rows.append(
+                        (
+                            f"peak of {entry.phase}, a device{where}",
+                            "B",
+                            float(entry.total),
+                            float(peaks[entry.phase]),
+                            source,
+                        )
                     )
         for edge in self.plan.reshards:
             key = f"before RELEASE {edge.dst}, host"
-            if measured := [held[key] for held in self.held.values() if key in held]:
+            if measured := [rank_bytes[key] for rank_bytes in self.tensor_bytes.values() if key in rank_bytes]:
                 name = f"{edge.name}: host buffers, after"
-                found.append((name, "B", float(edge.released_bytes_per_device), float(max(measured)), "derived"))
-        return found
+                rows.append((name, "B", float(edge.released_bytes_per_device), float(max(measured)), "derived"))
+        return rows
 
     def _phase(self, op: str, node: str) -> str:
-        """The plan's name for what an instruction does."""
+        """Return the plan's name for what an instruction does."""
         return {"RESHARD": "reshard", "WAIT": "swap", "RUN": self.plan.graph.node(node).verb}.get(op, "")
 
 
-def _failed(key: str) -> bool:
-    """Whether a figure counts rows that failed; of a node that is not the first generation its name stands before."""
+def _counts_failures(key: str) -> bool:
+    """Return whether a figure counts rows that failed.
+
+    The figure of a node other than the first generation begins with the node's name.
+    """
     return key == "failed" or key.endswith("/failed") or "/failed/" in key
 
 
 def read(text: str | bytes) -> dict[str, Any]:
-    """A line of metrics.jsonl; JSON has no nan, so null stands for it."""
+    """Parse a line of metrics.jsonl; null is NaN, which JSON does not have."""
     line: dict[str, Any] = json.loads(text)
-    return {k: math.nan if v is None else v for k, v in line.items()}
+    return {key: math.nan if value is None else value for key, value in line.items()}
 
 
 def whole_lines(path: Path) -> tuple[list[bytes], str]:
-    """The lines of a run's metrics up to the first one that is cut or damaged, and which one that is, in words."""
+    """Return a metrics file's lines up to the first damage, and the damage in words."""
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     for i, line in enumerate(lines):
         if not _is_line(line):
@@ -336,41 +360,48 @@ def _is_line(text: bytes) -> bool:
 
 
 def restore(path: Path, copy: bytes) -> str:
-    """Puts back the lines of a run's metrics that a checkpoint has a copy of, where they are not there as they were
-    written; what was wrong, in words, "" where nothing was. OSError where they cannot be written."""
-    there = path.read_bytes() if path.is_file() else b""
-    if there.startswith(copy):
+    """Restore metrics lines from a checkpoint's copy, if they are not as written.
+
+    Returns what was wrong, "" if nothing was. Raises OSError if they cannot be written.
+    """
+    content = path.read_bytes() if path.is_file() else b""
+    if content.startswith(copy):
         return ""
-    old = there.splitlines(keepends=True)
+    old = content.splitlines(keepends=True)
     new = copy.splitlines(keepends=True)
-    same = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    wrong = f"ends after line {same} of {len(new)}" if there else "is missing"
-    if not copy.startswith(there):
-        wrong = f"was cut or changed in line {same + 1}"
+    same = next(
+        (index for index, (old_line, new_line) in enumerate(zip(old, new, strict=False)) if old_line != new_line),
+        min(len(old), len(new)),
+    )
+    damage = f"ends after line {same} of {len(new)}" if content else "is missing"
+    if not copy.startswith(content):
+        damage = f"was cut or changed in line {same + 1}"
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(copy)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
-    return wrong
+    return damage
 
 
 def imbalances(reports: list[Report]) -> dict[str, float]:
-    """By node that several processes compute: the tokens of the longest share of each round, over those of the mean
-    one, over all rounds."""
-    found: dict[str, float] = {}
+    """Return the load imbalance of each node that several processes compute.
+
+    It is the tokens of the longest share of each round over those of the mean share, over all rounds.
+    """
+    ratios: dict[str, float] = {}
     for node in sorted({node for report in reports for node in report.loads}):
         rounds = [*zip(*(report.loads[node] for report in reports if node in report.loads), strict=False)]
         if rounds and len(rounds[0]) > 1 and any(map(any, rounds)):
-            found[node] = sum(map(max, rounds)) / sum(map(statistics.fmean, rounds))
-    return found
+            ratios[node] = sum(map(max, rounds)) / sum(map(statistics.fmean, rounds))
+    return ratios
 
 
 def phases(reports: list[Report]) -> dict[str, float]:
-    """Seconds of each phase: the slowest process's."""
-    found: dict[str, float] = {}
+    """Return the seconds of each phase in its slowest process."""
+    slowest: dict[str, float] = {}
     for report in reports:
         for name, seconds in report.seconds.items():
-            found[name] = max(found.get(name, 0.0), seconds)
-    return found
+            slowest[name] = max(slowest.get(name, 0.0), seconds)
+    return slowest

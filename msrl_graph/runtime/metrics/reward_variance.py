@@ -1,9 +1,10 @@
-"""How far what is written for rows differs among the responses to a prompt: where it does not, relative advantages are
-0.
+"""Spread of a column's numbers among the responses to a prompt.
 
-Invariant: a process tells of each prompt count, mean, sum of squared deviations, least and largest of the rows that it
-had; merged they are those of all rows, whoever had which (Chan et al. 1979, "Updating formulae and a pairwise algorithm
-for computing sample variances").
+Without spread, relative advantages are 0.
+
+Invariant: for each prompt, a process reports count, mean, sum of squared deviations, minimum and maximum of its own
+rows. Merged, they are those of all rows, whichever process had which (Chan et al. 1979, "Updating formulae and a
+pairwise algorithm for computing sample variances").
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from ..process.task_report import Report
 
 
 class ColumnMeans:
-    """Counts the numbers that a plan's nodes write, one a row."""
+    """Means and spreads of the numbers that a plan's nodes write, one a row."""
 
     def __init__(self, plan: Plan) -> None:
-        self.readers = {r.node: r for r in readers(plan)}
+        self.readers = {reader.node: reader for reader in readers(plan)}
         self.sets = rowsets(plan.graph).columns
 
     def count(self, report: Report, node: Node, task: Task, name: str, rows: Array, values: Array) -> None:
-        """What is finite of the values of some rows: their mean, and how far they differ."""
+        """Add the mean and the spread of the finite values of some rows to a report."""
         finite = np.isfinite(values)
         if not finite.any():
             return
@@ -41,35 +42,35 @@ class ColumnMeans:
         own = values[order]
         means = np.add.reduceat(own, starts) / counts
         squares = np.add.reduceat((own - np.repeat(means, counts)) ** 2, starts)
-        least, most = (f.reduceat(own, starts) for f in (np.minimum, np.maximum))
+        least, most = (function.reduceat(own, starts) for function in (np.minimum, np.maximum))
         report.groups.setdefault(name, []).append(np.stack([units, counts, means, squares, least, most]))
 
 
 def spreads(reports: list[Report]) -> dict[str, float]:
-    """How far the numbers of each prompt's rows differ, by the column's NAME.
+    """Return how far the numbers of each prompt's rows differ, by column.
 
-    NAME/std is the standard deviation (unbiased) among a prompt's rows, in the mean over prompts; NAME/flat the share
-    of prompts whose rows all have the same number. Rewards [1, 0] and [1, 1] of two prompts give std 0.35 and flat
-    0.5. Where no prompt has two rows, all rows count as one prompt's.
+    NAME/std is the standard deviation (unbiased) among a prompt's rows, in the mean over prompts. NAME/flat is the
+    share of prompts whose rows all have the same number. Rewards [1, 0] and [1, 1] of two prompts give std 0.35 and
+    flat 0.5. If no prompt has two rows, all rows count as one prompt's.
     """
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name in sorted({name for report in reports for name in report.groups}):
         units, counts, means, squares, least, most = np.concatenate(
-            [g for r in reports for g in r.groups.get(name, ())], axis=1
+            [group for report in reports for group in report.groups.get(name, ())], axis=1
         )
-        places, of = np.unique(units, return_inverse=True)
+        places, prompt_index = np.unique(units, return_inverse=True)
         if len(places) == counts.sum():
             places = places[:1]
-            of = np.zeros_like(of)
-        number = np.bincount(of, counts)
-        mean = np.bincount(of, counts * means) / number
-        whole = np.bincount(of, squares + counts * (means - mean[of]) ** 2)
+            prompt_index = np.zeros_like(prompt_index)
+        number = np.bincount(prompt_index, counts)
+        mean = np.bincount(prompt_index, counts * means) / number
+        total_squares = np.bincount(prompt_index, squares + counts * (means - mean[prompt_index]) ** 2)
         low = np.full(len(places), np.inf)
         high = np.full(len(places), -np.inf)
-        np.minimum.at(low, of, least)
-        np.maximum.at(high, of, most)
+        np.minimum.at(low, prompt_index, least)
+        np.maximum.at(high, prompt_index, most)
         several = number > 1
         if several.any():
-            found[f"{name}/std"] = float(np.sqrt(whole[several] / (number[several] - 1)).mean())
-            found[f"{name}/flat"] = float((low == high)[several].mean())
-    return found
+            figures[f"{name}/std"] = float(np.sqrt(total_squares[several] / (number[several] - 1)).mean())
+            figures[f"{name}/flat"] = float((low == high)[several].mean())
+    return figures

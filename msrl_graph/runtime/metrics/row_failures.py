@@ -1,7 +1,7 @@
-"""Rows that failed: what is told of a task that some of its rows have left.
+"""Messages about the rows of a task that failed.
 
-Invariant: in training and in evaluations all are counted, and the first of each reason is told. An iteration that no
-row is left of ends the run: what no row comes out of is broken.
+Invariant: in training and in evaluations all failed rows are counted, and the first of each reason is reported. An
+iteration without any row left ends the run: a program that yields no row is broken.
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from ..process.task_report import Report, RunError
 
 
 def failures(plan: Plan, task: Task, reports: Sequence[Report]) -> list[str]:
-    """A message for each node of which rows failed; RunError where none is left to train on."""
-    found = []
+    """Return a message for each node with failed rows.
+
+    Raises RunError if no row is left to train on.
+    """
+    messages = []
     first_of_all = plan.graph.verb("generate")[:1]
     for node in plan.graph.nodes:
-        head = "failed" if node in first_of_all else f"{node.name}/failed"
-        kept = f"kept/{node.name}"
+        failed_key = "failed" if node in first_of_all else f"{node.name}/failed"
+        kept_key = f"kept/{node.name}"
         sums: Counter[str] = Counter()
-        for key, (total, _) in ((k, of) for r in reports for k, of in r.sums.items()):
-            if key in (head, kept) or key.startswith(f"{head}/"):
+        for key, (total, _) in ((name, figure) for report in reports for name, figure in report.sums.items()):
+            if key in (failed_key, kept_key) or key.startswith(f"{failed_key}/"):
                 sums[key] += int(total)
-        if not (failed := sums.pop(head, 0)):
+        if not (failed := sums.pop(failed_key, 0)):
             continue
-        stay = sums.pop(kept, 0)
-        rows = int(sum(r.sums.get(kept, (0, 0))[1] for r in reports))
-        reasons = [f"{n} {key.removeprefix(f'{head}/')}" for key, n in sorted(sums.items())]
+        stay = sums.pop(kept_key, 0)
+        rows = int(sum(report.sums.get(kept_key, (0, 0))[1] for report in reports))
+        reasons = [f"{count} {key.removeprefix(f'{failed_key}/')}" for key, count in sorted(sums.items())]
         if task.trains:
             where = f"iteration {task.number}"
-            rest = f"{rows - stay} left it and {stay} stay"
+            rest = f"{rows - stay} dropped, {stay} remain"
         else:
             where = f"the evaluation of {task.name} after {many(task.number, 'iteration')}"
             rest = f"its means are those of the other {stay}"
-        words = (
+        text = (
             f"`{node.name}` ({place_of_call(node)}): {failed} of {rows} rows failed in {where} ({', '.join(reasons)}); "
         )
         first: dict[str, str] = {}
@@ -46,6 +49,6 @@ def failures(plan: Plan, task: Task, reports: Sequence[Report]) -> list[str]:
             first = report.failed.get(node.name, {}) | first
         lines = [first[reason] for reason in sorted(first)]
         if task.trains and not stay:
-            raise RunError("\n  ".join([f"{words}nothing is left to train on", *lines]))
-        found.append("\n  ".join([words + rest, *lines]))
-    return found
+            raise RunError("\n  ".join([f"{text}nothing is left to train on", *lines]))
+        messages.append("\n  ".join([text + rest, *lines]))
+    return messages

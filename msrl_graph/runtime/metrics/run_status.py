@@ -1,7 +1,7 @@
-"""What those who watch a run are told: one set of facts for the terminal, the page and Prometheus.
+"""Status of a run in progress: one set of facts for terminal, page and Prometheus.
 
-Invariant: whoever watches asks, and the driver looks at the docks only then (`wanted`): nobody who watches costs a
-message. Any thread may ask; the driver's alone tells.
+Invariant: the driver looks at the docks only when a watcher asks (`wanted`): without watchers there are no messages.
+Any thread may ask; only the driver's thread reports.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from ..process.task_report import Report
 
 EVERY = 0.5  # seconds between two looks at the docks, at least
 SAID = 30  # messages that are kept
-POINTS = 1000  # of a curve, at most
-WAYS = (" get away", " get here", " get", " put")  # what is done with rows, as metrics name it
+POINTS = 1000  # most points of a curve
+WAYS = (" get away", " get here", " get", " put")  # endings of metrics: what was done with rows
 
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """A worker state in the task under way, in rows that it makes (of one that makes none, that it reads): those that
-    it was handed what they are made of, those that there are as far as is known (each once an epoch), and those that it
-    is done with. `colour`: of its pool in the picture, None: of none."""
+    """Progress of a worker state in the current task, in rows.
+
+    The rows are those that it makes, or those that it reads if it makes none. `handed`: rows whose input it was handed.
+    `of`: rows that there are as far as known (each once an epoch). `done`: rows that it is done with. `colour`: its
+    pool's in the picture, None for none.
+    """
 
     node: str
     colour: int | None
@@ -50,7 +53,10 @@ class Process:
 
 @dataclass(frozen=True)
 class HostStatus:
-    """`held`: bytes of rows in its warehouse, None where it has none; `used` and `total`: its memory."""
+    """Memory and processes of a host.
+
+    `held`: bytes of rows in its warehouse, None if it has none. `used` and `total`: its memory.
+    """
 
     number: int
     held: int | None
@@ -61,7 +67,7 @@ class HostStatus:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Who waits in which task for what, in words, and for how many seconds."""
+    """A process that waits: its task, what it waits for in words, and seconds."""
 
     who: str
     task: str
@@ -71,8 +77,11 @@ class Waiting:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """All of it at one moment. `task` is under way for `seconds`; `phase` says what is done of it, `figures` what the
-    last iteration came to, `curves` of what there are curves. `ended` is how an attempt ended, "" while it runs."""
+    """Everything known of a run at one moment.
+
+    `task` has been in progress for `seconds`; `phase` says what it does now. `figures` are those of the last iteration,
+    `curves` the metrics that have curves. `ended` is how an attempt ended, "" while it runs.
+    """
 
     name: str
     total: int
@@ -86,38 +95,44 @@ class RunSnapshot:
     states: tuple[NodeStatus, ...]
     hosts: tuple[HostStatus, ...]
     waits: tuple[Waiting, ...]
-    said: tuple[tuple[float, str], ...]  # since the epoch, and text
+    said: tuple[tuple[float, str], ...]  # seconds since the epoch, and text
     curves: tuple[str, ...]
     ended: str
     reason: str
 
 
 def figures(line: Mapping[str, Any], scalars: Sequence[str]) -> list[tuple[str, str]]:
-    """What an iteration came to, by name; `scalars` are the columns whose means are shown."""
+    """Return the main figures of an iteration, by name.
+
+    `scalars` are the columns whose means are shown.
+    """
     shown = [(name, f"{line[name]:.3f}") for name in scalars if name in line]
     # How far the policy is from the reference, or else from the policy that drew the tokens.
-    kl = next((k for k in ("loss/kl", "clip/kl") if k in line), "")
+    kl = next((candidate for candidate in ("loss/kl", "clip/kl") if candidate in line), "")
     for name, key in (("loss", "loss"), ("kl", kl), ("grad_norm", "grad_norm"), ("length", "response_length")):
-        # With several updates the line has a figure of each, `NODE/loss`, and one of all, which says little.
-        each = [k for k in line if k.endswith(f".update/{key}")]
-        name = key if name in scalars else name  # a column that the program calls so
-        for label, of in [(f"{name} {k.partition('.')[0]}", k) for k in each] or [(name, key)]:
-            shown += [(label, f"{line[of]:.3g}")] if of in line else []
+        # With several updates the line has a figure of each, `NODE/loss`, and one of all updates, which says little.
+        keys = [metric for metric in line if metric.endswith(f".update/{key}")]
+        name = key if name in scalars else name  # the program has a column of that name
+        for label, source in [(f"{name} {metric.partition('.')[0]}", metric) for metric in keys] or [(name, key)]:
+            shown += [(label, f"{line[source]:.3g}")] if source in line else []
     return [*shown, ("tokens/s", f"{line['tokens_per_second']:,.0f}"), ("s", f"{line['seconds']:.2f}")]
 
 
 class RunFacts:
-    """`restarts`: how often the run was started anew; it has gone on for a while before this attempt (`elapsed`)."""
+    """Facts of a run, which the driver reports and watchers read.
+
+    `restarts` counts restarts of the run and of its processes. `elapsed` counts from the start of this attempt.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.total = plan.deploy.run.iterations
-        of = colours(plan)
-        self._colours = {n.name: of.get(plan.placement(n.name).pool) for n in plan.graph.nodes}
+        pool_colours = colours(plan)
+        self._colours = {node.name: pool_colours.get(plan.placement(node.name).pool) for node in plan.graph.nodes}
         self._changed = threading.Condition()
         self.over = threading.Event()
         self.started = time.monotonic()
-        self.restarts: Counter[str] = Counter()  # by what was started anew
+        self.restarts: Counter[str] = Counter()  # by what was restarted
         self.done = 0
         self.phase = "starting"
         self.ended = ""
@@ -128,18 +143,18 @@ class RunFacts:
         self.lines: list[dict[str, Any]] = []  # of metrics.jsonl
         self.evaluations: list[dict[str, Any]] = []
         self.figures: list[tuple[str, str]] = []
-        self.totals: Counter[tuple[str, ...]] = Counter()  # since this attempt began, by what and of what
+        self.totals: Counter[tuple[str, ...]] = Counter()  # since this attempt began, by kind and labels
         self._rows = rowsets(plan.graph)
-        self._fans: dict[str, float] = {}  # by node, rows that it makes of one that it is handed
+        self._fans: dict[str, float] = {}  # by node, rows that it makes from one row that it is handed
         self._states: tuple[NodeStatus, ...] = ()
         self._hosts: tuple[HostStatus, ...] = ()
         self._waits: tuple[Waiting, ...] = ()
-        self._docks: dict[int, int] = {}  # by host the id of its dock's process
+        self._docks: dict[int, int] = {}  # by host, the process id of its dock
         self._asked = False
         self._looked = 0.0
         self._looks = 0
 
-    # What the driver tells.
+    # Reports of the driver.
 
     @property
     def wanted(self) -> bool:
@@ -147,16 +162,23 @@ class RunFacts:
         return self._asked and time.monotonic() - self._looked >= EVERY
 
     def begin(self, task: Task) -> None:
-        """The ranks are on this task now."""
+        """Record that the ranks are on this task now."""
         self.task = task.key
         self._since = time.monotonic()
         rows = self._rows
         size = numbers(self._rows.sets, self._rows.refilling, task).size
-        made = {n.name: [rows.columns[c] for c in n.writes if c in rows.columns] for n in self.plan.graph.nodes}
-        self._fans = {
-            node: size[max(sets, key=lambda s: size[s])] / size[rows.nodes[node]] for node, sets in made.items() if sets
+        written_sets = {
+            row_node.name: [rows.columns[column] for column in row_node.writes if column in rows.columns]
+            for row_node in self.plan.graph.nodes
         }
-        self._states = tuple(NodeStatus(n, c, 0, 0, 0, False) for n, c in self._colours.items())
+        self._fans = {
+            node: size[max(sets, key=lambda row_set: size[row_set])] / size[rows.nodes[node]]
+            for node, sets in written_sets.items()
+            if sets
+        }
+        self._states = tuple(
+            NodeStatus(node_name, colour, 0, 0, 0, False) for node_name, colour in self._colours.items()
+        )
 
     def iteration(self, line: dict[str, Any], scalars: Sequence[str], reports: Sequence[Report]) -> None:
         self.done = line["iteration"] + 1
@@ -166,73 +188,83 @@ class RunFacts:
             self.totals["tokens", kind] += line.get(f"{kind}_tokens", 0)
         self.totals["rows",] += line.get("rows", 0)
         self.totals["messages",] += line.get("dock_messages", 0)
-        for what, size in line.get("dock_bytes", {}).items():
-            way = next(w for w in WAYS if what.endswith(w))
-            self.totals["moved", what.removesuffix(way), way.strip()] += size
+        for move, size in line.get("dock_bytes", {}).items():
+            way = next(candidate for candidate in WAYS if move.endswith(candidate))
+            self.totals["moved", move.removesuffix(way), way.strip()] += size
         for report in reports:
             waited = report.seconds.get("dock wait", 0.0) + report.seconds.get("wait", 0.0)
             self.totals["waited", report.process] += waited  # type: ignore[assignment]
 
     def look(self, statuses: Sequence[Status]) -> None:
-        """What the docks answered; of those that were asked for it, what they have seen."""
-        doing = {name: told for s in statuses for name, told in s.doing.items()}
-        seen = [s.seen for s in statuses if s.seen is not None]
+        """Take the docks' statuses, and details of those that were asked for them."""
+        doing = {name: activity for status in statuses for name, activity in status.doing.items()}
+        seen = [status.seen for status in statuses if status.seen is not None]
         self._waits = tuple(
-            Waiting(w.who, w.key, w.missing, w.seconds)
-            for w in sorted((w for s in statuses for w in s.waits), key=lambda w: -w.seconds)
+            Waiting(wait.who, wait.key, wait.missing, wait.seconds)
+            for wait in sorted((wait for status in statuses for wait in status.waits), key=lambda wait: -wait.seconds)
         )
         if not seen:
             return
-        here = {name: told.what.removesuffix(f" in {self.task}") for name, told in doing.items()}
-        ours = [here[name] for name, told in doing.items() if told.what != here[name]]
-        rows = {n: r for s in seen for n, r in s.rows.get(self.task, {}).items()}
+        steps = {name: activity.what.removesuffix(f" in {self.task}") for name, activity in doing.items()}
+        ours = [steps[name] for name, activity in doing.items() if activity.what != steps[name]]
+        rows = {name: counts for summary in seen for name, counts in summary.rows.get(self.task, {}).items()}
         done: Counter[str] = Counter()
-        for s in seen:
-            done.update(s.done.get(self.task, {}))
+        for summary in seen:
+            done.update(summary.done.get(self.task, {}))
         states = []
         for node, colour in self._colours.items():
             fan = self._fans.get(node, 1)
-            handed, of = (round(fan * r) for r in rows.get(node, (0, 0)))
+            handed, known = (round(fan * count) for count in rows.get(node, (0, 0)))
             if node not in rows:  # the source is handed nothing
-                handed = of = done[node]
-            runs = (node in ours or f"RUN {node}" in ours) and not done[node] >= of > 0
-            states.append(NodeStatus(node, colour, handed, of, done[node], runs))
+                handed = known = done[node]
+            runs = (node in ours or f"RUN {node}" in ours) and not done[node] >= known > 0
+            states.append(NodeStatus(node, colour, handed, known, done[node], runs))
         hosts = []
-        for s in seen:
-            names = dict.fromkeys([*s.memory, *(n for st in statuses if st.seen is s for n in st.doing)])
-            processes = tuple(
-                Process(n, s.memory.get(n, 0), str(doing[n]), doing[n].seconds)
-                if n in doing
-                else Process(n, s.memory.get(n, 0), "", 0.0)
-                for n in sorted(names, key=_order)
+        for summary in seen:
+            names = dict.fromkeys(
+                [
+                    *summary.memory,
+                    *(process_name for status in statuses if status.seen is summary for process_name in status.doing),
+                ]
             )
-            hosts.append(HostStatus(s.host, s.held, s.used, s.total, processes))
-            if self._docks.setdefault(s.host, s.pid) != s.pid:
-                self._docks[s.host] = s.pid
-                self.restarts[f"dock of host {s.host}"] += 1
+            processes = tuple(
+                Process(
+                    process_name,
+                    summary.memory.get(process_name, 0),
+                    str(doing[process_name]),
+                    doing[process_name].seconds,
+                )
+                if process_name in doing
+                else Process(process_name, summary.memory.get(process_name, 0), "", 0.0)
+                for process_name in sorted(names, key=_sort_key)
+            )
+            hosts.append(HostStatus(summary.host, summary.held, summary.used, summary.total, processes))
+            if self._docks.setdefault(summary.host, summary.pid) != summary.pid:
+                self._docks[summary.host] = summary.pid
+                self.restarts[f"dock of host {summary.host}"] += 1
         with self._changed:
             self._states = tuple(states)
             self._hosts = tuple(hosts)
-            working = dict.fromkeys(w.removeprefix("RUN ") for w in ours if w.startswith(("RUN ", "RESHARD ")))
-            self.phase = ", ".join(w.replace("RESHARD ", "resharding to ") for w in working) or self.phase
+            working = dict.fromkeys(step.removeprefix("RUN ") for step in ours if step.startswith(("RUN ", "RESHARD ")))
+            self.phase = ", ".join(step.replace("RESHARD ", "resharding to ") for step in working) or self.phase
             self._asked = False
             self._looked = time.monotonic()
             self._looks = self._looks + 1
             self._changed.notify_all()
 
     def end(self, kind: str, reason: str) -> None:
-        """How the attempt ended."""
+        """Record how the attempt ended."""
         if kind == "done":
             self._waits = ()
-        self._states = tuple(replace(s, runs=False) for s in self._states)
+        self._states = tuple(replace(state, runs=False) for state in self._states)
         self.ended = kind
         self.reason = reason
         self.over.set()
 
-    # What those ask who watch.
+    # Requests of watchers.
 
     def now(self) -> RunSnapshot:
-        """What is known, and asks for a look."""
+        """Return what is known, and request a look."""
         self._asked = True
         return RunSnapshot(
             name=self.plan.deploy.name,
@@ -254,7 +286,7 @@ class RunFacts:
         )
 
     def fresh(self, patience: float) -> RunSnapshot:
-        """What is known after the next look, or after so many seconds without one."""
+        """Return what is known after the next look, or after `patience` seconds."""
         with self._changed:
             self._asked = True
             before = self._looks
@@ -262,22 +294,32 @@ class RunFacts:
         return self.now()
 
     def curves(self) -> tuple[str, ...]:
-        """Of what there are curves."""
+        """Return the metrics that have curves."""
         last = self.lines[-1] if self.lines else {}
-        return tuple(k for k, v in last.items() if isinstance(v, int | float) and k not in ("iteration", "prompts"))
+        return tuple(
+            key for key, value in last.items() if isinstance(value, int | float) and key not in ("iteration", "prompts")
+        )
 
     def curve(self, key: str) -> dict[str, Any]:
-        """The values of a metric by iterations that are done, means of neighbours where there are many, and what
-        evaluations gave."""
-        points = [(x["iteration"] + 1, x[key]) for x in list(self.lines) if isinstance(x.get(key), int | float)]
+        """Return a metric's values by finished iterations, and values of evaluations.
+
+        Many values are reduced to means of neighbours.
+        """
+        points = [
+            (line["iteration"] + 1, line[key]) for line in list(self.lines) if isinstance(line.get(key), int | float)
+        ]
         step = -(-len(points) // POINTS) or 1
-        some = [points[i : i + step] for i in range(0, len(points), step)]
-        means = [(part[-1][0], sum(v for _, v in part) / len(part)) for part in some]
-        held = [(e["evaluation"], e["after_iterations"], e[key]) for e in list(self.evaluations) if key in e]
-        return {"points": means, "evaluations": held}
+        chunks = [points[i : i + step] for i in range(0, len(points), step)]
+        means = [(chunk[-1][0], sum(value for _, value in chunk) / len(chunk)) for chunk in chunks]
+        evaluations = [
+            (evaluation["evaluation"], evaluation["after_iterations"], evaluation[key])
+            for evaluation in list(self.evaluations)
+            if key in evaluation
+        ]
+        return {"points": means, "evaluations": evaluations}
 
 
-def _order(name: str) -> tuple[str, int]:
-    """Ranks by their numbers."""
+def _sort_key(name: str) -> tuple[str, int]:
+    """Sort ranks by their numbers."""
     kind, _, number = name.rpartition(" ")
     return kind, int(number) if number.isdecimal() else 0

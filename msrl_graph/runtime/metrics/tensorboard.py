@@ -1,8 +1,8 @@
-"""The metrics as TensorBoard shows them.
+"""The metrics for TensorBoard.
 
-Invariant: what it shows is what metrics.jsonl holds, also after a resume: the lines that were kept are written anew. A
-disk that is full costs points, never the run: events are written at once, by the caller (tensorboardX's SummaryWriter
-blocks for ever once its thread has met a full disk).
+Invariant: it shows what metrics.jsonl holds, also after a resume: the kept lines are written again. A full disk costs
+points, never the run: the caller writes events at once (tensorboardX's SummaryWriter blocks for ever once its thread
+has met a full disk).
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any
 
 
 @contextmanager
-def _without(name: str) -> Iterator[None]:
-    """Without a module, unless it is there already: tensorboardX imports torch where it can, which takes a second, for
-    values of a kind that it never gets here."""
+def _hide_module(name: str) -> Iterator[None]:
+    """Hide a module while the context is open, unless it is loaded already.
+
+    tensorboardX imports torch if it can, which takes a second, for kinds of values that it never gets here.
+    """
     hidden = name not in sys.modules
     if hidden:
         sys.modules[name] = None  # type: ignore[assignment]
@@ -33,7 +35,7 @@ def _without(name: str) -> Iterator[None]:
 
 class TensorBoard:
     def __init__(self, folder: Path, lines: list[dict[str, Any]]) -> None:
-        with _without("torch"):
+        with _hide_module("torch"):
             from tensorboardX.event_file_writer import EventsWriter
 
         shutil.rmtree(folder, ignore_errors=True)
@@ -43,7 +45,7 @@ class TensorBoard:
             self.add(line)
 
     def add(self, line: dict[str, Any]) -> None:
-        """The numbers of a line of metrics.jsonl, at their iteration."""
+        """Add the numbers of a line of metrics.jsonl, at their iteration."""
         from tensorboardX import summary
         from tensorboardX.proto.event_pb2 import Event
 

@@ -1,6 +1,7 @@
-"""What those who watch a run are told, as a terminal shows it.
+"""Panel of a run on a terminal, for those who watch it.
 
-Invariant: it shows facts of run_status.py and has none of its own; text of a program steers no terminal (`shown`).
+Invariant: it shows facts of run_status.py and has none of its own. The text of a program cannot control the terminal
+(`shown`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ...diagnostics.terminal_text import shown
 from ...emit.humanize import duration, size
 from .run_status import RunSnapshot
 
-WAITS = 4  # waits that a terminal has room for
+WAITS = 4  # most waits that are shown
 SPARKS = "▁▂▃▄▅▆▇█"
-LONGEST = 48  # marks of a curve
+LONGEST = 48  # most marks of a curve
 
 
 def panel(
@@ -29,11 +30,13 @@ def panel(
 ) -> RenderableType:
     parts: list[RenderableType] = [progress]
     if now.figures:
-        units = ("tokens/s", "s")  # which stand behind their figures
+        units = ("tokens/s", "s")  # which follow their figures
         parts.append(
             Text("  ").join(
-                Text.assemble(v, (f" {n}", "dim")) if n in units else Text.assemble((f"{shown(n)} ", "dim"), v)
-                for n, v in now.figures
+                Text.assemble(value, (f" {name}", "dim"))
+                if name in units
+                else Text.assemble((f"{shown(name)} ", "dim"), value)
+                for name, value in now.figures
             )
         )
     parts += _curves(now, curve, width)
@@ -41,9 +44,9 @@ def panel(
         parts += [Text(), _states(now)]
     if now.hosts:
         parts += [Text(), _hosts(now)]
-    for w in now.waits[:WAITS]:
-        words = f"{w.who} waits {duration(w.seconds)} in {w.task} for {w.missing}"
-        parts.append(Text(shown(words), "yellow" if w.seconds > 10 else "dim", no_wrap=True, overflow="ellipsis"))
+    for wait in now.waits[:WAITS]:
+        words = f"{wait.who} waits {duration(wait.seconds)} in {wait.task} for {wait.missing}"
+        parts.append(Text(shown(words), "yellow" if wait.seconds > 10 else "dim", no_wrap=True, overflow="ellipsis"))
     if len(now.waits) > WAITS:
         parts.append(Text(f"and {len(now.waits) - WAITS} more waits", "dim"))
     return Group(*parts)
@@ -55,9 +58,11 @@ def _states(now: RunSnapshot) -> Table:
     table.add_column("", width=24)
     for name in ("done", "handed", "rows"):
         table.add_column(name, justify="right", no_wrap=True)
-    for s in now.states:
-        called = Text(f"{'▸' if s.runs else ' '} {shown(s.node)}", "bold cyan" if s.runs else "")
-        table.add_row(called, ProgressBar(s.of or 1, s.done, 24), f"{s.done:,}", f"{s.handed:,}", f"{s.of:,}")
+    for state in now.states:
+        label = Text(f"{'▸' if state.runs else ' '} {shown(state.node)}", "bold cyan" if state.runs else "")
+        table.add_row(
+            label, ProgressBar(state.of or 1, state.done, 24), f"{state.done:,}", f"{state.handed:,}", f"{state.of:,}"
+        )
     return table
 
 
@@ -67,33 +72,36 @@ def _hosts(now: RunSnapshot) -> Table:
     for name in ("warehouse", "memory"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("of processes", overflow="ellipsis", no_wrap=True)
-    for h in now.hosts:
-        held = "-" if h.held is None else size(h.held)
-        processes = ", ".join(f"{p.name} {size(p.memory)}" for p in h.processes if p.memory)
-        table.add_row(f"  host {h.number}", held, f"{size(h.used)} of {size(h.total)}", shown(processes))
+    for host in now.hosts:
+        warehouse = "-" if host.held is None else size(host.held)
+        processes = ", ".join(f"{process.name} {size(process.memory)}" for process in host.processes if process.memory)
+        table.add_row(f"  host {host.number}", warehouse, f"{size(host.used)} of {size(host.total)}", shown(processes))
     return table
 
 
 def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: int) -> list[RenderableType]:
-    """Of the first figure that is a metric, and the loss."""
-    names = dict.fromkeys([n for n, _ in now.figures if n in now.curves][:2])
-    found: list[RenderableType] = []
+    """Return curves of the first figure that is a metric, and of the loss."""
+    names = dict.fromkeys([figure_name for figure_name, _ in now.figures if figure_name in now.curves][:2])
+    curves: list[RenderableType] = []
     for name in names:
-        values = [v for _, v in curve(name)["points"] if math.isfinite(v)]
+        values = [value for _, value in curve(name)["points"] if math.isfinite(value)]
         if len(values) > 1:
             low = min(values)
             high = max(values)
             line = _sparks(values, min(LONGEST, max(8, width - 40)))
             words = (f"  {low:.3g} to {high:.3g}", "dim")
-            found.append(Text.assemble((f"{shown(name):<10.10} ", "dim"), (line, "cyan"), words))
-    return found
+            curves.append(Text.assemble((f"{shown(name):<10.10} ", "dim"), (line, "cyan"), words))
+    return curves
 
 
 def _sparks(values: list[float], width: int) -> str:
-    """A curve as marks of eight heights, means of neighbours where it is longer."""
+    """Draw a curve as marks of eight heights.
+
+    If it is longer than `width`, each mark is a mean of neighbours.
+    """
     low = min(values)
     high = max(values)
     count = min(width, len(values))
     cuts = [round(i * len(values) / count) for i in range(count + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
-    return "".join(SPARKS[int((len(SPARKS) - 1) * (m - low) / ((high - low) or 1) + 0.5)] for m in means)
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(cuts)]
+    return "".join(SPARKS[int((len(SPARKS) - 1) * (mean - low) / ((high - low) or 1) + 0.5)] for mean in means)

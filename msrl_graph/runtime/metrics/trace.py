@@ -1,7 +1,7 @@
-"""The trace of a run: what every process did when, for a viewer.
+"""Trace of a run: what every process did when, for a viewer.
 
-Invariant: its memory and its file are bounded, however long the run is: of more than FIRST + LAST tasks, those in
-between are left out. A task is an iteration, or one evaluation.
+Invariant: its memory and its file are bounded, however long the run is: beyond FIRST + LAST tasks, those in between are
+left out. A task is an iteration, or one evaluation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LAST = 180  # and from the end
 
 
 class _Kept(NamedTuple):
-    """An event, by numbers of a process and of a lane of it; `start` in seconds (wall clock)."""
+    """An event; `process` and `lane` are numbers, `start` is in seconds (wall clock)."""
 
     name: str
     start: float
@@ -31,44 +31,47 @@ class _Kept(NamedTuple):
 
 
 class Trace:
-    """`placed` gives what a process is called in the trace."""
+    """Events of a run's tasks; `label` returns the name of a process in the trace."""
 
-    def __init__(self, placed: Callable[[str], str]) -> None:
-        self.placed = placed
+    def __init__(self, label: Callable[[str], str]) -> None:
+        self.label = label
         self.left_out = 0  # tasks
-        self._lanes: dict[str, dict[str, int]] = {}  # by process, what it does beside its work, too
-        self._first: list[tuple[int, list[_Kept]]] = []  # by task its iteration, and events
+        self._lanes: dict[str, dict[str, int]] = {}  # by process: its lanes, for work and for what it does in parallel
+        self._first: list[tuple[int, list[_Kept]]] = []  # by task: its iteration and its events
         self._last: deque[tuple[int, list[_Kept]]] = deque(maxlen=LAST)
         self._start: float | None = None
 
     def add(self, iteration: int, reports: Sequence[Report]) -> None:
-        """Adds the events of a task."""
-        some = []
+        """Add the events of a task."""
+        events = []
         for report in reports:
             lanes = self._lanes.setdefault(report.process, {"": 0})
             process = list(self._lanes).index(report.process)
-            for e in report.events:
-                self._start = e.start if self._start is None else min(self._start, e.start)
-                lane = lanes.setdefault(e.beside, len(lanes))
-                facts = {sys.intern(k): sys.intern(v) if isinstance(v, str) else v for k, v in e.facts.items()}
-                some.append(_Kept(sys.intern(e.name), e.start, e.seconds, process, lane, facts))
+            for event in report.events:
+                self._start = event.start if self._start is None else min(self._start, event.start)
+                lane = lanes.setdefault(event.beside, len(lanes))
+                facts = {
+                    sys.intern(key): sys.intern(value) if isinstance(value, str) else value
+                    for key, value in event.facts.items()
+                }
+                events.append(_Kept(sys.intern(event.name), event.start, event.seconds, process, lane, facts))
         if len(self._first) < FIRST:
-            self._first.append((iteration, some))
+            self._first.append((iteration, events))
         else:
             self.left_out += len(self._last) == LAST
-            self._last.append((iteration, some))
+            self._last.append((iteration, events))
 
     def write(self, path: Path) -> None:
-        """Writes what is kept, as the trace events of Chrome and Perfetto."""
+        """Write the kept events, as trace events of Chrome and Perfetto."""
         events: list[dict[str, Any]] = []
         for pid, (process, lanes) in enumerate(self._lanes.items()):
-            events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": self.placed(process)}})
-            events += [_lane(pid, tid, beside or "work") for beside, tid in lanes.items()]
-        for iteration, some in (*self._first, *self._last):
-            for e in some:
-                place = {"pid": e.process, "tid": e.lane, "args": {"iteration": iteration, **e.facts}}
-                when = {"ts": (e.start - (self._start or 0.0)) * 1e6, "dur": e.seconds * 1e6}
-                events.append({"name": e.name, "ph": "X", **when, **place})
+            events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": self.label(process)}})
+            events += [_lane(pid, tid, lane_name or "work") for lane_name, tid in lanes.items()]
+        for iteration, kept_events in (*self._first, *self._last):
+            for event in kept_events:
+                place = {"pid": event.process, "tid": event.lane, "args": {"iteration": iteration, **event.facts}}
+                when = {"ts": (event.start - (self._start or 0.0)) * 1e6, "dur": event.seconds * 1e6}
+                events.append({"name": event.name, "ph": "X", **when, **place})
         about = {"tasks left out": self.left_out} if self.left_out else {}
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}))
 
