@@ -211,7 +211,7 @@ def test_all_else_is_listed_in_one_warning_and_in_the_dry_run(program, ran, caps
     named = [what.partition(" was ")[0].partition(" has other ")[0] for what in changed]
     assert named[0] == "algorithm.params.kl_coef" and named[-2:] == ["data source", "code helper.py"]
     assert err.count("warning[") == err.count("warning[changed-program]") == 1
-    assert f"has changed since the checkpoint {ran} was written: {'; '.join(changed)}\n" in err
+    assert f"have changed since the checkpoint {ran} was written: {'; '.join(changed)}\n" in err
     assert [line for line in out.splitlines() if line.startswith("changed")] == [
         f"changed since the checkpoint: {what}" for what in changed
     ]
