@@ -49,9 +49,8 @@ class AsyncPools(PoolProgress):
             for stream in plan.schedule
             if stream.pool in self.leads
         }
-        self.running: dict[str, dict[Any, Task]] = {
-            pool: {} for pool in self.leads
-        }  # by pool, then by reference to a report
+        # By pool, then by reference to a report.
+        self.running: dict[str, dict[Any, Task]] = {pool: {} for pool in self.leads}
         self.reports: dict[str, list[Any]] = {}  # by task key
         self.fetches: dict[str, WeightFetch] = {}  # by edge, the last requested fetch
         self.drawn: dict[tuple[str, int], int] = {}  # by edge and iteration, the version that draws its rows

@@ -56,9 +56,8 @@ class RunState:
                 for name, (state, initial) in firsts.items()
             }
         }
-        self.draws: dict[
-            int, tuple[int, dict[str, Array]]
-        ] = {}  # by begun iteration: whose states draw, and the states
+        # By begun iteration: the iteration whose states draw its rows, and these states.
+        self.draws: dict[int, tuple[int, dict[str, Array]]] = {}
         self.drawing = late_states(plan)
         # Whether all that the next iteration begins with is known before this one has ended.
         self.known = not firsts and not self.refills and not self.groups

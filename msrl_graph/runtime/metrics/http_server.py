@@ -75,7 +75,7 @@ class _Server(ThreadingHTTPServer):
         self.socket.close()
         self.socket = listening
         self.gate = Gate()
-        self.requested = Gate()
+        self.answer_gate = Gate()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -91,7 +91,7 @@ class _Server(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         self.gate.expire()
-        self.requested.expire()
+        self.answer_gate.expire()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):  # else the client is gone
@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         is_valid = super().parse_request()
         if is_valid:
             self.server.gate.prove(self.connection.fileno())
-            self.server.requested.enter(self.connection)
+            self.server.answer_gate.enter(self.connection)
         return is_valid
 
 
@@ -123,7 +123,7 @@ class _Page(_Handler):
         if not hmac.compare_digest(query.get("token", [""])[0].encode(), self.watching.token.encode()):
             self._send(403, "text/plain", b"this page needs the token in the address that msrl-run printed\n")
             return
-        self.server.requested.prove(self.connection.fileno())
+        self.server.answer_gate.prove(self.connection.fileno())
         if url.path == "/":
             self._send(200, "text/html; charset=utf-8", self.watching.html)
         elif url.path == "/curve":
