@@ -203,10 +203,10 @@ def test_what_breaks_on_the_way_is_told_with_its_tensor(way, how, tmp_path):
     words = [w for file in sorted(tmp_path.iterdir()) if (w := file.read_text())]
     tensor = ROWS if (how, way) in (("cut_wrongly", "send"), ("cut_wrongly", "fetch")) else COLUMNS
     line = next(e.span.line for e in plan.graph.reshards())
-    old = ", but what it had in version 1" if how in ("not_sent", "sent_as_it_was") else ""
+    old = " and equals version 1" if how in ("not_sent", "sent_as_it_was") else ""
     expected = (
-        rf"`actor.update => actor.generate` \(line {line} of grpo.rlg\) on rank \d: `{re.escape(tensor)}` is not what "
-        rf"`actor.update` has in version 2{old} \(1 of 51 tensors differ\)"
+        rf"`actor.update => actor.generate` \(line {line} of grpo.rlg\) on rank \d: `{re.escape(tensor)}` differs from "
+        rf"version 2 of `actor.update`{old} \(1 of 51 tensors differ\)"
     )
     assert words and all(re.fullmatch(expected, w) for w in words), words
 
@@ -238,8 +238,8 @@ def test_what_an_engine_keeps_of_old_weights_is_told(way, engine, tmp_path):
         words = [w for w in second if w]
         assert words
         for w in words:
-            assert "it holds version 1 of the weights, but computes something else than `actor.update`" in w, w
-            assert "off by" in w or "none of the trainer's 8 likeliest" in w
+            assert "it holds version 1 of the weights, but does not compute what `actor.update` computes" in w, w
+            assert "off by" in w or "not one of the trainer's 8 likeliest" in w
 
 
 def test_an_engine_with_kernels_of_its_own_can_be_left():

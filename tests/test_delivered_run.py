@@ -56,7 +56,7 @@ def line_of(text, word):
 def test_a_tensor_that_is_not_sent(place):
     edge = "actor.update => actor.generate"
     line = line_of(place.write(evaluated=False), edge)
-    what = f"`{edge}` (line {line} of p.rlg) on rank 0: `{TENSOR}` is not what `actor.update` has in version 2"
+    what = f"`{edge}` (line {line} of p.rlg) on rank 0: `{TENSOR}` differs from version 2 of `actor.update`"
     variables = patched(place, "msrl_graph.runtime.weights.reshard", LEFT_OUT)
     ended(place, f"{what} (1 of 51 tensors differ)", 2, **variables)
 
@@ -64,10 +64,10 @@ def test_a_tensor_that_is_not_sent(place):
 def test_a_copy_to_fetch_that_is_not_renewed(place):
     edge = "actor.update => actor.generate"
     line = line_of(place.write(*APART, stale(1), evaluated=False), edge)
-    what = f"`{edge}` (line {line} of p.rlg) on rank 0: `{TENSOR}` is not what `actor.update` has in version 2"
+    what = f"`{edge}` (line {line} of p.rlg) on rank 0: `{TENSOR}` differs from version 2 of `actor.update`"
     variables = patched(place, "msrl_graph.runtime.weights.weight_publication", NOT_RENEWED)
     # The update may end the iteration that it is in meanwhile.
-    ended(place, f"{what}, but what it had in version 1 (1 of 51 tensors differ)", 2, 3, **variables)
+    ended(place, f"{what} and equals version 1 (1 of 51 tensors differ)", 2, 3, **variables)
 
 
 def test_a_run_ends_at_a_drift_that_is_too_large(place):

@@ -139,7 +139,7 @@ def test_a_conversation_follows_the_prompt_that_it_was_rendered_to(models, tmp_p
     assert np.array_equal(tokens, speech.encode(speech.tokens.rendered(conversation, True)))
 
 
-THOUGHTS = "If it leaves out what was thought before a `user` speaks, answer as `tool`; if it moves"
+THOUGHTS = "If the template leaves out earlier thoughts once a `user` message follows, answer as `tool`; if it moves"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ THOUGHTS = "If it leaves out what was thought before a `user` speaks, answer as 
             "return None",
             USER,
             "one",
-            "`step` returned messages, and the conversation that they belong to is not",
+            "`step` returned messages, but there is no conversation to add them to",
         ),
         ("qwen", ASKS, "return 'so', 0.0, text, False", "one", "`step` returned the text 'so' in a conversation"),
         ("qwen", ASKS, "return None, 0.0, text, False", "one", "`step` returned nothing in a conversation of messages"),
@@ -170,7 +170,13 @@ THOUGHTS = "If it leaves out what was thought before a `user` speaks, answer as 
             "one",
             "it returned dict of 1, where the text belongs that it says, ",
         ),
-        ("qwen", "return None", USER, "", "`reset` says nothing, and the row has no prompt: nothing predicts a first"),
+        (
+            "qwen",
+            "return None",
+            USER,
+            "",
+            "`reset` returned no text and the row has no prompt, so nothing predicts a first",
+        ),
         ("thinks", ASKS, USER, "<think>hm</think>one", THOUGHTS),
         ("empty thoughts", ASKS, USER, "<think>hm</think>one", THOUGHTS),
         ("counts", ASKS, USER, "one", THOUGHTS),

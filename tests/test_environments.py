@@ -279,7 +279,7 @@ OVER = "where true or false belongs: whether the episode is over"
         (
             "return '1' * 24",
             "pass",
-            f"{FIRST}BadResult: what the environment says first takes 24 tokens, and a response holds 24",
+            f"{FIRST}BadResult: the environment's first message has 24 tokens, but a response has room for 24",
         ),
         (
             "pass",

@@ -187,7 +187,7 @@ def test_what_an_environment_says_first_and_no_response_holds_is_a_failure(alone
     here = stage(tool(tmp_path, reset="if self.answer == '7': return '1' * 24"), "drop_group")
     assert drawn(here)["actor.generate.times"].values.tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
     assert here.told.sums["failed/rubbish"] == (2, 0)
-    assert "what the environment says first takes 24 tokens, and a response holds 24" in str(here.told.failed)
+    assert "the environment's first message has 24 tokens, but a response has room for 24" in str(here.told.failed)
 
 
 def test_all_rows_may_fail_and_none_is_drawn_then(alone, tmp_path):

@@ -114,9 +114,9 @@ def test_a_term_tells_figures_under_its_name(tmp_path):
     [
         (
             "return -logp.mean()",
-            "`f` returned a tensor of the shape (), where one of the shape (N,) belongs, a number a token",
+            "`f` returned a tensor of shape (); expected shape (N,), one number per token",
         ),
-        ("return 1.0", "`f` returned float 1.0, where one of the shape (N,) belongs, a number a token"),
+        ("return 1.0", "`f` returned float 1.0; expected shape (N,), one number per token"),
         (
             "return advantage.nothing",
             (

@@ -93,7 +93,7 @@ def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest=""
 def test_a_statistic_of_what_is_beside_a_row_is_found(tmp_path, judge, body):
     (found,) = own(tmp_path, judge, body)
     assert (found.code, found.severity) == ("bad-scope", "error")
-    assert found.message.startswith("`term` gives a row another loss where other rows are beside it")
+    assert found.message.startswith("`term` changes a row's loss when other rows are computed with it")
 
 
 def test_what_remembers_is_found(tmp_path, judge):

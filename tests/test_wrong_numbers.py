@@ -243,7 +243,7 @@ def test_under_skip_a_row_with_an_unknown_token_is_fed_to_nobody_and_its_step_is
     assert stage.told.remarks == [
         "`actor.update` (line 28 of grpo.rlg) on 8 rows (0, 1, 2, 3, 4, ...) of iteration 3: the gradient of "
         "their mini-batch of 8 rows "
-        "has the norm nan; the step is left out"
+        "has the norm nan; the step is skipped"
     ]
 
 
@@ -412,7 +412,7 @@ def test_a_run_goes_on_without_the_step_and_says_so(place):
         )
         assert (
             err.count(
-                f"of iteration {i}: the gradient of their mini-batch of 32 rows has the norm nan; the step is left out"
+                f"of iteration {i}: the gradient of their mini-batch of 32 rows has the norm nan; the step is skipped"
             )
             == 1
         )

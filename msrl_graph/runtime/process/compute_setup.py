@@ -17,7 +17,8 @@ from .connection_gate import listen
 # back.
 TRIM = -1
 MMAP = -3
-LARGEST, KEPT = 32 << 20, 256 << 20  # bytes; glibc allows no more for the first
+LARGEST = 32 << 20  # bytes; glibc allows no more
+KEPT = 256 << 20  # bytes
 
 
 def meeting(host: str) -> TCPStore:

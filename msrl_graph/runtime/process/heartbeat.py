@@ -200,7 +200,8 @@ class HeartbeatWatch:
 
 def examine(folder: str, limits: tuple[float, float], seconds: float) -> None:
     """Looks at a host for so long, from a process that is none of the run's."""
-    watch, until = HeartbeatWatch(folder, Limits(*limits)), time.monotonic() + seconds
+    watch = HeartbeatWatch(folder, Limits(*limits))
+    until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(EVERY)
         watch.look(EVERY)

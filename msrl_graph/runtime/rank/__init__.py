@@ -1,1 +1,1 @@
-"""A rank: what it generates, infers and updates."""
+"""A rank: one process on one device that generates, infers and updates."""

@@ -1,8 +1,8 @@
-"""Generation by agents: what a rank draws for programs that ask by themselves.
+"""Generation by agents: sampling for programs that send their own requests.
 
-Invariant: all ranks of a group draw the same batches, which the first one hears of from the process of its agents. What
-is drawn for a request is a function of (seed, node, iteration, row), of what stands before it and of the weights: not
-of who else asked at the time.
+Invariant: all ranks of a group sample the same batches. The first rank gets them from its agent process and shares
+them. What is sampled for a request is a function of (seed, node, iteration, row), of the tokens before it and of the
+weights, but not of the other requests that came at the same time.
 """
 
 from __future__ import annotations
@@ -25,60 +25,70 @@ from .engines import Engines
 
 
 class AgentGeneration(Engines):
-    """A rank of one of the pools of devices, as far as agents ask it."""
+    """A rank's part in generation by agents."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
         self.agents: dict[str, AgentProcess] = {}  # by node, on the first rank of a group
 
     def build(self) -> None:
-        # Before the engines, which take their time, as the process does.
-        for name in [p.node for p in self.plan.placements if self.pool and p.pool == self.pool.name]:
+        # The agent process starts before the engines are built: both take time.
+        for name in [
+            placement.node for placement in self.plan.placements if self.pool and placement.pool == self.pool.name
+        ]:
             node = self.plan.graph.node(name)
             if node.verb == "generate" and GenerateAttributes.of(node).agent is not None and self._first(node):
                 self.agents[name] = AgentProcess(self.plan, node)
         super().build()
 
     def _stream(self, node: Node, task: Task) -> noise.RandomStream:
-        """What a generation's tokens are drawn by."""
+        """Return the random stream that samples a generation's tokens."""
         return noise.RandomStream(self.plan.deploy.run.seed, "token", node.name, task.name)
 
-    def _conversed(
+    def _run_agents(
         self, node: Node, task: Task, begin: BatchStart, sampling: Sampling, report: Report
     ) -> AgentsFinished:
-        """What comes of the agents of a batch."""
+        """Serve the requests of a batch's agents until all agents have finished."""
         if self._first(node):
             self.agents[node.name].begin(begin)
-        drawn = list[SampleReply]()
+        replies = list[SampleReply]()
         answers = 0
         while True:
             with report.phase("agent"):
-                found = self._shared(node, self._wanted, node, drawn)
-            if isinstance(found, AgentsFinished):
-                return found
-            drawn = self._drawn(node, task, found, sampling)
-            answers += len(drawn)
+                wanted = self._shared(node, self._next_requests, node, replies)
+            if isinstance(wanted, AgentsFinished):
+                return wanted
+            replies = self._sample_replies(node, task, wanted, sampling)
+            answers += len(replies)
             row_progress.report(answers, 0, f"the policy has given agents {answers} answers")
 
-    def _wanted(self, node: Node, drawn: list[SampleReply]) -> list[SampleRequest] | AgentsFinished:
-        return self.agents[node.name].next(drawn)
+    def _next_requests(self, node: Node, replies: list[SampleReply]) -> list[SampleRequest] | AgentsFinished:
+        return self.agents[node.name].next(replies)
 
-    def _drawn(self, node: Node, task: Task, wanted: list[SampleRequest], sampling: Sampling) -> list[SampleReply]:
-        """What is drawn for some requests. An engine draws a batch by one bound and the same stop strings: what is
-        longer than a request wants is what it would have got, and more."""
-        found: list[SampleReply] = []
-        for stop in dict.fromkeys(w.stop for w in wanted):
-            some = [w for w in wanted if w.stop == stop]
-            begun = np.array([w.begun for w in some])
-            how = replace(
-                sampling.of(np.array([w.place for w in some])),
-                max_tokens=max(w.begun + w.most for w in some),
+    def _sample_replies(
+        self, node: Node, task: Task, wanted: list[SampleRequest], sampling: Sampling
+    ) -> list[SampleReply]:
+        """Sample a reply to each request.
+
+        An engine samples a batch with one bound and one list of stop strings. Where that gives more tokens than a
+        request wants, the reply is cut: the first tokens are the same.
+        """
+        replies: list[SampleReply] = []
+        for stop in dict.fromkeys(request.stop for request in wanted):
+            requests = [request for request in wanted if request.stop == stop]
+            begun = np.array([request.begun for request in requests])
+            batch_sampling = replace(
+                sampling.of(np.array([request.place for request in requests])),
+                max_tokens=max(request.begun + request.most for request in requests),
                 stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
             )
-            keys = self._stream(node, task).keys(task.number, [w.key for w in some])
-            ended = self.generators[node.name].generate([w.tokens for w in some], keys, how, begun)
-            tokens, logps = collected(ended)
-            found += [
-                SampleReply(w.number, t[: w.most], p[: w.most]) for w, t, p in zip(some, tokens, logps, strict=True)
+            keys = self._stream(node, task).keys(task.number, [request.key for request in requests])
+            responses = self.generators[node.name].generate(
+                [request.tokens for request in requests], keys, batch_sampling, begun
+            )
+            tokens, logps = collected(responses)
+            replies += [
+                SampleReply(request.number, ids[: request.most], id_logps[: request.most])
+                for request, ids, id_logps in zip(requests, tokens, logps, strict=True)
             ]
-        return found
+        return replies

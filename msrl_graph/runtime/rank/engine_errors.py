@@ -1,9 +1,9 @@
-"""What is told where an engine fails on a rank.
+"""The message for the user when an engine fails on a rank.
 
-Invariant: the first line has the node and its line in the program, the engine, the rank, the task and the rows that it
-computed, and what the engine said, cut to what fits a screen; the log of the rank has all of it. What memory was asked
-for in vain is told beside what the plan counts, with what needs less; a model that an engine cannot be built with,
-with the engines that may take it.
+Invariant: the first line has the node and its line in the program, the engine, the rank, the task, the rows that it
+computed, and the engine's own message, cut to MOST characters; the log of the rank has the full error. An out-of-memory
+error is reported next to the memory that the plan counts, with ways to need less. If an engine cannot be built with a
+model, the message lists the engines that may support it.
 """
 
 from __future__ import annotations
@@ -26,100 +26,113 @@ from ...ir.plan import Plan
 from ..process import log
 from ..process.task_report import RankFailed, RunError
 
-BUILT = "as it was built"
-MOST = 400  # characters of an engine's words that the message shows
-# How torch, numpy and the C++ library say that there is no memory, on any device.
+BUILT = "while it was built"
+MOST = 400  # characters of an engine's error that the message shows
+# How torch, numpy and the C++ library report that there is no memory, on any device.
 NO_MEMORY = re.compile(r"(can't|cannot|unable to|tried to) allocate|out of memory|bad_alloc", re.IGNORECASE)
 WANTED = re.compile(r"allocate ([\d.]+) ?(bytes|[KMGT]iB)")
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-# What raises when another process of a collective has died lies here, or is called from here.
+# An error that follows from the death of another process in a collective is raised in these folders, or below a call
+# from them.
 COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
 
 
 @contextmanager
 def telling(plan: Plan, node: Node, rank: int, doing: str, rows: Sequence[int] | np.ndarray = ()) -> Iterator[None]:
-    """Makes of what an engine raises within a message for the user; what is one already stays. `doing` ends a sentence,
-    as "in train/1"."""
+    """Turn what an engine raises within into a message for the user.
+
+    Errors that are such a message already pass unchanged. `doing` ends a sentence, as "in train/1".
+    """
     try:
         yield
     except (RunError, Fault, ray.exceptions.RayError):
         raise
     except Exception as error:
-        of = f" on {_rows(rows)}" if len(rows) else ""
+        rows_text = f" on {_describe_rows(rows)}" if len(rows) else ""
         engine = plan.placement(node.name).engine.name
-        head = f"`{node.name}` ({node.span.place}), engine {engine}, failed on rank {rank} {doing}{of}"
-        log.whole(head, *traceback.format_exception(error))
-        lines = [f"{head}: {_said(error)}"]
-        if no_memory := _no_memory(error):
-            lines = [f"{head}: {_wanted(error)}", *_counted(plan, node)]
+        prefix = f"`{node.name}` ({node.span.place}), engine {engine}, failed on rank {rank} {doing}{rows_text}"
+        log.whole(prefix, *traceback.format_exception(error))
+        lines = [f"{prefix}: {_summarize(error)}"]
+        if no_memory := _is_out_of_memory(error):
+            lines = [f"{prefix}: {_describe_shortage(error)}", *_explain_memory(plan, node)]
         elif doing == BUILT:
-            lines += _others(plan, node)
+            lines += _suggest_engines(plan, node)
         if log.file():
             lines.append(f"all of it is in logs/{log.file()}")
-        joint = isinstance(error, RuntimeError) and not no_memory and _joint(error)
+        joint = isinstance(error, RuntimeError) and not no_memory and _in_collective(error)
         raise RankFailed("\n  ".join(lines), joint) from error
 
 
-def _others(plan: Plan, node: Node) -> list[str]:
-    """The engines that could stand in an engine's place."""
-    name = plan.placement(node.name).engine.name
-    able = [e.name for e in ENGINES.values() if e.name != name and node.verb in e.verbs and runs(e.name)]
+def _suggest_engines(plan: Plan, node: Node) -> list[str]:
+    """Name the engines that could replace a node's engine."""
+    engine_name = plan.placement(node.name).engine.name
+    able = [
+        spec.name
+        for spec in ENGINES.values()
+        if spec.name != engine_name and node.verb in spec.verbs and runs(spec.name)
+    ]
     family = plan.model(node.name).family
-    able = [f"`engine {node.name} = {e}`" for e in able if family in ENGINES[e].families]
-    return [f"where {name} cannot take the model of {node.worker}, name another engine: {' or '.join(able)}"] * bool(
-        able
-    )
+    able = [f"`engine {node.name} = {other}`" for other in able if family in ENGINES[other].families]
+    return [
+        f"if {engine_name} does not support the model of {node.worker}, choose another engine: {' or '.join(able)}"
+    ] * bool(able)
 
 
-def _rows(rows: Sequence[int] | np.ndarray) -> str:
+def _describe_rows(rows: Sequence[int] | np.ndarray) -> str:
     first = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
     return f"row {first}" if len(rows) == 1 else f"{len(rows)} rows ({first})"
 
 
-def _said(error: BaseException) -> str:
-    """The kind of an error and what it says, in one line."""
+def _summarize(error: BaseException) -> str:
+    """Return the type of an error and its message, in one line."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return text if len(text) <= MOST else f"{text[:MOST]}…"
 
 
-def _no_memory(error: BaseException) -> bool:
+def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or bool(
         isinstance(error, RuntimeError) and NO_MEMORY.search(str(error))
     )
 
 
-def _wanted(error: BaseException) -> str:
-    if found := WANTED.search(str(error)):
-        return f"no memory for {gigabytes(float(found[1]) * UNITS[found[2]])} more"
-    return f"no memory; {_said(error)}"
+def _describe_shortage(error: BaseException) -> str:
+    if match := WANTED.search(str(error)):
+        return f"no memory for {gigabytes(float(match[1]) * UNITS[match[2]])} more"
+    return f"no memory; {_summarize(error)}"
 
 
-def _counted(plan: Plan, node: Node) -> list[str]:
-    """What the plan counts for a node, and what needs less."""
+def _explain_memory(plan: Plan, node: Node) -> list[str]:
+    """Return the memory that the plan counts for a node, and ways to need less."""
     pool = plan.placement(node.name).pool
     engine = plan.placement(node.name).engine
-    found = [m for m in plan.memory if (m.place, m.pool, m.phase) == ("device", pool, node.verb)]
+    entries = [entry for entry in plan.memory if (entry.place, entry.pool, entry.phase) == ("device", pool, node.verb)]
     lines = []
-    for m in found:
-        items = ", ".join(f"{k} {gigabytes(v)}" for k, v in sorted(m.items.items(), key=lambda i: -i[1]))
-        counted = f"the plan counts {gigabytes(m.total)} of the {gigabytes(m.capacity.value)} of a device"
+    for entry in entries:
+        items = ", ".join(
+            f"{item} {gigabytes(item_bytes)}"
+            for item, item_bytes in sorted(entry.items.items(), key=lambda pair: -pair[1])
+        )
+        counted = f"the plan counts {gigabytes(entry.total)} of a device's {gigabytes(entry.capacity.value)}"
         lines.append(f"{counted}: {items}")
     size = engine.options.get("micro_batch")
-    now = f" (now {size})" if size else ""
-    less = f"less is needed with a smaller `micro_batch`{now} in `engine {node.name} = {engine.name} {{ … }}`"
-    more = " or a larger tp" if node.verb == "generate" else ", a larger tp or `recompute = full`"
-    left = "if others take the memory, state what is left, `memory = …` of the cluster"
-    return [*lines, f"{less}{more}; {left}"]
+    current = f" (now {size})" if size else ""
+    advice = f"to need less, use a smaller `micro_batch`{current} in `engine {node.name} = {engine.name} {{ … }}`"
+    layout_advice = " or a larger tp" if node.verb == "generate" else ", a larger tp or `recompute = full`"
+    memory_advice = "if other processes use the memory, state what is left with `memory = …` of the cluster"
+    return [*lines, f"{advice}{layout_advice}; {memory_advice}"]
 
 
-def _joint(error: BaseException) -> bool:
-    """Whether it, or what it follows from, perhaps in another thread, came out of a collective, and may be of another
-    process's death."""
+def _in_collective(error: BaseException) -> bool:
+    """Return whether an error came out of a collective.
+
+    Another process's death may then be its cause. The errors that it follows from count too; they may be of another
+    thread.
+    """
     if isinstance(error, dist.DistError) or any(
-        part in f.filename for f in traceback.extract_tb(error.__traceback__) for part in COLLECTIVES
+        folder in frame.filename for frame in traceback.extract_tb(error.__traceback__) for folder in COLLECTIVES
     ):
         return True
-    return error.__cause__ is not None and _joint(error.__cause__)
+    return error.__cause__ is not None and _in_collective(error.__cause__)
 
 
 __all__ = ["BUILT", "telling"]

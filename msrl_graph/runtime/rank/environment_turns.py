@@ -1,8 +1,8 @@
-"""What environments say, as the tokens that stand after what the policy wrote.
+"""What environments reply, as the tokens that follow what the policy wrote.
 
-Invariant: text is encoded as it is. Messages are what the chat template of the policy's model writes of them in the
-whole conversation: prompt, what was drawn and what was said decode to the text of that, and what was drawn is never
-tokenised again. Where the template writes the beginning otherwise than it was drawn, the row fails.
+Invariant: text is encoded as it is. Messages are rendered by the chat template of the policy's model as part of the
+whole conversation: prompt, sampled tokens and replies decode to the text of that, and sampled tokens are never
+tokenised again. If the template renders the earlier part differently from what was sampled, the row fails.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ BEGINNING = "the beginning"
 
 
 class BadTurnError(ValueError):
-    """What an environment said cannot stand there; why."""
+    """An environment's reply cannot be used; the message says why."""
 
 
 class Dialogue:
-    """Episodes of some rows, called by their positions, whose responses stand after these `contexts`. A row whose
-    `reset` gave messages is a conversation."""
+    """Episodes of some rows, by position, whose responses follow these `contexts`.
+
+    A row whose `reset` returned messages is a conversation.
+    """
 
     def __init__(self, episodes: Episodes, speech: ChatTemplate, contexts: Sequence[Array]) -> None:
         self.episodes = episodes
@@ -37,87 +39,94 @@ class Dialogue:
         self.conversations: dict[int, Messages] = {}
 
     def begin(self) -> list[Array | None]:
-        """The tokens that each response begins with; None where the episode is over."""
-        said = self.episodes.reset()
-        return self._encoded(dict(enumerate(said)), {}, BEGINNING)
+        """Return the tokens that begin each response; None where the episode is over."""
+        replies = self.episodes.reset()
+        return self._encode(dict(enumerate(replies)), {}, BEGINNING)
 
-    def step(self, positions: Array, drawn: list[Array], turn: int, goes_on: bool) -> list[Array | None]:
-        """The tokens that follow what was drawn in these rows in a turn; None where the episode is over, as it is
-        everywhere unless it `goes_on`."""
+    def step(self, positions: Array, drawn: list[Array], turn: int, continues: bool) -> list[Array | None]:
+        """Return the tokens that follow what was sampled in these rows in a turn.
+
+        None where the episode is over; all episodes end unless the rollout `continues`.
+        """
         texts = self.speech.tokens.decode(drawn)
-        said = self.episodes.step(positions, texts, turn)
-        if not goes_on:
-            return [None] * len(said)
-        each = dict(zip(positions.tolist(), zip(drawn, texts, strict=True), strict=True))
-        return self._encoded(dict(zip(positions.tolist(), said, strict=True)), each, f"turn {turn}")
+        replies = self.episodes.step(positions, texts, turn)
+        if not continues:
+            return [None] * len(replies)
+        drawn_texts = dict(zip(positions.tolist(), zip(drawn, texts, strict=True), strict=True))
+        return self._encode(dict(zip(positions.tolist(), replies, strict=True)), drawn_texts, f"turn {turn}")
 
-    def _encoded(
-        self, said: dict[int, tuple[Utterance, bool]], drawn: dict[int, tuple[Array, str]], when: str
+    def _encode(
+        self, replies: dict[int, tuple[Utterance, bool]], drawn: dict[int, tuple[Array, str]], when: str
     ) -> list[Array | None]:
-        found: dict[int, Array] = {}
-        for position, (words, over) in said.items():
-            if over:
+        tokens: dict[int, Array] = {}
+        for position, (words, ended) in replies.items():
+            if ended:
                 continue
             try:
                 if not drawn:
-                    found[position] = self._first(position, words)
+                    tokens[position] = self._encode_reset(position, words)
                 else:
-                    found[position] = self._answer(position, *drawn[position], words)
+                    tokens[position] = self._encode_reply(position, *drawn[position], words)
             except (BadTurnError, BadMessages, BadPieceError) as error:
                 self.episodes.refuse(position, str(error), when)
         lost = self.episodes.standing.lost
-        return [None if lost[position] else found.get(position) for position in said]
+        return [None if lost[position] else tokens.get(position) for position in replies]
 
-    def _first(self, position: int, words: Utterance) -> Array:
-        """What `reset` said."""
+    def _encode_reset(self, position: int, words: Utterance) -> Array:
+        """Return the tokens of what `reset` returned."""
         context = self.contexts[position]
         if isinstance(words, str):
             first = self.speech.following(words) if len(context) else self.speech.encode(words)
             if not len(context) + len(first):
-                raise BadTurnError("`reset` says nothing, and the row has no prompt: nothing predicts a first token")
+                raise BadTurnError(
+                    "`reset` returned no text and the row has no prompt, so nothing predicts a first token"
+                )
             return first
         begun = self.speech.begun(words)
         if not np.array_equal(begun[: len(context)], context):
             begins, belongs = (self.speech.decode(tokens[:40], special=True) for tokens in (begun, context))
             raise BadTurnError(
-                f"the conversation that `reset` returned begins with {begins!r}, and the row's own prompt is "
+                f"the conversation that `reset` returned begins with {begins!r}, but the row's own prompt is "
                 f"{belongs!r}: return the messages that the prompt was rendered from, or read no column of tokens"
             )
         self.conversations[position] = words
         return begun[len(context) :]
 
-    def _answer(self, position: int, drawn: Array, text: str, words: Utterance) -> Array:
-        """What `step` said to what was drawn, which is this text."""
+    def _encode_reply(self, position: int, drawn: Array, text: str, words: Utterance) -> Array:
+        """Return the tokens of what `step` returned.
+
+        It follows the sampled tokens `drawn`, which decode to `text`.
+        """
         conversation = self.conversations.get(position)
         if conversation is None:
             if not isinstance(words, str):
                 raise BadTurnError(
-                    "`step` returned messages, and the conversation that they belong to is not known: let `reset` "
-                    "return the messages that it begins with"
+                    "`step` returned messages, but there is no conversation to add them to: let `reset` return the "
+                    "messages that it begins with"
                 )
             return self.speech.following(words)
         if isinstance(words, str):
-            what = f"the text {words[:40]!r}" if words else "nothing"
+            returned = f"the text {words[:40]!r}" if words else "nothing"
             raise BadTurnError(
-                f"`step` returned {what} in a conversation of messages that goes on: return a message, as "
+                f"`step` returned {returned} in a conversation of messages that continues: return a message, such as "
                 '{"role": "user", "content": …}'
             )
         last = len(conversation)
         conversation += [{"role": "assistant", "content": text}, *words]
         rest = self.speech.after(conversation, last, drawn)
         if rest is None:
-            raise BadTurnError(self._rewritten(conversation, last, drawn))
+            raise BadTurnError(self._explain_rewrite(conversation, last, drawn))
         return rest
 
-    def _rewritten(self, conversation: Messages, last: int, drawn: Array) -> str:
-        """Why a conversation cannot go on whose beginning the template writes otherwise than before."""
+    def _explain_rewrite(self, conversation: Messages, last: int, drawn: Array) -> str:
+        """Explain how the template changed the earlier part of a conversation."""
         tokens = self.speech.tokens
         before = tokens.rendered(conversation[:last], True) + self.speech.decode(drawn, special=True)
         after = tokens.rendered(conversation, True)
-        same = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+        same = next((i for i, (old, new) in enumerate(zip(before, after, strict=False)) if old != new), len(after))
         return (
-            f"the chat template of {tokens.folder} writes {after[same : same + 20]!r} with what `step` returned, where "
-            f"the policy wrote after {before[same : same + 20]!r}. If it leaves out what was thought before a `user` "
-            "speaks, answer as `tool`; if it moves the `system` message, say that in the first `user` message; else "
-            "change the template in the model's folder"
+            f"the chat template of {tokens.folder} writes {after[same : same + 20]!r} once `step`'s messages are "
+            f"added, but the policy wrote after {before[same : same + 20]!r}. If the template leaves out earlier "
+            "thoughts once a `user` message follows, answer as `tool`; if it moves the `system` message, put its text "
+            "into the first `user` message; otherwise change the template in the model's folder"
         )

@@ -1,7 +1,8 @@
-"""Frozen workers whose weights follow a trained one: copies, and exponential moving averages.
+"""Frozen workers whose weights follow a trained one: copies and moving averages.
 
-Invariant: both lie on a rank in the same boxes (checks/followers.py), so each rank changes its own part and nothing is
-sent. An average of weights that are not float32 is kept in float32 beside them, and rounded once.
+Invariant: on a rank, the weights of both workers are in the same boxes (checks/followers.py), so each rank changes its
+own part and nothing is sent. An exponential moving average of weights that are not float32 is kept in float32 next to
+them, and rounded once.
 """
 
 from __future__ import annotations
@@ -19,37 +20,45 @@ AVERAGE = "average"  # the kind under which a checkpoint has it
 
 
 class Follower:
-    """One worker on one rank; `away` where its weights lie in host memory while others compute."""
+    """A worker that follows another one, on one rank.
 
-    def __init__(self, worker: Worker, own: Trainer, followed: Trainer, away: HostOffload | None) -> None:
+    `offload` is set if its weights are in host memory while others compute.
+    """
+
+    def __init__(self, worker: Worker, own: Trainer, followed: Trainer, offload: HostOffload | None) -> None:
         self.worker = worker
-        self.away = away
-        self.shards, self.sources = own.shards(), followed.shards()
+        self.offload = offload
+        self.shards = own.shards()
+        self.sources = followed.shards()
         for mine, theirs in zip(self.shards, self.sources, strict=True):
             if (mine.name, mine.box) != (theirs.name, theirs.box):
-                raise ValueError(f"`{worker.name}` has other shards than the worker that it follows: `{mine.name}`")
+                raise ValueError(f"`{worker.name}` and the worker that it follows have different shards: `{mine.name}`")
         self.averages: list[Shard] = []
 
     @contextmanager
     def held(self, changes: bool = False) -> Iterator[list[Shard]]:
-        """Its shards, on the device; what `changes` goes back to host memory with them."""
-        if self.away:
-            self.away.come()
-            self.away.arrive()
+        """Yield its shards on the device; with `changes`, copy them back to host memory."""
+        if self.offload:
+            self.offload.come()
+            self.offload.arrive()
         yield self.shards
-        if self.away:
+        if self.offload:
             if changes:
-                self.away.store()
-            self.away.leave()
+                self.offload.store()
+            self.offload.leave()
 
     def build(self) -> None:
-        """Begin the average with the weights of its model."""
-        kept = self.worker.decay and any(s.tensor.dtype != torch.float32 for s in self.shards)
+        """Start the average with the weights of its model."""
+        needs_average = self.worker.decay and any(shard.tensor.dtype != torch.float32 for shard in self.shards)
         with self.held() as shards:
-            self.averages = [Shard(s.name, s.box, s.tensor.detach().float()) for s in shards] if kept else []
+            self.averages = (
+                [Shard(shard.name, shard.box, shard.tensor.detach().float()) for shard in shards]
+                if needs_average
+                else []
+            )
 
     def kinds(self) -> dict[str, list[Shard]]:
-        """What a checkpoint keeps beside its weights."""
+        """Return what a checkpoint keeps in addition to its weights."""
         return {AVERAGE: self.averages} if self.averages else {}
 
     def follow(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""A rank on Ray."""
+"""The Ray actor of a rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from ..weights.checkpoint import Manifest
 
 @ray.remote
 class RankHost:
-    """The process of a rank.Rank. What a rank needs is loaded here: the driver, which makes the actors, starts without
-    torch."""
+    """The process of a rank.Rank.
+
+    What a rank needs is imported here: the driver, which makes the actors, starts without torch.
+    """
 
     def __init__(
         self,
@@ -34,7 +36,7 @@ class RankHost:
         deadline: float = 0.0,
     ) -> None:
         os.environ |= waits() | applied(wanted, os.environ)
-        # First, since torch makes a cache folder among the temporary files as soon as parts of it are loaded.
+        # First, since torch makes a cache folder among the temporary files when parts of it are imported.
         settle(folder, logs, f"rank {rank}", deadline)
         from .rank import Rank
 
@@ -43,26 +45,26 @@ class RankHost:
     def address(self) -> tuple[str, int]:
         return self.rank.address()
 
-    def start(self, address: tuple[str, int], way: DockAddress) -> None:
-        self.rank.start(address, way)
+    def start(self, address: tuple[str, int], dock: DockAddress) -> None:
+        self.rank.start(address, dock)
 
     def run(self, task: Task, measure: bool) -> Report:
         return self.rank.run(task, measure)
 
-    def checkpoint(self, folder: str, says: dict[str, str]) -> tuple[list[Any], dict[str, int], str]:
+    def checkpoint(self, folder: str, metadata: dict[str, str]) -> tuple[list[Any], dict[str, int], str]:
         process = f"rank {self.rank.rank}"
         number = Path(folder).stem.lstrip(".0")
         fault_points.reach(process, f"write checkpoint {number}")
-        found = self.rank.checkpoint(folder, says)
+        result = self.rank.checkpoint(folder, metadata)
         fault_points.reach(process, f"written checkpoint {number}")
-        return found
+        return result
 
     def part(self, act: str, *arguments: Any) -> Any:
-        """What the driver asks of this host's part of checkpoints."""
+        """Run one of `checkpoint_parts.ACTS` on this host's part of a checkpoint."""
         return checkpoint_parts.ACTS[act](*arguments)
 
     def where(self) -> tuple[str, str]:
-        """This host's address, and Ray's name of it."""
+        """Return this host's address and Ray's id of it."""
         return ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
 
     def wants(self, manifest: Manifest) -> set[str]:

@@ -1,10 +1,11 @@
-"""A loss with terms of the whole mini-batch: computed ahead of its micro-batches, from what all of them and all ranks
-gave.
+"""A loss with terms of the whole mini-batch, computed before its micro-batches.
 
-Invariant: the terms see each row of the mini-batch once, in the order of the rows' numbers, whoever computed it; so
-neither the micro-batch nor the layout changes what they give. The gradient is the chain rule in two parts
-(arXiv:2101.06983, section 3.2): here that of the loss at each number that a forward pass gave, and in each micro-batch
-that of those numbers at the weights, by which it goes on.
+It is computed from the outputs of all forward passes on all ranks.
+
+Invariant: the terms see each row of the mini-batch once, in the order of the rows' numbers, whichever rank computed it;
+so neither the micro-batch nor the layout changes their result. The gradient is the chain rule in two parts
+(arXiv:2101.06983, section 3.2): here the gradient of the loss with respect to each number that a forward pass gave, and
+in each micro-batch that of those numbers with respect to the weights.
 """
 
 from __future__ import annotations
@@ -21,29 +22,36 @@ from . import object_collectives
 from .loss import Value
 from .packing import PreparedBatch
 
-FIELDS = ("logp", "values", "entropy", "given")  # of Outputs, what terms are differentiable at
+FIELDS = ("logp", "values", "entropy", "given")  # of Outputs: what terms are differentiable in
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What a rank brings: its rows, which of them are wrong, how many tokens of each scored column they have, what
-    columns hold, and by field and scored column what forward passes gave."""
+    """What a rank contributes to a mini-batch.
+
+    Its rows, which of them are wrong, the number of tokens that each has of each scored column, the columns, and the
+    outputs of its forward passes by field and scored column.
+    """
 
     rows: Array
     strange: Array
     lengths: dict[str, Array]
     columns: dict[str, ColumnData]
-    made: dict[str, dict[str, ColumnData]]
+    pass_outputs: dict[str, dict[str, ColumnData]]
 
 
 class JointMiniBatch:
-    """The rows of a mini-batch that all ranks of a group hold together: by position their `numbers`, ascending, what is
-    `seen` of them, and what forward passes gave, `outputs`, as leaves of a graph of their own. `spoilt` says that one
-    is wrong, and so what is computed of all.
+    """The rows of a mini-batch that all ranks of a group have together.
 
-    It begins with what a rank has, as a collective: `seen` with the columns that terms read and, as `strange`, the rows
-    that are known to be wrong; and the `outputs` of its micro-batches `micro`. Positions that the methods take are
-    those of the rank's own rows."""
+    - `numbers`: of the rows, ascending; they define the positions.
+    - `seen`: the prepared rows.
+    - `outputs`: what forward passes gave, as leaves of a graph of their own.
+    - `spoilt`: a row is wrong, and so is what is computed from all of them.
+
+    The constructor is a collective. A rank brings its `seen` rows with the columns that terms read (`strange`: the rows
+    that are known to be wrong), and the `outputs` of its micro-batches `micro`. Positions in arguments of the methods
+    are those of the rank's own rows.
+    """
 
     def __init__(
         self,
@@ -53,79 +61,100 @@ class JointMiniBatch:
         outputs: list[Outputs],
         group: dist.ProcessGroup | None,
     ) -> None:
-        given = {name: [getattr(o, name) for o in outputs] for name in FIELDS}
-        made = {name: _by_column(seen, micro, values) for name, values in given.items() if values[0] is not None}
-        mine = _Part(rows, seen.strange, seen.lengths, seen.columns, made)
+        fields = {name: [getattr(output, name) for output in outputs] for name in FIELDS}
+        pass_outputs = {
+            name: _by_column(seen, micro, values) for name, values in fields.items() if values[0] is not None
+        }
+        mine = _Part(rows, seen.strange, seen.lengths, seen.columns, pass_outputs)
         parts = [mine] if group is None else object_collectives.all_gather(mine, group)
-        everyone = np.concatenate([part.rows for part in parts])
-        order = np.argsort(everyone)
-        self.numbers = everyone[order]
+        all_rows = np.concatenate([part.rows for part in parts])
+        order = np.argsort(all_rows)
+        self.numbers = all_rows[order]
         self._mine = np.searchsorted(self.numbers, rows)
         self.seen = PreparedBatch(
             contexts=[],
             scored={},
             masks={},
-            columns={c: concatenate([part.columns[c] for part in parts]).take(order) for c in seen.columns},
-            lengths={c: np.concatenate([part.lengths[c] for part in parts])[order] for c in seen.lengths},
+            columns={
+                column: concatenate([part.columns[column] for part in parts]).take(order) for column in seen.columns
+            },
+            lengths={
+                column: np.concatenate([part.lengths[column] for part in parts])[order] for column in seen.lengths
+            },
             strange=np.concatenate([part.strange for part in parts])[order],
         )
-        whole = {
+        joined = {
             name: torch.cat(
                 [
-                    torch.from_numpy(concatenate([p.made[name][c] for p in parts]).take(order).values)
-                    for c in seen.lengths
+                    torch.from_numpy(
+                        concatenate([rank_part.pass_outputs[name][column] for rank_part in parts]).take(order).values
+                    )
+                    for column in seen.lengths
                 ]
             )
-            for name in made
+            for name in pass_outputs
         }
-        self.outputs = Outputs(**{name: values.requires_grad_() for name, values in whole.items()})
+        self.outputs = Outputs(**{name: values.requires_grad_() for name, values in joined.items()})
         self.spoilt = bool(self.seen.strange.any()) or not all(
-            bool(values.isfinite().all()) for values in whole.values()
+            bool(values.isfinite().all()) for values in joined.values()
         )
 
-    def back(self, found: Value, total: torch.Tensor) -> None:
-        """Takes the loss of the rows, and what it comes to."""
-        self._found = found
+    def back(self, value: Value, total: torch.Tensor) -> None:
+        """Store the loss of the rows, and compute the gradient of `total`, its reduction."""
+        self._value = value
         leaves = {name: values for name, values in self.outputs._asdict().items() if values is not None}
         slopes = torch.autograd.grad(total, [*leaves.values()], materialize_grads=True)
-        everyone = np.arange(len(self.numbers))
+        all_rows = np.arange(len(self.numbers))
         self._slopes = {
             name: {
-                c: ColumnData(part.numpy(), offsets_of(self.seen.lengths[c]))
-                for c, part in self.seen.split(everyone, slope).items()
+                column: ColumnData(part.numpy(), offsets_of(self.seen.lengths[column]))
+                for column, part in self.seen.split(all_rows, slope).items()
             }
             for name, slope in zip(leaves, slopes, strict=True)
         }
 
-    def linear(self, made: Outputs, rows: Array) -> torch.Tensor:
-        """What has the gradient of the loss at what a forward pass over these rows gave."""
-        at = self._mine[rows]
+    def linear(self, outputs: Outputs, rows: Array) -> torch.Tensor:
+        """Return a scalar whose gradient is that of the loss.
+
+        `outputs` is a forward pass over these rows.
+        """
+        positions = self._mine[rows]
         total = torch.zeros(())
         for name, slopes in self._slopes.items():
-            slope = torch.cat([torch.from_numpy(column.take(at).values) for column in slopes.values()])
-            values = getattr(made, name)
+            slope = torch.cat([torch.from_numpy(column.take(positions).values) for column in slopes.values()])
+            values = getattr(outputs, name)
             total = total + (values * slope.to(values.device)).sum()
         return total
 
     def found(self, rows: Array) -> Value:
-        """The loss of these rows, and what terms tell; figures that are of no token or row are those of all."""
+        """Return the loss of these rows and the figures that terms report.
+
+        Figures that are not per token or per row are those of all rows.
+        """
         lengths = next(iter(self.seen.lengths.values()))
-        at = self._mine[rows]
+        positions = self._mine[rows]
         tokens = int(lengths.sum())
 
         def part(values: torch.Tensor) -> torch.Tensor:
             if values.shape[:1] == (tokens,):
-                return torch.from_numpy(ColumnData(values.detach().numpy(), offsets_of(lengths)).take(at).values)
-            return values.detach()[at] if values.shape[:1] == (len(lengths),) else values.detach()
+                return torch.from_numpy(ColumnData(values.detach().numpy(), offsets_of(lengths)).take(positions).values)
+            return values.detach()[positions] if values.shape[:1] == (len(lengths),) else values.detach()
 
-        of = self._found.terms.items()
-        told = self._found.figures.items()
-        return Value(part(self._found.loss), {k: part(v) for k, v in of}, {k: part(v) for k, v in told})
+        terms = self._value.terms.items()
+        figures = self._value.figures.items()
+        return Value(
+            part(self._value.loss),
+            {name: part(value) for name, value in terms},
+            {name: part(value) for name, value in figures},
+        )
 
 
-def _by_column(seen: PreparedBatch, micro: list[Array], made: list[torch.Tensor]) -> dict[str, ColumnData]:
-    """By scored column, what forward passes gave of each row's tokens."""
+def _by_column(seen: PreparedBatch, micro: list[Array], pass_outputs: list[torch.Tensor]) -> dict[str, ColumnData]:
+    """Return, by scored column, what forward passes gave for each row's tokens."""
     order = np.concatenate(micro)
-    split = [seen.split(rows, values.detach().cpu()) for rows, values in zip(micro, made, strict=True)]
-    values = {c: torch.cat([part[c] for part in split]).numpy() for c in seen.lengths}
-    return {c: ColumnData(v, offsets_of(seen.lengths[c][order])).take(np.argsort(order)) for c, v in values.items()}
+    split = [seen.split(rows, values.detach().cpu()) for rows, values in zip(micro, pass_outputs, strict=True)]
+    values = {column: torch.cat([part[column] for part in split]).numpy() for column in seen.lengths}
+    return {
+        column: ColumnData(joined, offsets_of(seen.lengths[column][order])).take(np.argsort(order))
+        for column, joined in values.items()
+    }

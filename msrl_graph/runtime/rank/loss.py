@@ -1,8 +1,8 @@
 """The loss of an update: an expression of named terms, and how tokens are reduced.
 
-Invariant: neither the micro-batch nor the layout changes the loss or its gradient: a term gives each row what it would
-give it alone (loss_split_check.py holds a user's to that), or is of the whole mini-batch (joint_loss.py); and each
-micro-batch contributes a sum that is divided by a count of the whole mini-batch, all ranks and micro-batches together.
+Invariant: neither the micro-batch nor the layout changes the loss or its gradient. A term computes each row as it would
+alone (loss_split_check.py checks a user's terms for that), or is of the whole mini-batch (joint_loss.py). Each
+micro-batch contributes a sum that is divided by a count of the whole mini-batch, over all ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ..functions.user_traceback import BadResult
 from ..functions.values import brief, called
 from .packing import PreparedBatch, flat
 
-# By the type of the weights, what rounding makes of a token's log-probability between two forward passes of the same
-# weights, in nats: other micro-batches, another layout. A float32 logit near 32 is exact to 2e-6, and layers add up to
-# some 1e-5. A bfloat16 logit near 32 is a multiple of 1/8, so off by 1/32 on average at the last rounding alone.
+# By the type of the weights: how much rounding may change a token's log-probability between two forward passes of the
+# same weights (other micro-batches, another layout), in nats. A float32 logit near 32 is exact to 2e-6, and layers add
+# up to some 1e-5. A bfloat16 logit near 32 is a multiple of 1/8: the last rounding alone is off by 1/32 on average.
 ROUNDS = {"f32": 1e-4, "bf16": 1 / 32}
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
 @dataclass(frozen=True)
 class LossNormalizer:
-    """The mini-batch that a micro-batch belongs to: the response tokens and the rows that count, over all ranks."""
+    """The counts of a mini-batch: response tokens and rows that count, over all ranks."""
 
     tokens: int
     rows: int
@@ -44,14 +44,17 @@ class LossNormalizer:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What loss terms are computed from, the rows of a micro-batch (or of the whole mini-batch) one after another.
+    """What loss terms are computed from: the rows of a micro-batch or mini-batch.
 
-    - `fills`: what a parameter of this name gets: `logp`, `entropy` and `values`, a number for each token of the one
-      scored column, and `lengths`, how many tokens each row has of it.
-    - By column: `logps`, the log-probabilities of its tokens (or of the ids that it holds for each token), `scores`,
-      the score of each row up to its last token, `lengths`, the tokens of each row, and `columns`, what it holds.
-    - `rng`: where terms of the whole mini-batch draw from.
-    - `rounding`: what a log-probability may be off by between two passes of the same weights, in nats.
+    The rows follow one another.
+
+    - `fills`: the value for a parameter of this name: `logp`, `entropy` and `values`, a number for each token of the
+      one scored column, and `lengths`, the number of its tokens in each row.
+    - By column: `logps`, the log-probabilities of its tokens (or of the ids that it has for each token), `scores`, the
+      score of each row up to its last token, `lengths`, the tokens of each row, and `columns`, its values.
+    - `rng`: the generator for terms of the whole mini-batch.
+    - `rounding`: the difference, in nats, that rounding may cause in a log-probability between two passes of the same
+      weights.
     """
 
     fills: Mapping[str, torch.Tensor]
@@ -65,8 +68,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Value:
-    """The loss of each token, or of each row; by name what each term gives, and the figures that terms tell, as
-    TERM/FIGURE."""
+    """The loss of each token or row, the terms' values, and figures as TERM/FIGURE."""
 
     loss: torch.Tensor
     terms: dict[str, torch.Tensor]
@@ -74,36 +76,45 @@ class Value:
 
 
 def terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
-    """The calls in a loss, with their signatures."""
-    return ((call, _term(call)[1]) for call in expr.calls())
+    """Return the calls in a loss, with their signatures."""
+    return ((call, _load_term(call)[1]) for call in expr.calls())
 
 
 def bound(term: Expr, signature: Signature, node: Node) -> dict[str, str]:
-    """Parameter -> column, or state, of a term."""
+    """Return the column or state that each parameter of a term is bound to."""
     renamed = term.columns()
-    return {p: renamed.get(p, p) for p in signature.columns if renamed.get(p, p) in (*node.reads, *node.states)}
+    return {
+        parameter: renamed.get(parameter, parameter)
+        for parameter in signature.columns
+        if renamed.get(parameter, parameter) in (*node.reads, *node.states)
+    }
 
 
 def fills(node: Node) -> set[str]:
-    """What the terms of an update want filled."""
-    return {f for _, signature in terms(UpdateAttributes.of(node).loss) for f in signature.fills}
+    """Return the names of the parameters of an update's terms that are filled in."""
+    return {name for _, signature in terms(UpdateAttributes.of(node).loss) for name in signature.fills}
 
 
 def columns(node: Node) -> tuple[set[str], set[str]]:
-    """The columns and states that the loss needs of those that the node reads: for what they hold, and for the
-    log-probabilities of the tokens that they hold."""
-    held = _named(UpdateAttributes.of(node).loss)
+    """Return the columns and states that the loss reads of those that the node reads.
+
+    First those whose values it reads, then those for whose tokens it reads the log-probabilities.
+    """
+    read = _direct_columns(UpdateAttributes.of(node).loss)
     scored = set[str]()
     for term, signature in terms(UpdateAttributes.of(node).loss):
         for parameter, column in bound(term, signature, node).items():
             if parameter not in signature.scores:
-                (scored if parameter in signature.logps else held).add(column)
-    return held, scored
+                (scored if parameter in signature.logps else read).add(column)
+    return read, scored
 
 
 def beside(graph: Graph, node: Node) -> dict[str, Column]:
-    """The columns of ids whose log-probabilities terms want beside those of the tokens that are scored."""
-    return {c: graph.column(c) for c in sorted(columns(node)[1] - {*sequences(graph, node).scored})}
+    """Return the id columns whose log-probabilities terms read.
+
+    Columns whose own tokens are scored are not among them.
+    """
+    return {name: graph.column(name) for name in sorted(columns(node)[1] - {*sequences(graph, node).scored})}
 
 
 def inputs(
@@ -111,75 +122,88 @@ def inputs(
     node: Node,
     seen: PreparedBatch,
     rows: Array,
-    made: Outputs,
+    outputs: Outputs,
     rng: np.random.Generator | None = None,
     rounding: float = ROUNDS["f32"],
 ) -> LossInputs:
-    """What the terms of an update are computed from, of what a forward pass over the rows at these positions made."""
+    """Return the inputs of an update's terms, from a forward pass over these rows.
+
+    `rows` are positions.
+    """
     wants = fills(node)
     target = next(iter(seen.lengths))
-    place = next(x.device for x in made if x is not None)
-    lengths = {c: torch.from_numpy(n[rows]).to(place) for c, n in seen.lengths.items()}
-    logps = {} if made.logp is None else seen.split(rows, made.logp)
-    if made.given is not None:
+    place = next(output.device for output in outputs if output is not None)
+    lengths = {scored: torch.from_numpy(counts[rows]).to(place) for scored, counts in seen.lengths.items()}
+    logps = {} if outputs.logp is None else seen.split(rows, outputs.logp)
+    if outputs.given is not None:
         ids = beside(graph, node)
-        widths = [math.prod(d.size for d in column.dims[1:]) for column in ids.values()]
-        for part, (name, column) in zip(torch.split(made.given, widths, 1), ids.items(), strict=True):
-            logps[name] = seen.split(rows, part)[column.dims[0].like].reshape(-1, *(d.size for d in column.dims[1:]))
+        widths = [math.prod(dim.size for dim in column.dims[1:]) for column in ids.values()]
+        for part, (name, column) in zip(torch.split(outputs.given, widths, 1), ids.items(), strict=True):
+            logps[name] = seen.split(rows, part)[column.dims[0].like].reshape(
+                -1, *(dim.size for dim in column.dims[1:])
+            )
             lengths[name] = lengths[column.dims[0].like]
-    # A scalar stands for each token of its row, but where the loss is of rows.
-    spread = None if of_rows(node) else seen.lengths[target][rows]
-    named = sorted(columns(node)[0] & seen.columns.keys())
-    held = {c: flat(seen.columns[c], rows, spread).to(place, non_blocking=True) for c in named}
-    filled = {name: getattr(made, name) for name in ("logp", "values", "entropy") if name in wants}
-    values = {} if made.values is None else seen.split(rows, made.values)
-    scores = {c: _last(values[c], lengths[c]) for c in node.scores}
-    return LossInputs(filled | {"lengths": lengths[target]}, held, logps, scores, lengths, rng, rounding)
+    # A scalar is repeated for each token of its row, unless the loss is per row.
+    row_lengths = None if of_rows(node) else seen.lengths[target][rows]
+    names = sorted(columns(node)[0] & seen.columns.keys())
+    read = {column: flat(seen.columns[column], rows, row_lengths).to(place, non_blocking=True) for column in names}
+    filled = {name: getattr(outputs, name) for name in ("logp", "values", "entropy") if name in wants}
+    values = {} if outputs.values is None else seen.split(rows, outputs.values)
+    scores = {scored: _last_values(values[scored], lengths[scored]) for scored in node.scores}
+    return LossInputs(filled | {"lengths": lengths[target]}, read, logps, scores, lengths, rng, rounding)
 
 
-def _last(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """The last number of each row, rows one after another in `values`; nan for a row that has none."""
-    some = lengths > 0
-    found = values.new_full((len(lengths),), math.nan)
-    return found.masked_scatter(some, values[(lengths.cumsum(0) - 1)[some]])
+def _last_values(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the last number of each row; nan for an empty row.
+
+    `values` has the rows one after another.
+    """
+    nonempty = lengths > 0
+    last = values.new_full((len(lengths),), math.nan)
+    return last.masked_scatter(nonempty, values[(lengths.cumsum(0) - 1)[nonempty]])
 
 
-def _named(expr: Expr) -> set[str]:
-    """Columns and states that stand in the loss itself, as factors of terms."""
+def _direct_columns(expr: Expr) -> set[str]:
+    """Return the columns and states that the loss itself uses, as factors of terms."""
     return (
         {str(expr.value)}
         if expr.kind in ("column", "state")
-        else {c for a in expr.args if expr.kind != "call" for c in _named(a)}
+        else {name for argument in expr.args if expr.kind != "call" for name in _direct_columns(argument)}
     )
 
 
 def of_rows(node: Node) -> bool:
-    """Whether the loss is one number a row, not one a token."""
+    """Return whether the loss is one number per row, not one per token."""
     return any(signature.rows for _, signature in terms(UpdateAttributes.of(node).loss))
 
 
 def of_mini_batch(node: Node) -> bool:
-    """Whether a term of the loss needs all rows of the mini-batch at once."""
+    """Return whether a term of the loss needs all rows of the mini-batch at once."""
     return any(signature.scope == "mini_batch" for _, signature in terms(UpdateAttributes.of(node).loss))
 
 
 def evaluate(node: Node, inputs: LossInputs) -> Value:
-    """The loss of the rows of a micro-batch, or of the mini-batch."""
-    found: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
-    return Value(_value(UpdateAttributes.of(node).loss, node, inputs, *found), *found)
+    """Return the loss of the rows of a micro-batch, or of the mini-batch."""
+    collected: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+    return Value(_value(UpdateAttributes.of(node).loss, node, inputs, *collected), *collected)
 
 
 def _value(
     expr: Expr, node: Node, inputs: LossInputs, parts: dict[str, torch.Tensor], figures: dict[str, torch.Tensor]
 ) -> Any:
-    """The value of a part of the loss; terms go into `parts`. (A function within `evaluate` that calls itself would be
-    a cycle, which holds what it sees, the graph behind `logp` too, until the garbage is collected.)"""
+    """Return the value of a part of the loss; terms go into `parts`.
+
+    (A function within `evaluate` that calls itself would be a cycle: it would keep what it refers to, including the
+    graph behind `logp`, until the garbage is collected.)
+    """
     if expr.kind == "call":
-        term, signature = _term(expr)
+        term, signature = _load_term(expr)
         part = term(**_arguments(expr, node, inputs), **expr.options())
-        part, told = part if isinstance(part, tuple) else (part, {})
-        parts[signature.name] = _fitting(part, signature, inputs)
-        figures |= {f"{signature.name}/{figure}": torch.as_tensor(value).detach() for figure, value in told.items()}
+        part, term_figures = part if isinstance(part, tuple) else (part, {})
+        parts[signature.name] = _check_shape(part, signature, inputs)
+        figures |= {
+            f"{signature.name}/{figure}": torch.as_tensor(value).detach() for figure, value in term_figures.items()
+        }
         return part
     if expr.kind in ("column", "state"):
         return inputs.columns[str(expr.value)]
@@ -190,47 +214,54 @@ def _value(
 
 
 def _arguments(term: Expr, node: Node, inputs: LossInputs) -> dict[str, Any]:
-    _, signature = _term(term)
+    _, signature = _load_term(term)
     binds = bound(term, signature, node)
     special = dict.fromkeys(signature.logps, inputs.logps) | dict.fromkeys(signature.scores, inputs.scores)
-    given: dict[str, Any] = {p: special.get(p, inputs.columns)[c] for p, c in binds.items()}
+    arguments: dict[str, Any] = {
+        parameter: special.get(parameter, inputs.columns)[column] for parameter, column in binds.items()
+    }
     for name in signature.fills:
-        of = name.removesuffix("_lengths")
+        parameter_name = name.removesuffix("_lengths")
         if name in ("rng", ROUNDING):
-            given[name] = getattr(inputs, name)
+            arguments[name] = getattr(inputs, name)
         else:
-            given[name] = inputs.lengths[binds[of]] if of != name else inputs.fills[name]
-    return given
+            arguments[name] = inputs.lengths[binds[parameter_name]] if parameter_name != name else inputs.fills[name]
+    return arguments
 
 
-def _fitting(part: Any, signature: Signature, inputs: LossInputs) -> torch.Tensor:
-    """What a term gave; BadResult where it is not a number a token, or a row: `reduce` alone knows the whole
-    mini-batch."""
+def _check_shape(part: Any, signature: Signature, inputs: LossInputs) -> torch.Tensor:
+    """Return a term's result.
+
+    Raises BadResult if it is not one number per token, or per row: only `reduce` knows the whole mini-batch.
+    """
     lengths = inputs.fills["lengths"]
-    count, each = (len(lengths), "row") if signature.rows else (int(lengths.sum()), "token")
+    count, unit = (len(lengths), "row") if signature.rows else (int(lengths.sum()), "token")
     if isinstance(part, torch.Tensor) and part.shape == (count,):
         return part
-    what = f"a tensor of the shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else brief(part)
-    raise BadResult(f"`{signature.name}` returned {what}, where one of the shape ({count},) belongs, a number a {each}")
+    returned = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else brief(part)
+    raise BadResult(f"`{signature.name}` returned {returned}; expected shape ({count},), one number per {unit}")
 
 
 @cache
-def _term(call: Expr) -> tuple[Callable[..., Any], Signature]:
-    """A term of a loss and its signature: a file is read once."""
+def _load_term(call: Expr) -> tuple[Callable[..., Any], Signature]:
+    """Return a term of a loss and its signature; cached, so that a file is read once."""
     return called(call, "loss")
 
 
-def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, whole: LossNormalizer) -> torch.Tensor:
-    """This micro-batch's part of the loss. `lengths` are the response tokens of each row."""
-    how = UpdateAttributes.of(node).reduce
-    kind = "rows" if of_rows(node) else str(how.value)
+def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, normalizer: LossNormalizer) -> torch.Tensor:
+    """Return this micro-batch's part of the loss.
+
+    `lengths` are the response tokens of each row.
+    """
+    reduction = UpdateAttributes.of(node).reduce
+    kind = "rows" if of_rows(node) else str(reduction.value)
     if kind == "tokens":
-        return value.sum() / max(whole.tokens, 1)
+        return value.sum() / max(normalizer.tokens, 1)
     if kind == "rows":
-        return value.sum() / max(whole.rows, 1)
+        return value.sum() / max(normalizer.rows, 1)
     if kind == "sequences":
         weight = lengths.clamp(min=1).to(value.dtype).reciprocal().repeat_interleave(lengths)
-        return (value * weight).sum() / max(whole.rows, 1)
+        return (value * weight).sum() / max(normalizer.rows, 1)
     if kind != "constant":
-        raise ValueError(f"no loss is reduced by `{kind}`")
-    return value.sum() / float(how.args[0].literal()) / max(whole.rows, 1)
+        raise ValueError(f"unknown reduction of a loss: `{kind}`")
+    return value.sum() / float(reduction.args[0].literal()) / max(normalizer.rows, 1)

@@ -1,8 +1,8 @@
-"""Terms of a loss that stand in a user's files, run before the run: `loss_split_check.py` in a process of its own.
+"""A trial of a user's loss terms before the run (loss_split_check.py).
 
-Invariant: no plan is run with a term that is known to give a row something else in another micro-batch. A user's code
-may crash, hang or print, and torch takes seconds to load: so a process does it that ends before anything else is
-started, and only where there is such a term.
+Invariant: a plan does not run with a term that is known to give a row a different result in another micro-batch. A
+user's code may crash, hang or print, and torch takes seconds to load. So a separate process does it, which ends before
+anything else is started, and only if there is such a term.
 """
 
 from __future__ import annotations
@@ -18,41 +18,44 @@ from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 
-PATIENCE = 120.0  # seconds for all terms of a plan, the start of the process among them
+PATIENCE = 120.0  # seconds for all terms of a plan, including the start of the process
 
 
 def own_terms(plan: Plan) -> list[tuple[Node, Expr]]:
-    """The calls of terms that stand in files, each with its update."""
+    """Return the calls of terms that are defined in files, each with its update."""
     return [
-        (n, call)
-        for n in plan.graph.verb("update")
-        for call in UpdateAttributes.of(n).loss.calls()
+        (node, call)
+        for node in plan.graph.verb("update")
+        for call in UpdateAttributes.of(node).loss.calls()
         if ":" in str(call.value)
     ]
 
 
 def untried(node: Node, call: Expr, why: str) -> Diagnostic:
-    """What is told of a term that could not be run."""
-    what = f"`{str(call.value).rpartition(':')[2]}` could not be tried on made-up rows: {why}"
+    """Return the warning for a term that could not be run."""
+    message = f"`{str(call.value).rpartition(':')[2]}` could not be tried on made-up rows: {why}"
     return Diagnostic(
         "bad-scope",
-        what,
+        message,
         span(call, node),
-        "so it is not known whether it gives each row the same in any micro-batch",
+        "so it is not known whether the micro-batch changes its result for a row",
         "warning",
     )
 
 
 def tried(plan: Plan) -> list[Diagnostic]:
-    """What is wrong with the terms that stand in files; a warning where they could not be run."""
+    """Return what is wrong with the terms that are defined in files.
+
+    The result has a warning if they could not be run.
+    """
     terms = own_terms(plan)
     if not terms:
         return []
     command = (sys.executable, "-P", "-m", "msrl_graph.runtime.rank.loss_split_check")
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, input=msgspec.json.encode(plan), stdout=subprocess.PIPE, timeout=PATIENCE, check=True
         )
-        return msgspec.json.decode(done.stdout, type=list[Diagnostic])
+        return msgspec.json.decode(result.stdout, type=list[Diagnostic])
     except (subprocess.SubprocessError, msgspec.MsgspecError) as error:
         return [untried(*terms[0], "its process " + str(error).rpartition("' ")[2].rpartition("] ")[2])]

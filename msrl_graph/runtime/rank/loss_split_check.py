@@ -1,8 +1,8 @@
-"""Try the loss terms of a user's files on made-up rows, all at once and in two parts.
+"""A check of a user's loss terms on made-up rows, whole and in two parts.
 
-Invariant: a term that passes is computed per row, as far as rows of the columns' shapes can show: its numbers and their
-slopes are those of the row alone, so neither micro-batches nor ranks change a loss. A loss that passes has a gradient.
-Terms of the whole mini-batch are not split (joint_loss.py) and not tried.
+Invariant: a term that passes is computed per row, as far as rows of the columns' shapes can show: its numbers and
+gradients are those of the row alone, so neither micro-batches nor ranks change a loss. A loss that passes has a
+gradient. Terms of the whole mini-batch are not split (joint_loss.py) and not tried.
 """
 
 from __future__ import annotations
@@ -31,50 +31,54 @@ from .joint_loss import FIELDS
 from .loss_dry_run import own_terms, untried
 from .packing import PreparedBatch
 
-# Rows, and the most tokens of each: few, and so many that a small share of them is a token.
+# Rows, and the maximal number of tokens of each: few, and enough that a small share of them is a whole token.
 SIZES = ((12, 6), (512, 64))
 NEAR: dict[str, Any] = {
     "rtol": 1e-4,
     "atol": 1e-6,
     "equal_nan": True,
-}  # both compute the same operations, but for sums in another order
+}  # both do the same operations, but sum in another order
 
 
 def found(plan: Plan) -> list[Diagnostic]:
-    """Report terms that depend on other rows, terms that could not be run, and losses without a gradient."""
+    """Report terms that depend on other rows or cannot run, and flat losses."""
     terms = own_terms(plan)
-    problems = [d for node, call in terms if (d := _found(plan.graph, node, call)) is not None]
+    problems = [problem for node, call in terms if (problem := _check_term(plan.graph, node, call)) is not None]
     if not problems:
-        problems = [_flat(node) for node in {n.name: n for n, _ in terms}.values() if has_no_gradient(plan.graph, node)]
+        problems = [
+            _report_no_gradient(node)
+            for node in {update.name: update for update, _ in terms}.values()
+            if has_no_gradient(plan.graph, node)
+        ]
     return problems
 
 
-def _found(graph: Graph, node: Node, call: Expr) -> Diagnostic | None:
+def _check_term(graph: Graph, node: Node, call: Expr) -> Diagnostic | None:
     node = replace(node, attributes={**node.attributes, "loss": call})
     try:
         if loss.of_mini_batch(node) or all(per_row(graph, node, seed) for seed in range(2 * len(SIZES))):
             return None
-    except BadResult as error:  # of any rows it would be
+    except BadResult as error:  # would happen with any rows
         help = (
-            "return a number a token, and leave means and sums to `reduce`; or one a row, and annotate the term "
-            "`-> Rows`"
+            "return one number per token and leave means and sums to `reduce`, or return one number per row and "
+            "annotate the term `-> Rows`"
         )
         return Diagnostic("bad-value", f"on made-up rows {error}", span(call, node), help)
     except Exception as error:
         return untried(node, call, f"{type(error).__name__}: {error}")
     name = str(call.value).rpartition(":")[2]
-    what = (
-        f"`{name}` gives a row another loss where other rows are beside it: it would depend on `micro_batch` and "
-        "the layout"
+    message = (
+        f"`{name}` changes a row's loss when other rows are computed with it, so the loss would depend on "
+        "`micro_batch` and the layout"
     )
     help = (
-        'mark it `@loss_term(scope="mini_batch")`, and it gets all rows of the mini-batch; or let it look at '
-        "each row alone"
+        'mark it `@loss_term(scope="mini_batch")` to get all rows of the mini-batch, or compute each row from that '
+        "row alone"
     )
-    return Diagnostic("bad-scope", what, span(call, node), help)
+    return Diagnostic("bad-scope", message, span(call, node), help)
 
 
-def _flat(node: Node) -> Diagnostic:
+def _report_no_gradient(node: Node) -> Diagnostic:
     message = f"the loss of `{node.name}` has no gradient: nothing in it depends on the weights"
     help = "let a term use `logp`, `values` or `entropy` without `detach()` and outside of `no_grad()`"
     return Diagnostic("bad-value", message, node.at("loss"), help)
@@ -85,21 +89,23 @@ def has_no_gradient(graph: Graph, node: Node) -> bool:
     if loss.of_mini_batch(node):
         return False
     rows, most = SIZES[0]
-    seen, made = _made_up(graph, node, np.random.default_rng(0), rows, most, negative=True)
-    value, _ = _evaluated(graph, node, seen, made, np.arange(rows))
+    seen, outputs = _made_up(graph, node, np.random.default_rng(0), rows, most, negative=True)
+    value, _ = _evaluate(graph, node, seen, outputs, np.arange(rows))
     return not value.requires_grad
 
 
 def per_row(graph: Graph, node: Node, seed: int) -> bool:
-    """Whether the loss of an update is the same for each row of a made-up mini-batch, and of two parts of it, with its
-    slopes."""
+    """Return whether an update's loss of a row does not depend on the other rows.
+
+    It compares loss and gradients of a made-up mini-batch with those of its two parts.
+    """
     rows, most = SIZES[seed // 2 % len(SIZES)]
     draw = np.random.default_rng(seed)
-    seen, made = _made_up(graph, node, draw, rows, most, negative=bool(seed % 2))
-    whole = [*_numbers(graph, node, seen, made, np.arange(rows))]
+    seen, outputs = _made_up(graph, node, draw, rows, most, negative=bool(seed % 2))
+    full = [*_loss_and_gradients(graph, node, seen, outputs, np.arange(rows))]
     parts = np.split(draw.permutation(rows), [rows * 2 // 5])
     for part in map(np.sort, parts):
-        for one, all_ in zip(_numbers(graph, node, seen, made, part), whole, strict=True):
+        for one, all_ in zip(_loss_and_gradients(graph, node, seen, outputs, part), full, strict=True):
             if not np.allclose(one.values, all_.take(part).values, **NEAR):
                 return False
     return True
@@ -108,8 +114,10 @@ def per_row(graph: Graph, node: Node, seed: int) -> bool:
 def _made_up(
     graph: Graph, node: Node, draw: np.random.Generator, rows: int, most: int, negative: bool
 ) -> tuple[PreparedBatch, dict[str, dict[str, ColumnData]]]:
-    """Rows with what the terms of an update read, and what forward passes gave of them. Numbers are normal, or all
-    negative, as log-probabilities are."""
+    """Make rows that an update's terms can read, and outputs of forward passes.
+
+    Numbers are normal, or all negative as log-probabilities are.
+    """
 
     def numbers(size: tuple[int, ...], element: str = "f32", below: bool = negative) -> Array:
         if DTYPES[element] not in (np.float32,):
@@ -117,55 +125,63 @@ def _made_up(
         normal = draw.standard_normal(size).astype(np.float32)
         return -np.abs(normal) if below else normal
 
-    lengths = {c: draw.integers(1, most + 1, rows) for c in sequences(graph, node).scored}
+    lengths = {scored: draw.integers(1, most + 1, rows) for scored in sequences(graph, node).scored}
 
     def column(declared: Declared) -> ColumnData:
         if not declared.dims:
             return ColumnData(numbers((rows,), declared.element))
         first, *rest = declared.dims
         own = lengths[first.like] if first.like in lengths else np.full(rows, first.size or 1)
-        return ColumnData(numbers((int(own.sum()), *(d.size for d in rest)), declared.element), offsets_of(own))
+        return ColumnData(numbers((int(own.sum()), *(dim.size for dim in rest)), declared.element), offsets_of(own))
 
-    held = loss.columns(node)[0] - lengths.keys()
-    columns = {c: column(graph.column(c)) for c in sorted(held - {*node.states})}
-    columns |= {s: ColumnData(np.full(rows, 0.5, np.float32)) for s in sorted(held & {*node.states})}
-    width = sum(int(np.prod([d.size for d in c.dims[1:]])) for c in loss.beside(graph, node).values())
+    names = loss.columns(node)[0] - lengths.keys()
+    columns = {name: column(graph.column(name)) for name in sorted(names - {*node.states})}
+    columns |= {state: ColumnData(np.full(rows, 0.5, np.float32)) for state in sorted(names & {*node.states})}
+    width = sum(int(np.prod([dim.size for dim in ids.dims[1:]])) for ids in loss.beside(graph, node).values())
     kinds = {"logp": ((), True), "values": ((), False), "entropy": ((), True), "given": ((width,), True)}
-    made = {
+    outputs = {
         name: {
-            c: ColumnData(
-                numbers((int(n.sum()), *shape), below=below) * (-1 if name == "entropy" else 1), offsets_of(n)
+            scored: ColumnData(
+                numbers((int(counts.sum()), *shape), below=below) * (-1 if name == "entropy" else 1), offsets_of(counts)
             )
-            for c, n in lengths.items()
+            for scored, counts in lengths.items()
         }
         for name, (shape, below) in kinds.items()
     }
-    return PreparedBatch([], {}, {}, columns, lengths, np.zeros(rows, bool)), made
+    return PreparedBatch([], {}, {}, columns, lengths, np.zeros(rows, bool)), outputs
 
 
-def _numbers(
-    graph: Graph, node: Node, seen: PreparedBatch, made: dict[str, dict[str, ColumnData]], rows: Array
+def _loss_and_gradients(
+    graph: Graph, node: Node, seen: PreparedBatch, outputs: dict[str, dict[str, ColumnData]], rows: Array
 ) -> Iterator[ColumnData]:
-    """The loss of each of these rows, and its slopes at what forward passes gave."""
-    value, leaves = _evaluated(graph, node, seen, made, rows)
+    """Yield the loss of each of these rows, and its gradients.
+
+    The gradients are with respect to the outputs of forward passes.
+    """
+    value, leaves = _evaluate(graph, node, seen, outputs, rows)
     lengths = next(iter(seen.lengths.values()))[rows]
     yield ColumnData(value.detach().numpy(), None if loss.of_rows(node) else offsets_of(lengths))
     if value.requires_grad:
-        # Rows weigh differently, as under `reduce`: of a plain sum the slopes may be right where those of each row are
+        # Rows have different weights, as under `reduce`: a plain sum may have the right gradients where single rows do
         # not.
         weight = torch.from_numpy((1.0 + rows % 3).astype(np.float32).repeat(1 if loss.of_rows(node) else lengths))
         slopes = torch.autograd.grad(value, [*leaves.values()], weight, materialize_grads=True)
         for slope in slopes:
-            for c, part in seen.split(rows, slope).items():
-                yield ColumnData(part.numpy(), offsets_of(seen.lengths[c][rows]))
+            for scored, part in seen.split(rows, slope).items():
+                yield ColumnData(part.numpy(), offsets_of(seen.lengths[scored][rows]))
 
 
-def _evaluated(
-    graph: Graph, node: Node, seen: PreparedBatch, made: dict[str, dict[str, ColumnData]], rows: Array
+def _evaluate(
+    graph: Graph, node: Node, seen: PreparedBatch, outputs: dict[str, dict[str, ColumnData]], rows: Array
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Evaluate the loss of some rows; return it with the outputs of forward passes that it can depend on."""
+    """Evaluate the loss of some rows; return it with the outputs it can depend on.
+
+    These are outputs of forward passes, as leaves.
+    """
     leaves = {
-        name: torch.cat([torch.from_numpy(c.take(rows).values) for c in made[name].values()]).requires_grad_()
+        name: torch.cat(
+            [torch.from_numpy(column.take(rows).values) for column in outputs[name].values()]
+        ).requires_grad_()
         for name in FIELDS
     }
     torch.manual_seed(0)
@@ -173,7 +189,10 @@ def _evaluated(
 
 
 def main() -> None:
-    """Reads a plan from stdin, and writes what was found to stdout, where nothing that is called may write."""
+    """Read a plan from stdin and write the problems to stdout.
+
+    Nothing that is called can write to that stdout.
+    """
     plan = msgspec.json.decode(sys.stdin.buffer.read(), type=Plan)
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)

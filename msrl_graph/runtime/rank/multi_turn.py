@@ -1,7 +1,8 @@
-"""Responses of several turns while they grow: what a policy writes, and what its environment answers.
+"""Responses of several turns while they grow: tokens of policy and environment.
 
-Invariant: a response ends with what the policy wrote, and holds at most as many tokens as its bound. A token that the
-environment wrote has the log-probability NaN: it was not drawn. One of the policy's that is no number is -inf.
+Invariant: a response ends with what the policy wrote, and has at most `bound` tokens. A token that the environment
+wrote has the log-probability NaN, since it was not sampled. If the policy's own log-probability is not a number, it is
+-inf.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from ..data.columns import Array, ColumnData, offsets_of
 
 
 class Responses:
-    """The responses of some rows, which are called by their positions; each has room for `bound` tokens."""
+    """The responses of some rows, by position; each has room for `bound` tokens."""
 
     def __init__(self, rows: int, bound: int) -> None:
         self.bound = bound
@@ -22,11 +23,11 @@ class Responses:
         self._written = np.zeros((rows, bound), bool)  # by the policy
 
     def __getitem__(self, row: int) -> Array:
-        """The tokens of a row so far."""
+        """Return the tokens of a row so far."""
         return self._ids[row, : self.lengths[row]]
 
     def drawn(self, rows: Array, tokens: list[Array], logps: list[Array]) -> None:
-        """Appends what the policy wrote in these rows."""
+        """Append what the policy wrote in these rows."""
         for row, ids, logp in zip(rows, tokens, logps, strict=True):
             new = slice(self.lengths[row], self.lengths[row] + len(ids))
             self._ids[row, new] = ids
@@ -35,18 +36,20 @@ class Responses:
             self.lengths[row] += len(ids)
 
     def told(self, rows: Array, tokens: list[Array]) -> Array:
-        """Appends what the environment said in these rows, where there is room for an answer to it; the rows where
-        there is."""
+        """Append what the environment replied in these rows.
+
+        A row without room for the policy's answer to it is left as it is. Returns the rows that had room.
+        """
         fits = self.lengths[rows] + [len(ids) for ids in tokens] < self.bound
         for row, ids, fit in zip(rows, tokens, fits, strict=True):
             if fit:
                 self._ids[row, self.lengths[row] : self.lengths[row] + len(ids)] = ids
                 self.lengths[row] += len(ids)
-        found: Array = rows[fits]
-        return found
+        fitting: Array = rows[fits]
+        return fitting
 
     def columns(self) -> tuple[ColumnData, ColumnData, ColumnData]:
-        """Tokens, log-probabilities, and the mask that is true where the policy wrote."""
+        """Return tokens, log-probabilities, and the mask: true where the policy wrote."""
         inside = np.arange(self.bound) < self.lengths[:, None]
         offsets = offsets_of(self.lengths)
         mask = self._written[inside]

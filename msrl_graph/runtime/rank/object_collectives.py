@@ -1,7 +1,7 @@
-"""Objects that ranks give each other by collectives.
+"""Collectives for Python objects.
 
-Invariant: only what a rank of this run has pickled is unpickled. Collectives prove nobody (neither gloo nor NCCL asks
-who connects), so what travels bears a digest that takes the run's token to make, and that is compared first.
+Invariant: only what a rank of this run has pickled is unpickled. Collectives do not authenticate (neither gloo nor NCCL
+checks who connects), so each message has a digest that only the run's token can make, and that is compared first.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def seal_with(token: bytes) -> None:
 
 
 def seal(value: Any) -> torch.Tensor:
-    """Return the bytes of a value behind their digest."""
+    """Return the bytes of a value, after their digest."""
     data = pickle.dumps(value, protocol=5)
     sealed = bytearray(hmac.digest(_token, data, "sha256") + data)
     return torch.from_numpy(np.frombuffer(sealed, np.uint8))
 
 
 def unseal(sealed: torch.Tensor) -> Any:
-    """Return the value. Raises RunError where no rank of this run has made these bytes."""
+    """Return the value. Raises RunError if no rank of this run made these bytes."""
     data = sealed.numpy().data
     if not hmac.compare_digest(data[:_DIGEST], hmac.digest(_token, data[_DIGEST:], "sha256")):
-        raise RunError("what a rank was sent by a collective is not of this run: somebody else speaks there")
+        raise RunError("a collective delivered data that no rank of this run sent: another program is connected to it")
     return pickle.loads(data[_DIGEST:])
 
 
@@ -53,16 +53,16 @@ def broadcast(value: T, group: dist.ProcessGroup, source: int) -> T:
     dist.broadcast(sealed, group=group, group_src=source)
     if mine:
         return value
-    found: T = unseal(sealed)
-    return found
+    received: T = unseal(sealed)
+    return received
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return on each rank the values of all ranks of a group, in their order."""
     sealed = seal(value)
-    told = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(told, torch.tensor([len(sealed)]), group=group)
-    sizes = [int(size) for size in told]
+    size_tensors = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(size_tensors, torch.tensor([len(sealed)]), group=group)
+    sizes = [int(size) for size in size_tensors]
     padded = torch.nn.functional.pad(sealed, (0, max(sizes) - len(sealed)))
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
@@ -79,10 +79,10 @@ def gather(value: T) -> list[T] | None:
         dist.send(torch.tensor([len(sealed)]), 0)
         dist.send(sealed, 0)
         return None
-    return [value, *(_received(rank) for rank in range(1, dist.get_world_size()))]
+    return [value, *(_receive(rank) for rank in range(1, dist.get_world_size()))]
 
 
-def _received(rank: int) -> Any:
+def _receive(rank: int) -> Any:
     size = torch.empty(1, dtype=torch.int64)
     dist.recv(size, rank)
     sealed = torch.empty(int(size), dtype=torch.uint8)

@@ -1,9 +1,11 @@
-"""Partial rollout: the responses of an iteration grow by equal stretches until as many prompts are whole as it takes;
-those that are not go on in the next iteration, from their tokens.
+"""Partial rollout: an iteration ends when enough prompts are complete.
 
-Invariant: which prompts an iteration takes is a function of what is drawn, whoever draws it: the responses of all
-groups have grown by as many tokens when all ranks look, and all hear of all prompts. A token is drawn once, and by the
-key of the row that its response began as, however often it was cut.
+The responses of an iteration grow by equal stretches until as many prompts are complete as the iteration takes. The
+others continue in the next iteration, from their tokens.
+
+Invariant: which prompts an iteration takes is a function of what is sampled, whichever rank samples it: the responses
+of all groups have grown by the same number of tokens when all ranks compare, and all ranks know about all prompts. A
+token is sampled once, with the key of the row that its response began as, however often it was cut.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ..data.row_files import SAME, Recording
 from ..process.task import CutPrompt, Task
 from ..process.task_report import RunError
 
-# What a prompt is to all ranks: of another group, not whole, not whole and waited for, whole.
+# The state of a prompt: in another group, incomplete, incomplete and waited for, complete.
 ELSEWHERE, GROWS, AWAITED, WHOLE = range(4)
 
 
@@ -36,7 +38,7 @@ class PartialResponse:
     versions: Array = field(default_factory=lambda: np.zeros(0, np.int32))
     ended: bool = False
 
-    def more(self, drawn: Response, version: int) -> None:
+    def append(self, drawn: Response, version: int) -> None:
         self.tokens = np.concatenate([self.tokens, drawn.tokens])
         self.logps = np.concatenate([self.logps, drawn.logps])
         self.versions = np.concatenate([self.versions, np.full(len(drawn.tokens), version, np.int32)])
@@ -44,8 +46,11 @@ class PartialResponse:
 
 
 class PartialRollout:
-    """The prompts `rows` of an iteration that this rank's group has, `takes` of all of which the iteration takes.
-    `version`: of the weights. `told` adds up what all groups say of each of the iteration's prompts."""
+    """The prompts `rows` of an iteration that this rank's group has.
+
+    `takes`: how many of all groups' prompts the iteration takes. `version`: that of the weights. `sum_states` adds up
+    the states that all groups report for the iteration's prompts.
+    """
 
     def __init__(
         self,
@@ -53,10 +58,10 @@ class PartialRollout:
         rows: Array,
         context: list[Array],
         sampling: Sampling,
-        said: GenerateAttributes,
+        attributes: GenerateAttributes,
         takes: int,
         version: int,
-        told: Callable[[Array], Array],
+        sum_states: Callable[[Array], Array],
         stream: noise.RandomStream,
     ) -> None:
         self.task = task
@@ -64,95 +69,119 @@ class PartialRollout:
         self.context = context
         self.sampling = sampling
         self.takes = takes
-        self.said = said
+        self.attributes = attributes
         self.version = version
-        self.told = told
+        self.sum_states = sum_states
         self.longest = int(sampling.max_tokens)
-        self.stretch = said.stretch(self.longest)
+        self.stretch = attributes.stretch(self.longest)
         self.grown: dict[int, list[PartialResponse]] = {}
         self.keys: dict[int, Any] = {}
         for row in self.rows:
-            iteration, number = self._began(row)
-            of = np.arange(number * sampling.samples, (number + 1) * sampling.samples)
-            self.keys[row] = stream.keys(iteration, of)
+            iteration, number = self._find_origin(row)
+            numbers = np.arange(number * sampling.samples, (number + 1) * sampling.samples)
+            self.keys[row] = stream.keys(iteration, numbers)
             known = task.cut[row].responses if row < len(task.cut) else ()
-            self.grown[row] = [PartialResponse(*r) for r in known] or [
+            self.grown[row] = [PartialResponse(*response) for response in known] or [
                 PartialResponse() for _ in range(sampling.samples)
             ]
 
     def run(self, generator: Generator) -> list[int]:
-        """Draws; of this group's prompts those that the iteration takes."""
-        live = [(p, i) for p, row in enumerate(self.rows) for i, g in enumerate(self.grown[row]) if not g.ended]
-        drawn = self._drawn(generator, live) if live else iter(())
+        """Sample until enough prompts are complete.
+
+        Returns the prompts of this group that the iteration takes.
+        """
+        live = [
+            (place, i)
+            for place, row in enumerate(self.rows)
+            for i, response in enumerate(self.grown[row])
+            if not response.ended
+        ]
+        drawn = self._grow(generator, live) if live else iter(())
         while True:
-            of = self.told(self._state())
-            whole = np.flatnonzero(of == WHOLE)
-            # Fewer where prompts have left before, so that no more can be whole.
-            enough = len(whole) >= self.takes or not (of == GROWS).any()
-            if enough and not (of == AWAITED).any():
-                taken = set(whole[: self.takes].tolist())
-                return [row for row in self.rows if row in taken]
-            for _ in range(sum(not g.ended for grown in self.grown.values() for g in grown)):
+            states = self.sum_states(self._prompt_states())
+            complete = np.flatnonzero(states == WHOLE)
+            # Also enough if no more can become complete: prompts may have left before.
+            enough = len(complete) >= self.takes or not (states == GROWS).any()
+            if enough and not (states == AWAITED).any():
+                taken_places = set(complete[: self.takes].tolist())
+                return [row for row in self.rows if row in taken_places]
+            for _ in range(sum(not response.ended for grown in self.grown.values() for response in grown)):
                 next(drawn)
 
     def replay(self, recording: Recording, node: Node, columns: Sequence[str]) -> list[int]:
-        """As `run`, with what a recorded run drew and took: `columns` name its tokens, their log-probabilities, and
-        their versions where it has them. Of what it cut nothing is there: it goes on as prompts alone."""
+        """Do as `run`, with what a recorded run sampled and took.
+
+        `columns` name its tokens, their log-probabilities, and their versions if it recorded them. What it cut was not
+        recorded: those prompts continue without tokens.
+        """
         fan = self.sampling.samples
-        of = (node, columns, self.task.number)
-        there = recording.prompts(*of, fan)
-        if len(there) != self.takes:
-            what = f"iteration {self.task.number} of {recording.folder} has responses to {len(there)} prompts"
-            raise RunError(f"{what}, and `{node.name}` ({node.span.place}) takes {self.takes}: {SAME}")
-        places = np.flatnonzero(np.isin(self.rows, there))
-        taken = [self.rows[place] for place in places]
-        rows = (np.array(taken, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)
-        found = recording.responses(*of, [self.context[place] for place in places], rows, fan)
-        grown = [PartialResponse(*known) for known in zip(*found, strict=True)]
+        arguments = (node, columns, self.task.number)
+        prompts = recording.prompts(*arguments, fan)
+        if len(prompts) != self.takes:
+            recorded = f"iteration {self.task.number} of {recording.folder} has responses to {len(prompts)} prompts"
+            raise RunError(f"{recorded}, but `{node.name}` ({node.span.place}) takes {self.takes}: {SAME}")
+        places = np.flatnonzero(np.isin(self.rows, prompts))
+        taken_rows = [self.rows[place] for place in places]
+        rows = (np.array(taken_rows, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)
+        columns_read = recording.responses(*arguments, [self.context[place] for place in places], rows, fan)
+        grown = [PartialResponse(*known) for known in zip(*columns_read, strict=True)]
         for response in grown:
             response.ended = True
-        self.grown |= {row: grown[i * fan : (i + 1) * fan] for i, row in enumerate(taken)}
-        return taken
+        self.grown |= {row: grown[i * fan : (i + 1) * fan] for i, row in enumerate(taken_rows)}
+        return taken_rows
 
-    def cut(self, taken: list[int]) -> list[CutPrompt]:
-        """What is not taken, as the next iteration goes on with it; what is overdue goes, unless it is waited for."""
-        found = []
-        for row in sorted({*self.rows} - {*taken}):
-            if self._overdue(row) and not self.said.waits:
+    def cut(self, taken_rows: list[int]) -> list[CutPrompt]:
+        """Return the prompts that the next iteration continues: those that were not taken.
+
+        Overdue prompts are dropped, unless the program waits for them.
+        """
+        prompts = []
+        for row in sorted({*self.rows} - {*taken_rows}):
+            if self._is_overdue(row) and not self.attributes.waits:
                 continue
-            old = row < len(self.task.cut)
-            position = self.task.cut[row].position if old else self.task.position + row - len(self.task.cut)
-            responses = tuple((g.tokens, g.logps, g.versions, g.ended) for g in self.grown[row])
-            cuts = 1 + (self.task.cut[row].cuts if old else 0)
-            found.append(CutPrompt(position, responses, cuts, *self._began(row)))
-        return found
+            carried = row < len(self.task.cut)
+            position = self.task.cut[row].position if carried else self.task.position + row - len(self.task.cut)
+            responses = tuple(
+                (response.tokens, response.logps, response.versions, response.ended) for response in self.grown[row]
+            )
+            cuts = 1 + (self.task.cut[row].cuts if carried else 0)
+            prompts.append(CutPrompt(position, responses, cuts, *self._find_origin(row)))
+        return prompts
 
-    def _state(self) -> Array:
-        of = np.full(self.task.prompts, ELSEWHERE, np.int64)
+    def _prompt_states(self) -> Array:
+        states = np.full(self.task.prompts, ELSEWHERE, np.int64)
         for row in self.rows:
-            awaited = self._overdue(row) and self.said.waits
-            of[row] = WHOLE if all(g.ended for g in self.grown[row]) else AWAITED if awaited else GROWS
-        return of
+            awaited = self._is_overdue(row) and self.attributes.waits
+            states[row] = (
+                WHOLE if all(response.ended for response in self.grown[row]) else AWAITED if awaited else GROWS
+            )
+        return states
 
-    def _began(self, row: int) -> tuple[int, int]:
-        """The iteration that a prompt's responses began in, and its number there."""
+    def _find_origin(self, row: int) -> tuple[int, int]:
+        """Return the iteration that a prompt's responses began in, and its number there."""
         if row < len(self.task.cut):
             return self.task.cut[row].iteration, self.task.cut[row].row
         return self.task.number, row
 
-    def _overdue(self, row: int) -> bool:
-        """Whether a prompt was cut as often as it may be."""
-        return row < len(self.task.cut) and self.task.cut[row].cuts >= self.said.cuts
+    def _is_overdue(self, row: int) -> bool:
+        """Return whether a prompt was cut as often as it may be."""
+        return row < len(self.task.cut) and self.task.cut[row].cuts >= self.attributes.cuts
 
-    def _drawn(self, generator: Generator, live: list[tuple[int, int]]) -> Iterator[None]:
-        """Stretch by stretch the parts of those responses, by prompt and number; each is added as it comes."""
+    def _grow(self, generator: Generator, live: list[tuple[int, int]]) -> Iterator[None]:
+        """Sample the responses `live`, given by prompt and number, stretch by stretch.
+
+        Each part is added as it comes; a yield follows each.
+        """
         fan = self.sampling.samples
         grown = [self.grown[self.rows[place]][i] for place, i in live]
-        prompts = [np.concatenate([self.context[p], g.tokens]) for (p, _), g in zip(live, grown, strict=True)]
+        prompts = [
+            np.concatenate([self.context[place], response.tokens])
+            for (place, _), response in zip(live, grown, strict=True)
+        ]
         keys = np.array([self.keys[self.rows[place]][i] for place, i in live], np.uint64)
-        begun = np.array([len(g.tokens) for g in grown])
-        # A stop string may lie across a cut.
+        begun = np.array([len(response.tokens) for response in grown])
+        # A stop string may cross a cut.
         sampling = replace(self.sampling.of(np.array([place * fan + i for place, i in live])), joined=begun)
         for part in generator.generate(prompts, keys, sampling, begun, self.stretch):
-            grown[part.place].more(part, self.version)
+            grown[part.place].append(part, self.version)
             yield

@@ -1,9 +1,9 @@
 """A rank: one process on one device, hosting in turn the nodes of its pool.
 
-Invariant: a rank does what its pool's instruction stream says and nothing else; all ranks of a collective make the same
-calls in the same order, since they walk the same stream (pools that reshard meet in one order of the whole graph) and
-share every answer of the dock. Layouts number the ranks of a pool, torch.distributed those of all pools: `first` lies
-between.
+Invariant: a rank executes its pool's instruction stream and nothing else. All ranks of a collective make the same calls
+in the same order, since they walk the same stream (pools that reshard meet in one order of the whole graph) and share
+every answer of the dock. Layouts number the ranks of a pool, torch.distributed those of all pools: `first` converts
+between them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from .engine_errors import telling
 from .generation import Generation
 from .training import Training
 
-# The instructions that take time: what a process tells of itself costs a message.
-TOLD = ("RESHARD", "RUN")
+# The instructions that take time. Only these are reported, since a report costs a message.
+REPORTED = ("RESHARD", "RUN")
 
 
 @dataclass(frozen=True)
 class InstructionRunner(Walker):
-    """What a rank does at the instructions of a task."""
+    """Executes the instructions of a task on a rank."""
 
     rank: Rank
     task: Task
@@ -60,43 +60,45 @@ class InstructionRunner(Walker):
 
     def run(self, pool: str, node: str) -> None:
         rank = self.rank
-        found = self.rank.plan.graph.node(node)
-        # The other ranks of a group would only repeat what its first one tells.
-        told = self.report if rank._first(found) else Report(self.report.process)
+        target = self.rank.plan.graph.node(node)
+        # The other ranks of a group would only repeat the report of the first one.
+        group_report = self.report if rank._first(target) else Report(self.report.process)
         with self.report.phase(node):
-            rank.fetch(found)
-        for proof in [p for (_, dst), p in rank.proofs.items() if dst == node and p.unprobed]:
-            with self.report.phase("proof"), telling(rank.plan, found, rank.rank, f"in {self.task.key}"):
+            rank.fetch(target)
+        for proof in [waiting for (_, dst), waiting in rank.proofs.items() if dst == node and waiting.unprobed]:
+            with self.report.phase("proof"), telling(rank.plan, target, rank.rank, f"in {self.task.key}"):
                 proof.probe()
-        for batch in rank._batches(found, self.task, self.report):
+        for batch in rank._batches(target, self.task, self.report):
             graph = rank.plan.graph
             task = self.task
-            # Of the run: each row has the same; others came with the rows.
-            same = {s: task.states[s] for s in latest(graph, found) if s in task.states}
-            same |= {as_drawn(s): task.draws[s] for s in heating(graph, found) if s in task.draws}
-            for name, value in same.items():
+            # States of the run have one value for all rows; other states came with the rows.
+            run_values = {state: task.states[state] for state in latest(graph, target) if state in task.states}
+            run_values |= {
+                as_drawn(state): task.draws[state] for state in heating(graph, target) if state in task.draws
+            }
+            for name, value in run_values.items():
                 batch.columns[name] = ColumnData(np.full(len(batch.rows), value, np.float32))
-            parts = rank.compute(found, self.task, batch, told)
+            parts = rank.compute(target, self.task, batch, group_report)
             while True:
-                with self.report.phase(node), telling(rank.plan, found, rank.rank, f"in {self.task.key}", batch.rows):
+                with self.report.phase(node), telling(rank.plan, target, rank.rank, f"in {self.task.key}", batch.rows):
                     columns = next(parts, None)
                 if columns is None:
                     break
-                if columns and rank._first(found):
+                if columns and rank._first(target):
                     rank.client.put(node, self.task, columns)
-            if rank._first(found) and not found.writes and len(batch.rows):
+            if rank._first(target) and not target.writes and len(batch.rows):
                 rank.client.did(node, self.task, len(batch.rows))
-        rank.leave(found)
+        rank.leave(target)
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         rank = self.rank
         edge = self.rank.resharders[src, dst]
-        number = self.task.number  # the version, unless the iteration is yet to come
+        number = self.task.number  # the version, unless it is of an iteration still to come
         if edge.name in self.task.fetches and not isinstance(edge, WeightPublication):
             number = self.task.fetches[edge.name].version
         proof = rank.proofs[src, dst]
         worker = rank.plan.graph.node(src).worker
-        generator = rank.generators.get(dst)  # none on a rank of a pool that sends: it has nothing to fill
+        generator = rank.generators.get(dst)  # None on a rank of the sending pool: it has nothing to fill
         if isinstance(edge, WeightPublication) and not self._due(edge, generator is not None):
             return
         shards: list[Shard] = []
@@ -119,7 +121,7 @@ class InstructionRunner(Walker):
                     edge.run(allocate)
                 elif generator:
                     number = self.task.fetches[edge.name].version
-                    if (src, dst) in rank.sparse and edge.fetched:  # what was fetched before is still there
+                    if (src, dst) in rank.sparse and edge.fetched:  # the version fetched before is still there
                         generator.release()
                     edge.fetch(number, allocate)
                 else:
@@ -132,13 +134,15 @@ class InstructionRunner(Walker):
                     generator.filled()
                 with self.report.phase("proof"):
                     proof.check(number, shards)
-        taken, edge.seconds = edge.seconds, {}  # of what a copy is sent from, since the last time
-        for step, seconds in taken.items():
+        # A publication also has the seconds of its sending thread since the last time.
+        step_seconds = edge.seconds
+        edge.seconds = {}
+        for step, seconds in step_seconds.items():
             self.report.more(f"reshard {step}", seconds)
         self.report.bytes[edge.name] = edge.moved
 
     def _due(self, edge: WeightPublication, fetches: bool) -> bool:
-        """Whether this version is sent, and of whoever fetches, whether it does not have it already."""
+        """Return whether this version must be sent (sender) or is missing (receiver)."""
         return self.task.fetches[edge.name].told > edge.fetched if fetches else edge.name in self.task.sends
 
     def release(self, pool: str, node: str) -> None:
@@ -166,31 +170,37 @@ class Rank(Training, Generation):
 
     doing: type[InstructionRunner] = InstructionRunner
 
-    def __init__(self, plan: str, rank: int, threads: int, given: Mapping[str, Sequence[str]]) -> None:
-        """`given`: by resource the devices that Ray has given this process, by their host's numbers."""
+    def __init__(self, plan: str, rank: int, threads: int, devices: Mapping[str, Sequence[str]]) -> None:
+        """Set up the process; `devices` are those that Ray assigned to it.
+
+        They are given by resource, with their numbers on the host.
+        """
         compute_setup.prepare(threads)
         super().__init__(from_json(plan), rank)
         kind = self.plan.cluster.device.kind
         self.device = TorchDevice(
-            kind, visibility_masks.index(given.get(kind.resource, ()), os.environ.get(kind.visible))
+            kind, visibility_masks.index(devices.get(kind.resource, ()), os.environ.get(kind.visible))
         )
 
     def address(self) -> tuple[str, int]:
-        """Opens the meeting point of all ranks (called on rank 0): its host and a port that the system chose."""
+        """Open the store by which all ranks find each other (called on rank 0).
+
+        Returns its host and a port that the system chose.
+        """
         host = speak(self.plan.cluster)
         self.store = compute_setup.meeting(host)
         return host, self.store.port
 
-    def start(self, address: tuple[str, int], way: DockAddress) -> None:
-        """Joins the other ranks and builds the engines."""
+    def start(self, address: tuple[str, int], dock: DockAddress) -> None:
+        """Join the other ranks and build the engines."""
         plan = self.plan = here(self.plan, data=False)
         host = plan.cluster.host(self.rank)
         kind = plan.cluster.device.kind
         speak(plan.cluster)
         self.device.claim()
-        self.client = Client(f"rank {self.rank}", readers(plan), way, host)
-        object_collectives.seal_with(way.token)
-        # Later than the dock's own deadline, which says who waits for what; a collective can only say that it waited.
+        self.client = Client(f"rank {self.rank}", readers(plan), dock, host)
+        object_collectives.seal_with(dock.token)
+        # Later than the dock's deadline: the dock reports which process waits for what, a collective only a timeout.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
         world = plan.cluster.devices
         try:
@@ -198,45 +208,47 @@ class Rank(Training, Generation):
             dist.init_process_group(
                 kind.backends(), store=self.store, rank=self.rank, world_size=world, timeout=deadline
             )
-        except RuntimeError as error:  # dist.DistError is one, and so is what gloo raises
-            said = str(error).strip().splitlines()[0]
-            raise RanksNotJoined(f"rank {self.rank} has not found the other ranks as it started: {said}") from error
+        except RuntimeError as error:  # dist.DistError is a RuntimeError, and so are gloo's errors
+            reason = str(error).strip().splitlines()[0]
+            raise RanksNotJoined(f"rank {self.rank} did not find the other ranks at its start: {reason}") from error
         self.asking = ThreadPoolExecutor(1)
-        self.asked: dict[str, Future[Batch]] = {}  # by node: the share that the dock was asked for beside what ran
+        self.asked: dict[str, Future[Batch]] = {}  # by node: the share that was requested from the dock in advance
         self.build()
 
     def run(self, task: Task, measure: bool) -> Report:
-        """Walks the stream of this pool for one task, or the part of it that is asked for."""
+        """Walk the stream of this pool for one task, or the requested part of it."""
         report = Report(f"rank {self.rank}")
         self.client.waited = self.client.moving = 0.0
         self.stepped = False
         here = self.pool.name if self.pool else ""
-        streams = [s for s in self.plan.schedule if (s.pool, s.task) == (here, task.name)]
+        streams = [stream for stream in self.plan.schedule if (stream.pool, stream.task) == (here, task.name)]
         instructions = [
-            i
+            instruction
             for stream in streams
-            for i in part(self.plan, stream, task)
-            if i.op != "RUN" or UpdateAttributes.of(self.plan.graph.node(i.node)).due(task.number)
+            for instruction in part(self.plan, stream, task)
+            if instruction.op != "RUN" or UpdateAttributes.of(self.plan.graph.node(instruction.node)).due(task.number)
         ]
-        runs = [i for i in instructions if i.op in ("RUN", "AGAIN")]
-        # What comes after a round of prompts is not asked for ahead: another round may come first.
+        runs = [instruction for instruction in instructions if instruction.op in ("RUN", "AGAIN")]
+        # The node after a round of prompts is not requested in advance: another round may come first.
         self.following = {
-            a.node: self.plan.graph.node(b.node) for a, b in pairwise(runs) if (a.op, b.op) == ("RUN", "RUN")
+            earlier.node: self.plan.graph.node(later.node)
+            for earlier, later in pairwise(runs)
+            if (earlier.op, later.op) == ("RUN", "RUN")
         }
         if runs and runs[0].op == "RUN" and self._first(first := self.plan.graph.node(runs[0].node)):
-            self._ask(first, task)
+            self._request_batch(first, task)
 
         @contextmanager
         def around(step: Instruction) -> Iterator[None]:
-            if step.op in TOLD:
+            if step.op in REPORTED:
                 self.client.at(f"{step.op} {step.node} in {task.key}")
             if not measure or step.op == "AGAIN":
                 yield
                 return
             with memory.Peak() as peak:
                 yield
-            _note(report, f"before {step.op} {step.node}", peak.before)
-            _note(report, f"peak of {step.op} {step.node}", peak.peak)
+            _record_bytes(report, f"before {step.op} {step.node}", peak.before)
+            _record_bytes(report, f"peak of {step.op} {step.node}", peak.peak)
 
         self.client.walk(here, instructions, task, self.doing(self, task, report), around)
         if task.trains and task.part != "opening":
@@ -244,14 +256,14 @@ class Rank(Training, Generation):
                 for follower in self.followers.values():
                     follower.follow(task.number)
         if measure:
-            _note(report, "after", memory.held())
+            _record_bytes(report, "after", memory.held())
         self.client.flush(task, report)
         report.seconds["dock wait"] = self.client.waited
         report.seconds["dock move"] = self.client.moving
         return report
 
     def compute(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
-        """What a node writes of a batch, in parts as they are ready."""
+        """Yield what a node writes for a batch, in parts as they are ready."""
         match node.verb:
             case "generate":
                 yield from self._generate(node, task, batch, report)
@@ -263,38 +275,41 @@ class Rank(Training, Generation):
                 raise AssertionError(f"no rank has the verb `{verb}`")
 
     def _batches(self, node: Node, task: Task, report: Report) -> Iterator[Batch]:
-        """What the dock hands this rank's group, until it closes the iteration: the first rank asks, the group shares
-        the answer. While it computes a batch the next is asked for, the next node's after the last."""
+        """Yield the batches that this rank's group gets until the iteration is closed.
+
+        The first rank asks the dock, and the group shares the answer. While a batch is computed, the next one is
+        requested; after the last one, the next node's first.
+        """
         last = False
         while not last:
             with report.phase("dock"):
                 if self._first(node):
-                    self._ask(node, task)
-                batch = self._shared(node, self._answered, node)
+                    self._request_batch(node, task)
+                batch = self._shared(node, self._wait_for_batch, node)
             last = batch.share.last
             following = self.following.get(node.name) if last else node
             if following is not None and self._first(following):
-                self._ask(following, task)
+                self._request_batch(following, task)
             yield batch
 
-    def _answered(self, node: Node) -> Batch:
+    def _wait_for_batch(self, node: Node) -> Batch:
         return self.client.lines.wait(self.asked.pop(node.name))
 
-    def _ask(self, node: Node, task: Task) -> None:
-        """Asks the dock for the node's next share, unless that is under way."""
+    def _request_batch(self, node: Node, task: Task) -> None:
+        """Request the node's next share from the dock, unless that was done already."""
         if node.name not in self.asked:
             group = self.plan.placement(node.name).layout.coordinates(self.local).dp
             self.asked[node.name] = self.asking.submit(self.client.take, node.name, task, group)
 
 
 def part(plan: Plan, stream: InstructionStream, task: Task) -> Sequence[Instruction]:
-    """What is asked for of a pool's stream."""
+    """Return the requested part of a pool's stream."""
     first = opening(plan, stream) if task.part != "whole" else 0
     return stream.instructions[:first] if task.part == "opening" else stream.instructions[first:]
 
 
-def _note(report: Report, when: str, held: dict[str, int]) -> None:
-    for place, size in held.items():
+def _record_bytes(report: Report, when: str, sizes: dict[str, int]) -> None:
+    for place, size in sizes.items():
         report.bytes[f"{when}, {place}"] = size
 
 

@@ -1,7 +1,7 @@
-"""Training: what a rank does with weights that it holds and rows that it is handed, the verbs `infer` and `update`.
+"""Training: what a rank does for the verbs `infer` and `update`.
 
-Invariant: neither how rows fall on ranks nor the micro-batch changes what is computed; all ranks of a group make the
-same calls on their engine, ranks without rows too.
+Invariant: neither the distribution of rows over ranks nor the micro-batch changes what is computed. All ranks of a
+group make the same calls on their engine, even ranks without rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Sum = tuple[str, float, float]  # name, total, weight
 
 
 class Training(Engines):
-    """A rank of one of the pools of devices, as far as it trains: a batch in, the written columns out."""
+    """A rank's part in training: a batch in, the written columns out."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         super().__init__(plan, rank)
@@ -52,27 +52,29 @@ class Training(Engines):
         self.stepped = False  # whether weights have changed since the task began
 
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, ColumnRows]:
-        seen = self._given(node, task, batch)
-        written = [self.plan.graph.column(c) for c in node.writes]
-        best = max((c.dims[1].size for c in written if len(c.dims) > 1), default=0)
+        seen = self._prepare_batch(node, task, batch)
+        written = [self.plan.graph.column(name) for name in node.writes]
+        best = max((column.dims[1].size for column in written if len(column.dims) > 1), default=0)
         micro = self._micro_batches(node, batch, seen)
         outputs = self.trainers[node.worker].score(*self._passes(node, seen, micro, best=best))
         if not len(batch.rows) or not outputs:
             return {}
         order = np.concatenate(micro)
-        found = {}
+        columns = {}
         rows = batch.rows[order]
         known = seen.strange[order]
         for column in written:
-            made = found[column.name] = _made(column, seen, micro, outputs)
+            data = columns[column.name] = _join_outputs(column, seen, micro, outputs)
             if column.element != "i32":
-                known = self._look(node, task, report, rows, made, self._as_drawn(node, seen, column, order), known)
-            if made.offsets is None:
-                self.means.count(report, node, task, column.name, rows, made.values)
-        for made in found.values():
-            if made.values.dtype.kind == "f":  # what is wrong with a row goes on to whoever reads it
-                made.values[np.repeat(known, made.lengths)] = math.nan
-        return {name: ColumnRows(rows, made) for name, made in found.items()}
+                known = self._check_rows(
+                    node, task, report, rows, data, self._sampled_log_probs(node, seen, column, order), known
+                )
+            if data.offsets is None:
+                self.means.count(report, node, task, column.name, rows, data.values)
+        for data in columns.values():
+            if data.values.dtype.kind == "f":  # nodes that read a wrong row must see that it is wrong
+                data.values[np.repeat(known, data.lengths)] = math.nan
+        return {name: ColumnRows(rows, data) for name, data in columns.items()}
 
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> None:
         if not batch.share.round_units:
@@ -81,105 +83,114 @@ class Training(Engines):
                     f"`{node.name}` ({node.span.place}) has no rows in iteration {task.number}: it takes no step"
                 )
             return
-        seen = self._given(node, task, batch)
+        seen = self._prepare_batch(node, task, batch)
         known = seen.strange
         for name, column in seen.columns.items():
             if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
                 known = known | numerics.not_finite(column)
         known = self.watch.unscored(node, task, report, batch.rows, seen.lengths, known)
         trainer = self.trainers[node.worker]
-        whole = self._whole(node, batch, seen)
+        normalizer = self._loss_normalizer(node, batch, seen)
         micro = self._micro_batches(node, batch, seen)
         target = next(iter(seen.lengths))
         packed, asked = self._passes(node, seen, micro, entropy="entropy" in loss.fills(node))
-        join = partial(self._joint, node, task, batch, seen, micro, known, whole)
+        join = partial(self._joint_mini_batch, node, task, batch, seen, micro, known, normalizer)
         together = loss.of_mini_batch(node)
-        # One micro-batch is the whole: its loss is computed once it was passed forward, and no second pass is needed.
+        # A single micro-batch is the whole mini-batch: its loss follows its forward pass, and no second pass is needed.
         joint = join(trainer.score(packed, asked)) if together and len(micro) > 1 else None
         rounding = self._rounding(node)
-        told: dict[int, _Told] = {}  # by micro-batch; none where the last layers are not
+        by_micro_batch: dict[int, _Told] = {}  # empty on ranks without the last layers
 
-        def compute(made: Outputs, i: int) -> torch.Tensor:
+        def compute(output: Outputs, index: int) -> torch.Tensor:
             nonlocal joint
             if together and joint is None:
-                joint = join([made])
-            rows = micro[i]
-            found = (
+                joint = join([output])
+            rows = micro[index]
+            value = (
                 joint.found(rows)
                 if joint
-                else self._loss(node, task, loss.inputs(self.plan.graph, node, seen, rows, made, None, rounding))
+                else self._loss(node, task, loss.inputs(self.plan.graph, node, seen, rows, output, None, rounding))
             )
-            lengths = torch.from_numpy(seen.lengths[target][rows]).to(found.loss.device)
-            total = loss.reduce(node, found.loss, lengths, whole)
-            told[i] = _told(made, found, total)
-            return joint.linear(made, rows) if joint else total
+            lengths = torch.from_numpy(seen.lengths[target][rows]).to(value.loss.device)
+            total = loss.reduce(node, value.loss, lengths, normalizer)
+            by_micro_batch[index] = _summarize(output, value, total)
+            return joint.linear(output, rows) if joint else total
 
         trainer.train(packed, compute, asked)
-        every = [told[i] for i in sorted(told)]
-        if len(batch.rows) and every:
+        summaries = [by_micro_batch[index] for index in sorted(by_micro_batch)]
+        if len(batch.rows) and summaries:
             order = np.concatenate(micro)
             numbers = batch.rows[order]
             known = known[order]
-            outputs = [t.outputs for t in every]
+            outputs = [summary.outputs for summary in summaries]
             for scored in map(self.plan.graph.column, seen.scored):
-                as_drawn = self._as_drawn(node, seen, scored, order)
-                known = self._look(node, task, report, numbers, _made(scored, seen, micro, outputs), as_drawn, known)
+                as_drawn = self._sampled_log_probs(node, seen, scored, order)
+                known = self._check_rows(
+                    node, task, report, numbers, _join_outputs(scored, seen, micro, outputs), as_drawn, known
+                )
             lengths = next(iter(seen.lengths.values()))[order]
-            each, offsets = ("row", None) if loss.of_rows(node) else ("token", offsets_of(lengths))
-            cost = ColumnData(torch.cat([t.loss for t in every]).numpy(), offsets)
+            unit, offsets = ("row", None) if loss.of_rows(node) else ("token", offsets_of(lengths))
+            cost = ColumnData(torch.cat([summary.loss for summary in summaries]).numpy(), offsets)
             known = known | (joint is not None and joint.spoilt)  # a statistic of a wrong row is in the loss of all
-            known = self.watch.finite(node, task, report, "loss", f"a {each}'s loss is {{}}", numbers, cost, known)
-        sums = [s for t in every for s in t.sums]
-        figures = [f for t in every for f in t.figures]
+            known = self.watch.finite(node, task, report, "loss", f"a {unit}'s loss is {{}}", numbers, cost, known)
+        sums = [entry for summary in summaries for entry in summary.sums]
+        figures = [entry for summary in summaries for entry in summary.figures]
         self._step(node, task, batch, report, bool(known.any()), sums, figures)
-        if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # which would have counted them
-            report.count("prompt_tokens", float(sum(c.lengths.sum() for c in seen.contexts)), 0)
-            report.count("response_tokens", float(sum(c.lengths.sum() for c in seen.scored.values())), 0)
+        if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # generations would have counted them
+            report.count("prompt_tokens", float(sum(column.lengths.sum() for column in seen.contexts)), 0)
+            report.count("response_tokens", float(sum(column.lengths.sum() for column in seen.scored.values())), 0)
 
     def _step(
         self, node: Node, task: Task, batch: Batch, report: Report, wrong: bool, sums: list[Sum], figures: list[Sum]
     ) -> None:
-        """Takes an optimizer step, but for gradients that are not finite or of rows that are wrong, and tells of it:
-        `sums` are of losses, all finite where nothing is wrong, `figures` of what terms tell beside."""
+        """Take an optimizer step, unless rows or gradients are wrong, and report it.
+
+        `sums` are of losses, all finite if nothing is wrong. `figures` are what terms report in addition.
+        """
         step = self.steps.get(node.name, 0) + 1
-        sound = not wrong and all(math.isfinite(value) for _, value, _ in sums)
-        said = UpdateAttributes.of(node)
+        finite = not wrong and all(math.isfinite(value) for _, value, _ in sums)
+        attributes = UpdateAttributes.of(node)
         lr = rates.rate(self.plan, node, step, task.states)
-        norm = self.trainers[node.worker].step(lr, said.clip_grad, sound, algorithms.optimizer(said.optimizer), node)
-        taken = math.isfinite(norm)
-        told = [*sums, *figures] if taken else []
-        if taken:
+        norm = self.trainers[node.worker].step(
+            lr, attributes.clip_grad, finite, algorithms.optimizer(attributes.optimizer), node
+        )
+        stepped = math.isfinite(norm)
+        metrics = [*sums, *figures] if stepped else []
+        if stepped:
             self.steps[node.name] = step
             self.stepped = True
         if self._leads(node):
-            # The parts of all ranks and micro-batches add up to one loss a step.
-            told += [("loss", 0.0, 1), ("grad_norm", norm, 1), ("lr", lr, 1)] if taken else []
-            told += [("updates", taken, 0), ("skipped", not taken, 0)]
+            # The parts of all ranks and micro-batches add up to one loss per step.
+            metrics += [("loss", 0.0, 1), ("grad_norm", norm, 1), ("lr", lr, 1)] if stepped else []
+            metrics += [("updates", stepped, 0), ("skipped", not stepped, 0)]
         report.count("rows", len(batch.rows), 0)
-        # Where there are several updates each has its own metrics beside those of all.
-        for of in ("", f"{node.name}/") if len([*self.plan.graph.verb("update")]) > 1 else ("",):
-            for name, value, weight in told:
-                report.count(of + name, value, weight)
-        if not taken and (self._leads(node) or self.watch.stops):
-            what = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
+        # With several updates, each has its own metrics in addition to those of all.
+        for metric_prefix in ("", f"{node.name}/") if len([*self.plan.graph.verb("update")]) > 1 else ("",):
+            for name, value, weight in metrics:
+                report.count(metric_prefix + name, value, weight)
+        if not stepped and (self._leads(node) or self.watch.stops):
+            message = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
             self.watch.tell(
-                node, task, report, "", batch.rows, what + ("" if self.watch.stops else "; the step is left out")
+                node, task, report, "", batch.rows, message + ("" if self.watch.stops else "; the step is skipped")
             )
 
-    # From rows to what is computed of them.
+    # From rows to losses.
 
-    def _given(self, node: Node, task: Task, batch: Batch) -> PreparedBatch:
+    def _prepare_batch(self, node: Node, task: Task, batch: Batch) -> PreparedBatch:
         compared = self.watch.comparison
         like = {compared.column: compared.response} if compared else {}
         batch = replace(batch, columns=tokenised(self.plan, node, batch.columns))
-        found = given(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
-        if found.contexts and not whole(self.plan.graph, node):
-            self.watch.begun(node, task, batch.rows, np.sum([c.lengths for c in found.contexts], axis=0))
-        return found
+        prepared = given(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
+        if prepared.contexts and not whole(self.plan.graph, node):
+            self.watch.begun(node, task, batch.rows, np.sum([column.lengths for column in prepared.contexts], axis=0))
+        return prepared
 
     def _micro_batches(self, node: Node, batch: Batch, seen: PreparedBatch) -> list[Array]:
-        """The positions of each micro-batch, rows of like length together to save padding: as many as the largest group
-        makes, some empty."""
+        """Return the positions of the rows of each micro-batch.
+
+        Rows of similar length go together to save padding. All groups have as many micro-batches as the largest one,
+        some empty.
+        """
         placement = self.plan.placement(node.name)
         size = int(placement.engine.options.get("micro_batch") or 0) or max(batch.share.most, 1)
         count = micro_batches(batch.share.most, size, placement.layout)
@@ -193,34 +204,46 @@ class Training(Engines):
         entropy: bool = False,
         best: int = 0,
     ) -> tuple[MicroBatches, ForwardRequest]:
-        """Micro-batches as an engine takes them, with the ids whose log-probabilities terms want; and what is asked."""
-        beside = loss.beside(self.plan.graph, node).values() if node.verb == "update" else ()
+        """Return micro-batches as an engine takes them, and the request for them.
+
+        The micro-batches have the ids whose log-probabilities terms read.
+        """
+        id_columns = loss.beside(self.plan.graph, node).values() if node.verb == "update" else ()
         after = scores_texts(self.plan.graph, node)
-        stated = [temperature(self.plan.graph, c) for c in seen.scored]
-        # One number of all tokens, or one a token.
-        differ = len({*stated}) > 1 or any(s.kind != "number" for s in stated)
+        stated = [temperature(self.plan.graph, name) for name in seen.scored]
+        # One number for all tokens, or one per token.
+        differ = len({*stated}) > 1 or any(value.kind != "number" for value in stated)
 
         def make(rows: Array) -> TensorDict:
-            ids = [_ids(column, seen, rows) for column in beside]
-            each = [np.repeat(self._heat(seen, c, rows), n[rows]) for c, n in seen.lengths.items()] if differ else []
-            heat = torch.from_numpy(np.concatenate(each))[:, None] if differ else None
-            given = torch.cat(ids, 1) if ids else None
-            masks = [seen.masks.get(c) for c in seen.scored]
-            begins = [seen.begins.get(c) for c in seen.scored]
+            ids = [_ids(column, seen, rows) for column in id_columns]
+            temperatures = (
+                [
+                    np.repeat(self._row_temperatures(seen, name, rows), counts[rows])
+                    for name, counts in seen.lengths.items()
+                ]
+                if differ
+                else []
+            )
+            token_temperatures = torch.from_numpy(np.concatenate(temperatures))[:, None] if differ else None
+            given_ids = torch.cat(ids, 1) if ids else None
+            masks = [seen.masks.get(name) for name in seen.scored]
+            begins = [seen.begins.get(name) for name in seen.scored]
             scored = [*seen.scored.values()]
-            return pack(seen.contexts, scored, rows, masks, after, begins, given=given, temperature=heat)
+            return pack(
+                seen.contexts, scored, rows, masks, after, begins, given=given_ids, temperature=token_temperatures
+            )
 
-        heat = 1.0 if differ or not stated else float(stated[0].literal())
-        return MicroBatches(micro, make), ForwardRequest(heat, entropy, best, node)
+        fixed_temperature = 1.0 if differ or not stated else float(stated[0].literal())
+        return MicroBatches(micro, make), ForwardRequest(fixed_temperature, entropy, best, node)
 
-    def _heat(self, seen: PreparedBatch, target: str, rows: Array) -> Array:
-        """The temperature that the tokens of a column were drawn at, of each row."""
+    def _row_temperatures(self, seen: PreparedBatch, target: str, rows: Array) -> Array:
+        """Return the temperature at which each row of a column was sampled."""
         stated = temperature(self.plan.graph, target)
         if stated.kind == "number":
             return np.full(len(rows), stated.literal(), np.float32)
         return seen.columns[heat(stated)].values[rows].astype(np.float32)
 
-    def _joint(
+    def _joint_mini_batch(
         self,
         node: Node,
         task: Task,
@@ -228,20 +251,22 @@ class Training(Engines):
         seen: PreparedBatch,
         micro: list[Array],
         known: Array,
-        whole: loss.LossNormalizer,
-        passed: list[Outputs],
+        normalizer: loss.LossNormalizer,
+        outputs: list[Outputs],
     ) -> joint_loss.JointMiniBatch:
-        """The loss of the whole mini-batch, of what forward passes over its micro-batches gave."""
+        """Compute the loss of the whole mini-batch from its forward passes."""
         placement = self.plan.placement(node.name)
         group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
-        held = {c: seen.columns[c] for c in sorted(loss.columns(node)[0] & seen.columns.keys())}
-        joint = joint_loss.JointMiniBatch(replace(seen, columns=held, strange=known), batch.rows, micro, passed, group)
+        columns = {column: seen.columns[column] for column in sorted(loss.columns(node)[0] & seen.columns.keys())}
+        joint = joint_loss.JointMiniBatch(
+            replace(seen, columns=columns, strange=known), batch.rows, micro, outputs, group
+        )
         rng = self._rng(node, task, batch.share.epoch, int(joint.numbers[0]))
-        everyone = np.arange(len(joint.numbers))
-        of = (self.plan.graph, node, joint.seen, everyone, joint.outputs, rng, self._rounding(node))
-        found = self._loss(node, task, loss.inputs(*of))
+        all_rows = np.arange(len(joint.numbers))
+        arguments = (self.plan.graph, node, joint.seen, all_rows, joint.outputs, rng, self._rounding(node))
+        value = self._loss(node, task, loss.inputs(*arguments))
         joint.back(
-            found, loss.reduce(node, found.loss, torch.from_numpy(next(iter(joint.seen.lengths.values()))), whole)
+            value, loss.reduce(node, value.loss, torch.from_numpy(next(iter(joint.seen.lengths.values()))), normalizer)
         )
         return joint
 
@@ -249,23 +274,25 @@ class Training(Engines):
         return loss.ROUNDS[holdings.dtype(self.plan, node.name)]
 
     def _rng(self, node: Node, task: Task, epoch: int, first: int) -> np.random.Generator:
-        """What terms of the whole mini-batch draw by, of which `first` is the first row: the rows of a mini-batch are
-        the same on any layout, and so is what they draw."""
+        """Return the generator for terms of the whole mini-batch.
+
+        `first` is its first row. The rows of a mini-batch are the same in any layout, and so are the numbers drawn.
+        """
         return noise.RandomStream(self.plan.deploy.run.seed, "loss", node.name).generator(task.number, epoch, first)
 
     def _loss(self, node: Node, task: Task, inputs: loss.LossInputs) -> loss.Value:
         try:
-            found = loss.evaluate(node, inputs)
+            value = loss.evaluate(node, inputs)
         except Exception as error:
             raise RunError(blame(node, error, f"iteration {task.number}")) from error
-        if not found.loss.requires_grad:
+        if not value.loss.requires_grad:
             raise RunError(
                 f"the loss of `{node.name}` ({node.span.place}) has no gradient: nothing in it depends on the weights"
             )
-        return found
+        return value
 
-    def _whole(self, node: Node, batch: Batch, seen: PreparedBatch) -> loss.LossNormalizer:
-        """Count the tokens and rows of the mini-batch that the loss is over, on all ranks."""
+    def _loss_normalizer(self, node: Node, batch: Batch, seen: PreparedBatch) -> loss.LossNormalizer:
+        """Count the tokens and rows of the mini-batch, over all ranks."""
         target = next(iter(seen.scored))
         rows = batch.share.round_units
         skips = UpdateAttributes.of(node).masked_rows == "skip"
@@ -279,41 +306,46 @@ class Training(Engines):
         tokens, scored_rows = counts.tolist()
         return loss.LossNormalizer(tokens, scored_rows if skips else rows)
 
-    # What is looked at.
+    # Checks.
 
-    def _as_drawn(
+    def _sampled_log_probs(
         self, node: Node, seen: PreparedBatch, column: ir.Column, order: Array
     ) -> numerics.SampledLogProbs | None:
-        """The log-probabilities that those of a column's tokens, or a column of those, are to be compared with: none
-        once a step has changed the weights."""
+        """Return the log-probabilities to compare a column's with.
+
+        The column is scored, or has log-probabilities of such a column. None once a step has changed the weights.
+        """
         compared = self.watch.comparison
         if compared is None or compared.node != node.name or self.stepped:
             return None
-        if compared.response != _of(column, seen) or len(column.dims) != 1:
+        if compared.response != _scored_column(column, seen) or len(column.dims) != 1:
             return None
         return numerics.SampledLogProbs(
-            seen.columns[compared.column].take(order), self._heat(seen, compared.response, order).astype(np.float64)
+            seen.columns[compared.column].take(order),
+            self._row_temperatures(seen, compared.response, order).astype(np.float64),
         )
 
-    def _look(
+    def _check_rows(
         self,
         node: Node,
         task: Task,
         report: Report,
         rows: Array,
-        made: ColumnData,
+        data: ColumnData,
         as_drawn: numerics.SampledLogProbs | None,
         known: Array,
     ) -> Array:
-        """The rows that are `known` to be wrong, or hold what is."""
+        """Return the rows that are known to be wrong or have wrong values."""
         if self.plan.model(node.name).scores:
-            return self.watch.finite(node, task, report, "value", "its value is {}", rows, made, known)
-        return self.watch.logp(node, task, report, rows, made, as_drawn, known)
+            return self.watch.finite(node, task, report, "value", "its value is {}", rows, data, known)
+        return self.watch.logp(node, task, report, rows, data, as_drawn, known)
 
 
 class _Told(NamedTuple):
-    """What is looked at of a micro-batch, apart from its graph: `outputs`, and the loss of each token or row; and what
-    is told of it."""
+    """What is reported and checked of a micro-batch, detached from its graph.
+
+    `loss` is that of each token or row.
+    """
 
     outputs: Outputs
     loss: torch.Tensor
@@ -321,46 +353,56 @@ class _Told(NamedTuple):
     figures: list[Sum]
 
 
-def _told(made: Outputs, found: loss.Value, total: torch.Tensor) -> _Told:
+def _summarize(output: Outputs, value: loss.Value, total: torch.Tensor) -> _Told:
     sums: list[Sum] = [("loss", float(total.detach()), 0)]
-    sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in found.terms.items()]
-    figures: list[Sum] = [(name, float(part.sum()), part.numel()) for name, part in found.figures.items()]
-    for name, part in found.figures.items():
+    sums += [(f"loss/{name}", float(part.detach().sum()), part.numel()) for name, part in value.terms.items()]
+    figures: list[Sum] = [(name, float(part.sum()), part.numel()) for name, part in value.figures.items()]
+    for name, part in value.figures.items():
         if name.endswith("/ratio"):  # for the effective sample size (metrics/derived.py)
             square = part.double().square().sum()
             figures.append((f"{name.removesuffix('ratio')}_ratio_square", float(square), part.numel()))
-    if made.entropy is not None:
-        figures.append(("entropy", float(made.entropy.detach().sum()), made.entropy.numel()))
-    outputs = Outputs(*(x if x is None else x.detach().cpu() for x in made[:2]))
-    return _Told(outputs, found.loss.detach().cpu(), sums, figures)
+    if output.entropy is not None:
+        figures.append(("entropy", float(output.entropy.detach().sum()), output.entropy.numel()))
+    outputs = Outputs(*(tensor if tensor is None else tensor.detach().cpu() for tensor in output[:2]))
+    return _Told(outputs, value.loss.detach().cpu(), sums, figures)
 
 
-def _of(column: ir.Column, seen: PreparedBatch) -> str:
-    """The scored column whose tokens a column has values of, itself perhaps; "" where it has one value a row."""
+def _scored_column(column: ir.Column, seen: PreparedBatch) -> str:
+    """Return the scored column that a column has token values for.
+
+    It may be the column itself; "" if the column has one value per row.
+    """
     return column.name if column.name in seen.scored else column.dims[0].like if column.dims else ""
 
 
-def _made(column: ir.Column, seen: PreparedBatch, micro: list[Array], outputs: list[Outputs]) -> ColumnData:
-    """What forward passes gave for a column that is written, or of the tokens of a column that is scored, in the order
-    of the passes."""
-    of = _of(column, seen)
+def _join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], outputs: list[Outputs]) -> ColumnData:
+    """Join the outputs of forward passes for a written or scored column.
+
+    They are in the order of the passes.
+    """
+    scored = _scored_column(column, seen)
     width = column.dims[1].size if len(column.dims) > 1 else 0
     parts = []
-    for rows, found in zip(micro, outputs, strict=True):
-        one = found.logp if found.values is None else found.values
-        values = one if not width else found.ids if column.element == "i32" else found.best
+    for rows, output in zip(micro, outputs, strict=True):
+        per_token = output.logp if output.values is None else output.values
+        values = per_token if not width else output.ids if column.element == "i32" else output.best
         assert values is not None
-        parts.append(seen.split(rows, values)[of] if of else values)
+        parts.append(seen.split(rows, values)[scored] if scored else values)
     joined = torch.cat(parts).cpu().numpy()
     if width:
         joined = np.ascontiguousarray(
             joined[:, :width].astype(np.int32) if column.element == "i32" else joined[:, :width]
         )
-    return ColumnData(joined, offsets_of(seen.lengths[of][np.concatenate(micro)]) if of else None)
+    return ColumnData(joined, offsets_of(seen.lengths[scored][np.concatenate(micro)]) if scored else None)
 
 
 def _ids(column: ir.Column, seen: PreparedBatch, rows: Array) -> torch.Tensor:
-    """The ids that a column has of each token, [tokens, k]; of another column's tokens zeros."""
-    ids = flat(seen.columns[column.name], rows).reshape(-1, math.prod(d.size for d in column.dims[1:]))
-    counts = {c: int(n[rows].sum()) for c, n in seen.lengths.items()}
-    return torch.cat([ids if c == column.dims[0].like else ids.new_zeros(n, ids.shape[1]) for c, n in counts.items()])
+    """Return the ids that a column has for each token, [tokens, k].
+
+    Other columns' tokens get zeros.
+    """
+    ids = flat(seen.columns[column.name], rows).reshape(-1, math.prod(dim.size for dim in column.dims[1:]))
+    counts = {name: int(lengths[rows].sum()) for name, lengths in seen.lengths.items()}
+    return torch.cat(
+        [ids if name == column.dims[0].like else ids.new_zeros(count, ids.shape[1]) for name, count in counts.items()]
+    )

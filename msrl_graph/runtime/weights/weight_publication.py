@@ -41,7 +41,8 @@ class WeightPublication(Sender):
             names = {name for message in self.gives for name, _ in message.boxes}
             self.live = [s for s in self.shards if s.name in names]
             self.copies = [Shard(s.name, s.box, torch.empty_like(s.tensor, dtype=self.dtype)) for s in self.live]
-            self.said, self.word = self.word, None if self.word is None else self.word.clone()
+            self.said = self.word
+            self.word = None if self.word is None else self.word.clone()
             threading.Thread(target=self._give, daemon=True).start()
 
     def publish(self, version: int, told: int) -> None:

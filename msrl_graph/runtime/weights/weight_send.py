@@ -57,7 +57,8 @@ class Sender:
         self.rank = rank
         self.shards = shards
         self.word = word
-        (source, target), per_host = sides, plan.cluster.devices_per_node
+        source, target = sides
+        per_host = plan.cluster.devices_per_node
         # What holds for a tensor holds for all that differ from it in nothing but the name.
         alike = {t.name: replace(t, name="") for t in model.tensors}
         found = {t: fetches(t, source, target, per_host) for t in dict.fromkeys(alike.values())}
