@@ -197,7 +197,7 @@ DAMAGE = {
     ),
     "of another format": (
         lambda p: say(p, '"format_version": 2', '"format_version": 1'),
-        "its manifest.json is of format 1, .* reads 2",
+        "its manifest.json has format 1, .* reads 2",
     ),
     "iteration": (lambda p: say(p, '"iteration": 20', '"iteration": 18'), CHANGED),
     "negative": (lambda p: say(p, '"iteration": 20', '"iteration": -5'), CHANGED),
@@ -209,11 +209,11 @@ DAMAGE = {
     ),
     "a digest made anew": (
         lambda p: (say(p, '"lines": 20', '"lines": 2'), digested(p)),
-        "its manifest.json says lines 2, and its file actor-rank-00000.safetensors 20",
+        "its manifest.json says lines 2, but its file actor-rank-00000.safetensors says 20",
     ),
     "steps and a digest made anew": (
         lambda p: (say(p, '"actor.update": 20', '"actor.update": 90'), digested(p)),
-        "its manifest.json says steps of actor.update 90, and its file actor-rank-00000.safetensors 20",
+        "its manifest.json says steps of actor.update 90, but its file actor-rank-00000.safetensors says 20",
     ),
 }
 
@@ -256,7 +256,7 @@ def test_a_manifest_that_cannot_be_right_is_refused_whoever_wrote_it(tmp_path, p
 
 def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path, plan):
     path = save(tmp_path, plan, 10).rename(tmp_path / "checkpoints" / "000018")
-    what = "its folder is called 000018, and its manifest.json is of 10 iterations"
+    what = "its folder is called 000018, but its manifest.json says iteration 10"
     assert refusal(plan, tmp_path) == f"the checkpoint {path} cannot be used: {what}"
 
 

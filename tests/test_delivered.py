@@ -132,13 +132,13 @@ def test_what_an_engine_does_not_have_is_told_by_name():
     b = Shard("b", declared["b"], torch.zeros(2))
     nothing = Shard("of another stage", ((0, 0),), torch.zeros(0))
     assert unbound(declared, [a, b, nothing]) == ""
-    assert unbound(declared, [a]) == "1 tensors where its layout declares 2: `b` is missing"
-    assert unbound(declared, [b, a, a]) == "3 tensors where its layout declares 2: `a` is there 2 times"
+    assert unbound(declared, [a]) == "1 tensors, but its layout declares 2: `b` is missing"
+    assert unbound(declared, [b, a, a]) == "3 tensors, but its layout declares 2: `a` is there 2 times"
     other = replace(b, name="c")
-    assert unbound(declared, [a, other]) == ("2 tensors where its layout declares 2: `b` is missing, and 1 more")
-    assert unbound(declared, [a, b, other]).endswith("`c` is no part of it")
+    assert unbound(declared, [a, other]) == ("2 tensors, but its layout declares 2: `b` is missing, and 1 more")
+    assert unbound(declared, [a, b, other]).endswith("`c` is not part of it")
     flat = replace(a, tensor=torch.zeros(6))
-    assert unbound(declared, [flat, b]).endswith("`a` has the shape [6] in place of [2, 3]")
+    assert unbound(declared, [flat, b]).endswith("`a` has shape [6] instead of [2, 3]")
 
 
 @pytest.mark.usefixtures("alone")
@@ -152,7 +152,7 @@ def test_an_engine_that_lacks_a_tensor_ends_the_run_as_it_is_built_or_as_weights
             patch.setattr(engine, method, lambda self, whole=whole: [s for s in whole(self) if s.name != COLUMNS])
             with pytest.raises(WeightsNotDelivered) as error:
                 reshard(Stage(one_rank()))
-            assert f"50 tensors where its layout declares 51: `{COLUMNS}` is missing" in str(error.value)
+            assert f"50 tensors, but its layout declares 51: `{COLUMNS}` is missing" in str(error.value)
             assert str(error.value).startswith(
                 what or "`actor.update => actor.generate` (line 39 of grpo.rlg) on rank 0"
             )

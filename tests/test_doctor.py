@@ -301,9 +301,7 @@ def test_a_cluster_that_is_not_there(monkeypatch, capsys):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert doctor.main([]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert out.startswith(
-        "wrong ray no Ray cluster is at 127.0.0.1:1, which RAY_ADDRESS names: connection refused > start one"
-    )
+    assert out.startswith("wrong ray no Ray cluster at 127.0.0.1:1 (RAY_ADDRESS): connection refused > start one")
     assert "ok python" in out and "RAY_ADDRESS is not set" not in out
 
 

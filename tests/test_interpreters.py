@@ -95,8 +95,8 @@ def test_packages_that_cannot_be_beside_each_other_are_told_and_an_interpreter_i
     [
         ({}, ""),
         ({"Python": "3.11.9", "torch": "2.10.0"}, ""),  # what it loads is its own affair
-        ({"Python": "3.12.1"}, "has Python 3.12.1, and the run 3.11.7"),
-        ({"ray": "2.60.1", "msrl-graph": "0.1.0 ff"}, "has msrl-graph 0.1.0 ff, and the run 0.1.0 0a1b2c3d, ray 2.6"),
+        ({"Python": "3.12.1"}, "has Python 3.12.1 (the run has 3.11.7)"),
+        ({"ray": "2.60.1", "msrl-graph": "0.1.0 ff"}, "has msrl-graph 0.1.0 ff (the run has 0.1.0 0a1b2c3d), ray 2.6"),
         ({"ray": "", "msrl-graph": ""}, "lacks msrl-graph, ray"),
     ],
 )

@@ -59,7 +59,7 @@ def test_strangers_get_nothing_at_the_sockets_of_a_run_on_one_machine(place):
         assert json.loads(reached.stdout) == [], reached.stderr
         (ray,) = (port for _, port, names in listening if "gcs_server" in names)
         refused = on(0, GREETS, f"127.0.0.1:{ray}", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * 64)
-        assert "asks for a token that this process does not give" in refused.stderr, refused.stderr
+        assert "requires a token that this process does not have" in refused.stderr, refused.stderr
         said = (place.folder / "err").read_text()
         ports = [line.rpartition(":")[2].partition("/")[0] for line in said.splitlines()[:2]]
         command = [*made.inside(0), sys.executable, "-c", SILENT, *ports]

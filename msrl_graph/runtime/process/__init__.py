@@ -1,4 +1,4 @@
-"""What every process of a run has: its log, its report of a task, its neighbours, its end."""
+"""What every process of a run needs: log, task reports, heartbeats, cleanup."""
 
 from . import ast_parse
 

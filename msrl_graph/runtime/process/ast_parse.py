@@ -1,9 +1,9 @@
-"""Make `ast.parse` safe to call from several threads.
+"""A lock that makes `ast.parse` safe to call from several threads.
 
 Invariant: one thread at a time is in `ast.parse`. Before 3.11.8 Python counts the depth of all threads' trees in one
-number (gh-106905), so two threads that parse at the same time can get a SystemError. Imports are enough for that:
-NumPy and torch parse while they are imported, and they import some of their modules on first use. The error then
-appeared in a rank or in a user's function.
+number (gh-106905), so two threads that parse at the same time can get a SystemError. Imports are enough for that: NumPy
+and torch parse while they are imported, and they import some of their modules on first use. The error then appeared in
+a rank or in a user's function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ FIXED_IN = (3, 11, 8)
 
 
 def serialize_parsing() -> None:
-    """Let the threads of this process and of its forked children call `ast.parse` one at a time."""
+    """Let threads call `ast.parse` one at a time.
+
+    This holds for this process and its forked children.
+    """
     if sys.version_info >= FIXED_IN or hasattr(ast.parse, "__wrapped__"):
         return
     parse = ast.parse

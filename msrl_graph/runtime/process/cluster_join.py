@@ -1,6 +1,6 @@
-"""How a run joins a Ray cluster, and how its processes on the hosts reach each other.
+"""How a run joins a Ray cluster, and how its processes on hosts reach each other.
 
-Invariant: a cluster that does not answer is named at once.
+Invariant: a cluster that does not answer is reported at once, with its address.
 """
 
 from __future__ import annotations
@@ -20,35 +20,38 @@ from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
 from .host_facts import interface
 
-# Seconds until a host that does not answer is taken for dead, and until what answers there is taken for no Ray.
+# Seconds until a host that does not answer counts as dead, and until a server that answers counts as not being Ray.
 CONNECT = 10.0
 GREET = 20.0
 START = (
-    "start one, `ray start --head` and `ray start --address=HEAD:6379` on the others; or unset RAY_ADDRESS "
-    "to run on this machine"
+    "start one with `ray start --head`, and `ray start --address=HEAD:6379` on the other machines; or unset "
+    "RAY_ADDRESS to run on this machine"
 )
 LOOPBACK = "127.0.0.1"
-# Ray reads it as it is imported: with "0" its servers and workers listen at the loopback alone, on any system.
+# Ray reads it at import: with "0" its servers and workers listen at the loopback only, on any system.
 _ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def own_ray() -> dict[str, str]:
     """Return the environment of a process that starts Ray for this machine alone.
 
-    Ray then listens at the loopback only, and asks for a token that nobody else has. Both must be there before Ray is
+    Ray then listens at the loopback only, and requires a token that nobody else has. Both must be set before Ray is
     imported. What the caller has set for other clusters does not apply to this one.
     """
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), _ALONE: "0"}
 
 
 class NoResources(Fault):
-    """The machines lack what the plan asks for; exit status 3."""
+    """The machines do not have what the plan needs; exit status 3."""
 
 
 def speak(cluster: ClusterSpec) -> str:
-    """Makes collectives speak by the interface that the cluster states, else by that of Ray's own address of this host,
-    or within one host by its loopback; else they take the address that the host's name has, which is 127.0.0.1 on many.
-    What the user has set, stays. This host's address there."""
+    """Set the network interface of collectives, and return this host's address there.
+
+    It is the interface that the cluster states, otherwise that of Ray's own address of this host, or within one host
+    the loopback. Without this, collectives use the address of the host's name, which is 127.0.0.1 on many hosts.
+    Settings of the user stay.
+    """
     import ray
 
     address: str = ray.util.get_node_ip_address() if cluster.nodes > 1 else LOOPBACK
@@ -60,41 +63,43 @@ def speak(cluster: ClusterSpec) -> str:
 
 
 def greet(address: str, span: Span = NOWHERE) -> None:
-    """Raises NoResources where no Ray cluster answers at the address that RAY_ADDRESS holds, or none that this process
-    may join: Ray itself would try for minutes, without a word."""
+    """Raise NoResources if RAY_ADDRESS has no Ray cluster that this process may join.
+
+    Ray itself would try for minutes without a message.
+    """
     host, colon, port = address.rpartition(":")
     if "://" in address:
-        help = "set it to the address of the cluster's head, as 10.0.0.1:6379, on a machine of the cluster"
-        raise unreached(f"RAY_ADDRESS is {address}, and a run is driven from within the cluster", span, help)
+        help = "set it to the address of the cluster's head, such as 10.0.0.1:6379, on a machine of the cluster"
+        raise unreached(f"RAY_ADDRESS is {address}, but a run must be started on a machine of the cluster", span, help)
     if not colon or not port.isdecimal():
-        return  # `auto`, which Ray looks up on this machine
+        return  # `auto`: Ray looks the address up on this machine
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT).close()
     except (OSError, OverflowError) as error:
-        what = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
-        raise unreached(f"no Ray cluster is at {address}, which RAY_ADDRESS names: {what.lower()}", span) from None
+        reason = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
+        raise unreached(f"no Ray cluster at {address} (RAY_ADDRESS): {reason.lower()}", span) from None
     from ray import exceptions
 
-    refused = getattr(exceptions, "AuthenticationError", ())  # older Rays have no tokens
+    refused = getattr(exceptions, "AuthenticationError", ())  # older versions of Ray have no tokens
     answer: Future[None] = Future()
-    # Not of a pool, whose threads a process waits for at its end: this one may last.
-    Thread(target=_ask, args=(address, answer), daemon=True).start()
+    # Not in a thread pool: a process waits for its threads at exit, and this one may not return.
+    Thread(target=_try_connection, args=(address, answer), daemon=True).start()
     try:
         answer.result(GREET)
     except refused as error:
-        said = str(error).partition(" Note:")[0]
+        detail = str(error).partition(" Note:")[0]
         token = "set RAY_AUTH_MODE=token, with the cluster's token in RAY_AUTH_TOKEN or in ~/.ray/auth_token"
         raise unreached(
-            f"the Ray cluster at {address} asks for a token that this process does not give ({said})", span, token
+            f"the Ray cluster at {address} requires a token that this process does not have ({detail})", span, token
         ) from None
     except TimeoutError:
-        raise unreached(f"what answers at {address}, which RAY_ADDRESS names, is no Ray cluster", span) from None
+        raise unreached(f"the server at {address} (RAY_ADDRESS) is not a Ray cluster", span) from None
 
 
-def _ask(address: str, answer: Future[None]) -> None:
-    """Asks Ray's servers who they are."""
+def _try_connection(address: str, answer: Future[None]) -> None:
+    """Try to connect to Ray's servers; the answer has the error."""
     try:
-        # The one way that says why they refuse; it is not among what Ray promises to keep.
+        # The only way that reports why they refuse; it is not part of Ray's public API.
         if client := getattr(import_module("ray._raylet"), "GcsClient", None):
             client(address=address)
         answer.set_result(None)
@@ -103,10 +108,11 @@ def _ask(address: str, answer: Future[None]) -> None:
 
 
 def job_config() -> Any:
-    """Return Ray's settings for a program whose processes import nothing from the folder in which it is started.
+    """Return Ray's settings for a program that does not import from its folder.
 
-    By default every process that Ray starts looks there first for each module, on every host; the folder may be
-    anybody's, as /tmp is. What says so is the mark of a job that came through Ray's client.
+    By default every process that Ray starts looks for each module first in the folder where the program was started, on
+    every host; the folder may be anybody's, as /tmp is. The setting that prevents it is the mark of a job that came
+    through Ray's client.
     """
     import ray
 
@@ -114,12 +120,12 @@ def job_config() -> Any:
 
 
 def unreached(message: str, span: Span, help: str = START) -> NoResources:
-    """What is told of a cluster that cannot be joined."""
+    """Return the error for a cluster that cannot be joined."""
     return NoResources(Diagnostic("no-resources", message, span, help))
 
 
 def called(plan: Plan) -> Iterator[tuple[str, str, Node]]:
-    """What the processes of a run load of Python files: the file, a name of it, and the node that calls it."""
+    """Yield the Python files that a run loads: file, name in it, and calling node."""
 
     def look(expr: Expr) -> Iterator[tuple[str, str]]:
         path, colon, name = str(expr.value).rpartition(":")
@@ -134,7 +140,7 @@ def called(plan: Plan) -> Iterator[tuple[str, str, Node]]:
 
 
 def living() -> list[dict[str, Any]]:
-    """Ray's hosts, without those that are dead."""
+    """Return Ray's nodes that are alive."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]

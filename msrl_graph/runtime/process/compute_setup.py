@@ -1,4 +1,4 @@
-"""How a process that computes is set up: a rank of a run, and what stands for it where this machine is measured.
+"""The setup of a process that computes: a rank, or its stand-in for measurements.
 
 Invariant: nothing here changes a result.
 """
@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from .connection_gate import listen
 
-# Of mallopt(3): the size from which memory is the system's own, and how much free memory at the end of the heap goes
-# back.
+# Parameters of mallopt(3): the size from which an allocation is mapped by itself, and how much free memory at the end
+# of the heap is returned to the system.
 TRIM = -1
 MMAP = -3
 LARGEST = 32 << 20  # bytes; glibc allows no more
@@ -22,9 +22,9 @@ KEPT = 256 << 20  # bytes
 
 
 def meeting(host: str) -> TCPStore:
-    """Return the store by which ranks find each other, which listens at this address of the host only.
+    """Return the store by which ranks find each other; it listens at one address only.
 
-    By itself a TCPStore listens at every address, and whoever reaches it may read and write what ranks say there.
+    By itself a TCPStore listens at every address, and anyone who reaches it may read and write what ranks store there.
     """
     listening = listen(host)
     port = listening.getsockname()[1]
@@ -32,10 +32,12 @@ def meeting(host: str) -> TCPStore:
 
 
 def prepare(threads: int) -> None:
-    """Takes so many threads, and keeps what tensors give back for the next ones: eager operators make and drop
-    megabytes each, and fresh memory costs more than most of them (a page fault for every 4 KiB). Where the C library is
-    another one, memory is as it is there."""
-    # gloo and torch would otherwise each take a thread for every core of the machine.
+    """Set the number of threads, and keep memory that tensors free for later tensors.
+
+    Eager operators allocate and free megabytes each, and fresh memory costs more than most of them (a page fault for
+    every 4 KiB). With a C library other than glibc, memory is left as it is.
+    """
+    # gloo and torch would otherwise each start a thread for every core of the machine.
     torch.set_num_threads(threads)
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)

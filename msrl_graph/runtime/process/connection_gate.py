@@ -1,7 +1,7 @@
-"""Listening sockets of a run, and the connections there that have not proved anything yet.
+"""Listening sockets of a run, and their connections that have not authenticated.
 
-Invariant: such a connection lasts some seconds, and there are few of them. Where one more comes, the oldest is closed
-of the source that has most, so that a flood from one address pushes out nothing but itself.
+Invariant: such a connection lasts some seconds, and there are few of them. If there is one too many, the oldest one of
+the source with the most connections is closed: a flood from one address pushes out only itself.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import NamedTuple
 
-MOST = 64  # connections of a listening socket that have proved nothing
+MOST = 64  # connections of a listening socket that have not authenticated
 PATIENCE = 10.0  # seconds that each of them has
-PAUSE = 0.05  # seconds until the next try, where this process has no descriptor left
+PAUSE = 0.05  # seconds until the next try when this process has no descriptor left
 _BACKLOG = 1024  # connections that the system keeps until they are accepted
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens at one address of this host; port 0: any free one. Raises OSError."""
+    """Return a socket that listens at one address of this host; port 0: any free one.
+
+    Raises OSError.
+    """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
@@ -34,7 +37,10 @@ class _Visitor(NamedTuple):
 
 
 class Gate:
-    """The connections of one listening socket that have not proved anything. Any thread may call it."""
+    """The connections of one listening socket that have not authenticated.
+
+    Any thread may call it.
+    """
 
     def __init__(self, most: int = MOST, patience: float = PATIENCE) -> None:
         self.most = most
@@ -43,7 +49,7 @@ class Gate:
         self._lock = threading.Lock()
 
     def enter(self, connection: socket.socket) -> None:
-        """Count a connection that was just accepted; close another one if there are too many."""
+        """Count a connection that was just accepted; close others if there are too many."""
         with self._lock:
             self._forget_closed()
             while len(self._visitors) >= self.most:
@@ -53,30 +59,32 @@ class Gate:
             self._visitors[number] = _Visitor(connection, _source(connection), time.monotonic())
 
     def prove(self, descriptor: int) -> None:
-        """A connection has proved who it is: it may stay."""
+        """Keep a connection that has authenticated."""
         with self._lock:
             self._visitors.pop(descriptor, None)
 
     def expire(self) -> None:
-        """Close the connections that had their time."""
+        """Close the connections whose time is over."""
         with self._lock:
             self._forget_closed()
             latest = time.monotonic() - self.patience
-            for visitor in [v for v in self._visitors.values() if v.since <= latest]:
+            for visitor in [entry for entry in self._visitors.values() if entry.since <= latest]:
                 self._close(visitor)
 
     def make_room(self) -> None:
-        """Close a connection, if there is one: descriptors are needed for others."""
+        """Close a connection, if there is one, to free its descriptor."""
         with self._lock:
             self._forget_closed()
             self._close_one()
 
     def _forget_closed(self) -> None:
-        for number in [n for n, v in self._visitors.items() if v.connection.fileno() != n]:
+        for number in [
+            descriptor for descriptor, visitor in self._visitors.items() if visitor.connection.fileno() != descriptor
+        ]:
             del self._visitors[number]
 
     def _close_one(self) -> None:
-        counts = Counter(v.source for v in self._visitors.values())
+        counts = Counter(entry.source for entry in self._visitors.values())
         most = max(counts.values(), default=0)
         for visitor in self._visitors.values():
             if counts[visitor.source] == most:
@@ -84,14 +92,14 @@ class Gate:
                 return
 
     def _close(self, visitor: _Visitor) -> None:
-        """End a connection; whoever serves it reads its end, and closes it."""
-        self._visitors = {n: v for n, v in self._visitors.items() if v is not visitor}
+        """Shut a connection down; its reader sees the end and closes it."""
+        self._visitors = {number: other for number, other in self._visitors.items() if other is not visitor}
         with suppress(OSError):
             visitor.connection.shutdown(socket.SHUT_RDWR)
 
 
 def _source(connection: socket.socket) -> bytes:
-    """Who connects: an address, of IPv6 the half that names a network; nothing where it left already."""
+    """Return who connects: an address, for IPv6 its network half; b"" if gone already."""
     with suppress(OSError):
         name = connection.getpeername()
         if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -100,7 +108,10 @@ def _source(connection: socket.socket) -> bytes:
 
 
 async def accept(listening: socket.socket, gate: Gate, serve: Callable[[socket.socket], Awaitable[None]]) -> None:
-    """Hand each connection to `serve`, in a task of its own, until this task is cancelled. `serve` closes it."""
+    """Hand each connection to `serve` in its own task, until this task is cancelled.
+
+    `serve` closes the connection.
+    """
     loop = asyncio.get_running_loop()
     listening.setblocking(False)
     tasks: set[asyncio.Future[None]] = set()
@@ -115,4 +126,4 @@ async def accept(listening: socket.socket, gate: Gate, serve: Callable[[socket.s
         loop.call_later(gate.patience, gate.expire)
         tasks.add(task := asyncio.ensure_future(serve(connection)))
         task.add_done_callback(tasks.discard)
-        await asyncio.sleep(0)  # one connection after another, and others' work between them
+        await asyncio.sleep(0)  # let other tasks run between two connections

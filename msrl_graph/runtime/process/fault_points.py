@@ -1,8 +1,10 @@
-"""Named points in the work of each process, at which `bench/chaos.py` and tests kill or stop it.
+"""Named points in each process's work where tests kill or stop it.
 
-Invariant: nothing happens unless MSRL_POINTS names a folder. There the file `seen` gets a line for each point that is
-reached, and a process that reaches a point of which there is a file (`file`) removes it and kills itself, or where the
-file says STOP stops itself: each such file is one fault, of one process.
+`bench/chaos.py` uses them too.
+
+Invariant: nothing happens unless MSRL_POINTS is a folder. Its file `seen` gets a line for each point that is reached. A
+process that reaches a point with a file (`file`) removes the file and kills itself, or stops itself if the file says
+STOP: each such file is one fault of one process.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ STOP = "stop"
 _FOLDER = os.environ.get("MSRL_POINTS", "")
 
 
-def reach(process: str, what: str) -> None:
-    """A process gets to a point of its work."""
+def reach(process: str, point: str) -> None:
+    """Report that a process reached a point of its work."""
     if _FOLDER:
         with Path(_FOLDER, "seen").open("a", encoding="utf-8") as seen:
-            seen.write(f"{process}: {what}\n")
-        fault = file(_FOLDER, process, what)
+            seen.write(f"{process}: {point}\n")
+        fault = file(_FOLDER, process, point)
         try:
-            how = fault.read_text(encoding="utf-8")
+            action = fault.read_text(encoding="utf-8")
             fault.unlink()
         except FileNotFoundError:
             return
-        os.kill(os.getpid(), signal.SIGSTOP if how == STOP else signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if action == STOP else signal.SIGKILL)
 
 
-def file(folder: Path | str, process: str, what: str) -> Path:
-    """The file that stands for the death of a process at a point."""
-    return Path(folder, f"{process}: {what}".replace("/", "-"))
+def file(folder: Path | str, process: str, point: str) -> Path:
+    """Return the file that makes a process die at a point."""
+    return Path(folder, f"{process}: {point}".replace("/", "-"))

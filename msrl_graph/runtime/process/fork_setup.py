@@ -1,8 +1,8 @@
-"""What a process that a user's code forks takes over from the process of a run.
+"""What a process that a user's code forks inherits from the process of a run.
 
-Invariant: SIGTERM ends a forked child at once, as it ends one of a plain Python program. Ray handles the signal in
-Python, and CPython forgets a signal that comes to a child before it has run its first line: a pool of
-`multiprocessing` that ends soon after it began would wait for such a child for ever.
+Invariant: SIGTERM ends a forked child at once, as in a plain Python program. Ray handles the signal in Python, and
+CPython loses a signal that reaches a child before its first line has run: a `multiprocessing` pool that ends soon after
+it began would wait for such a child for ever.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ _HELD = (signal.SIGTERM,)
 
 
 def release_children() -> None:
-    """From now on forked children have SIGTERM's default in the place of the handler that this process has now. A
-    handler that the user's code sets stays theirs."""
+    """From now on, give forked children SIGTERM's default action.
+
+    They would inherit the handler that this process has now. A handler that the user's code sets stays.
+    """
     ours = signal.getsignal(signal.SIGTERM)
-    if not callable(ours):  # none in Python, which children would lose signals by
+    if not callable(ours):  # no Python handler, with which children could lose signals
         return
-    before = threading.local()  # by thread, what was held back before the fork
+    before = threading.local()  # by thread: the signal mask before the fork
 
     def hold() -> None:
         before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)

@@ -1,13 +1,13 @@
-"""Heartbeats: which processes of a host still move, and the end of those that do not.
+"""Heartbeats: find processes of a host that make no progress, and end them.
 
-Invariant: a process is killed only by another one that has itself moved for the whole limit, has looked at it again and
-again, and has seen neither a beat nor bytes read or written. A machine that was suspended, or is slow, therefore kills
-nobody: whoever looks stood still with it. Why a process was killed is written down before the kill.
+Invariant: a process is killed only by another one that was itself running for the whole limit, has looked at it again
+and again, and has seen neither a beat nor bytes read or written. A machine that was suspended, or is slow, therefore
+kills nothing: the process that looks stood still too. Why a process was killed is written down before the kill.
 
 Each process of a run has a *heart*: a file in the run's folder of its host, into which a thread counts once a second.
 The same thread looks at the hearts of the others. A process that is stopped (SIGSTOP), or in which no Python thread
 runs (C code that holds the interpreter's lock and never returns), does not count. A process that waits, or that runs
-the user's Python code, does: how long that may take is a matter of the dock's `deadline`.
+the user's Python code, does count: how long that may take is limited by the dock's `deadline`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import NamedTuple
 FOLDER = "hearts"  # below the run's folder of a host
 DRIVER = "the driver"
 EVERY = 1.0  # seconds between two beats
-RATE = 100 << 10  # bytes a second: what moves more than this moves
+RATE = 100 << 10  # bytes per second: a process with more makes progress
 OURS = b"msrl_graph.runtime"  # in the command line of the processes that ranks start
 NOTE = ".ended-"
 _HEART = struct.Struct("<qqq")  # process id, its start (clock ticks since boot), beats
@@ -37,11 +37,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Limits(NamedTuple):
-    """Seconds without a beat after which a process is killed: `stopped` by a signal, or `silent` for another reason.
+    """Seconds without a beat after which a process is killed.
 
-    Both pass before the dock's deadline does, unless that is shorter than a minute, so that a wait is not blamed on the
-    process that waits. Silent is the longer one: loading a library holds the interpreter's lock, and so do some regular
-    expressions. A process that wants a processor and gets none is not silent: of it, seconds of a processor count.
+    `stopped`: stopped by a signal; `silent`: for another reason. Both pass before the dock's deadline does, unless that
+    is shorter than a minute, so that a wait is not blamed on the process that waits. Silent is the longer one: loading
+    a library holds the interpreter's lock, and so do some regular expressions. A process that wants a processor and
+    gets none is not silent: only its seconds on a processor count.
     """
 
     stopped: float
@@ -53,9 +54,12 @@ class Limits(NamedTuple):
 
 
 class ProcessStat(NamedTuple):
-    """What the system knows of a process or of a thread: its state (`T`: stopped, `Z`: dead, `D`: waits for a disk,
-    `R`: computes or would), its start in clock ticks, how many seconds of a processor it has had, and how many pages it
-    had to wait for, as of a file that it has mapped."""
+    """What the system reports about a process or a thread.
+
+    Its state (`T`: stopped, `Z`: dead, `D`: waits for a disk, `R`: runs or is ready to), its start in clock ticks, the
+    seconds of a processor that it has used, and the number of pages that it had to wait for, such as those of a mapped
+    file.
+    """
 
     state: str
     start: int
@@ -64,7 +68,7 @@ class ProcessStat(NamedTuple):
 
 
 def stat(pid: int | str) -> ProcessStat | None:
-    """The state of a process, or of a thread as `PID/task/ID`; None where there is none."""
+    """Return the state of a process, or of a thread as `PID/task/ID`; None if gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -75,8 +79,11 @@ def stat(pid: int | str) -> ProcessStat | None:
 
 
 class Heart:
-    """The heart of this process, which is called `process`. It beats until the process ends, and looks at the hearts of
-    the others in `folder`, and at `others` (process ids by name), which have none."""
+    """The heart of this process, named `process`.
+
+    It beats until the process ends. It also looks at the hearts of the others in `folder`, and at `others` (process ids
+    by name), which have no heart.
+    """
 
     def __init__(
         self,
@@ -107,14 +114,14 @@ class Heart:
             self._memory[_BEATS] = self.beats.to_bytes(8, "little")
             passed += pause
             if passed >= often:
-                with suppress(OSError):  # the run's folder is being removed
+                with suppress(OSError):  # the run's folder is being removed now
                     self.watch.look(passed)
                 passed = 0.0
 
 
 @dataclass
 class _Patient:
-    """What was seen of a process at the last look, and for how many seconds it has not moved since."""
+    """What the last look saw of a process, and for how long it has made no progress."""
 
     beats: int = -1
     bytes: int = 0
@@ -124,7 +131,10 @@ class _Patient:
 
 
 class HeartbeatWatch:
-    """Looks at the hearts in a folder, and kills the processes that do not move. `me` is not looked at."""
+    """Looks at the hearts in a folder and kills processes that make no progress.
+
+    It does not look at `me`.
+    """
 
     def __init__(
         self,
@@ -141,21 +151,24 @@ class HeartbeatWatch:
         self._seen: dict[tuple[str, int, int], _Patient] = {}
 
     def look(self, seconds: float) -> list[str]:
-        """Looks once, `seconds` of this process's own time after the last look; why processes were killed."""
-        found = self._found()
+        """Look once, `seconds` of this process's own time after the last look.
+
+        Returns why processes were killed.
+        """
+        beats_by_process = self._read_beats()
         killed = []
-        self._seen = {who: self._seen.get(who, _Patient()) for who in found}
-        for (name, pid, start), beats in found.items():
+        self._seen = {key: self._seen.get(key, _Patient()) for key in beats_by_process}
+        for (name, pid, start), beats in beats_by_process.items():
             patient = self._seen[name, pid, start]
             now = stat(pid)
             if now is None or now.start != start or now.state == "Z":
                 continue
-            moved = _bytes(pid) if beats >= 0 else 0
+            moved = _count_bytes(pid) if beats >= 0 else 0
             if beats != patient.beats or moved - patient.bytes > RATE * seconds:
                 self._seen[name, pid, start] = _Patient(beats, moved, now.computed)
                 continue
             patient.bytes = moved
-            states = {t.state for t in map(stat, _threads(pid)) if t is not None}
+            states = {thread.state for thread in map(stat, _threads(pid)) if thread is not None}
             if "R" in states:
                 patient.silent += min(seconds, now.computed - patient.computed)
             elif not states & {"D", "T"}:
@@ -163,27 +176,27 @@ class HeartbeatWatch:
             patient.computed = now.computed
             patient.stopped = patient.stopped + seconds if now.state == "T" else 0.0
             if patient.stopped >= self.limits.stopped:
-                killed.append(self._end(name, pid, patient.stopped, "stopped"))
+                killed.append(self._kill(name, pid, patient.stopped, "stopped"))
             elif beats >= 0 and patient.silent >= self.limits.silent:
-                killed.append(self._end(name, pid, patient.silent, "none of its Python code runs"))
+                killed.append(self._kill(name, pid, patient.silent, "none of its Python code runs"))
         return [why for why in killed if why]
 
-    def _found(self) -> dict[tuple[str, int, int], int]:
-        """By name, id and start the beats of all processes; -1 of those that have no heart."""
-        found = {}
-        for name, (pid, start, beats) in _hearts(self.home).items():
+    def _read_beats(self) -> dict[tuple[str, int, int], int]:
+        """Return the beats of all processes by name, id and start; -1 if it has no heart."""
+        beats_by_process = {}
+        for name, (pid, start, beats) in _read_hearts(self.home).items():
             if name != self.me:
-                found[name, pid, start] = beats
+                beats_by_process[name, pid, start] = beats
             for child in _children(pid) if name != DRIVER else ():
                 if (now := stat(child)) is not None:
-                    found[f"a process of {name} ({_program(child)})", child, now.start] = -1
+                    beats_by_process[f"a process of {name} ({_program(child)})", child, now.start] = -1
         for name, pid in self.others().items():
             if (now := stat(pid)) is not None:
-                found.setdefault((name, pid, now.start), -1)
-        return found
+                beats_by_process.setdefault((name, pid, now.start), -1)
+        return beats_by_process
 
-    def _end(self, name: str, pid: int, seconds: float, how: str) -> str:
-        """Kills a process, unless another one does; why."""
+    def _kill(self, name: str, pid: int, seconds: float, how: str) -> str:
+        """Kill a process; return why, or "" if another watcher does it."""
         why = f"{name} has not moved for {seconds:.0f} s ({how}); killed"
         mine = True
         try:
@@ -199,7 +212,7 @@ class HeartbeatWatch:
 
 
 def examine(folder: str, limits: tuple[float, float], seconds: float) -> None:
-    """Looks at a host for so long, from a process that is none of the run's."""
+    """Watch a host for some seconds, from a process that is not one of the run's."""
     watch = HeartbeatWatch(folder, Limits(*limits))
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -208,39 +221,42 @@ def examine(folder: str, limits: tuple[float, float], seconds: float) -> None:
 
 
 def ended(folder: Path | str) -> dict[int, tuple[str, str]]:
-    """The processes that were killed since they did not move: by id the name, and why."""
-    found = {}
+    """Return the processes killed for lack of progress: by id, name and reason."""
+    killed = {}
     with suppress(OSError):
         for path in Path(folder, FOLDER).glob(f"{NOTE}*"):
             name, _, why = path.read_text(encoding="utf-8").partition("\n")
             if why:
-                found[int(path.name.removeprefix(NOTE))] = name, why
-    return found
+                killed[int(path.name.removeprefix(NOTE))] = name, why
+    return killed
 
 
 def moved(folder: Path | str) -> int:
-    """Bytes that the processes with a heart have read and written so far. Where one of them waits for a disk, what the
-    disks of this host have written, too: while a file is brought to the disk, its process only waits."""
+    """Return the bytes that the processes with a heart have read and written so far.
+
+    If one of them waits for a disk, what this host's disks have written counts too: while a file is flushed, its
+    process only waits.
+    """
     total = 0
     waits = False
-    for pid, _, _ in _hearts(Path(folder, FOLDER)).values():
-        total += _bytes(pid)
-        waits = waits or any((t := stat(thread)) and t.state == "D" for thread in _threads(pid))
-    return total + (_flushed() if waits else 0)
+    for pid, _, _ in _read_hearts(Path(folder, FOLDER)).values():
+        total += _count_bytes(pid)
+        waits = waits or any((state := stat(thread)) and state.state == "D" for thread in _threads(pid))
+    return total + (_count_flushed_bytes() if waits else 0)
 
 
-def _hearts(home: Path) -> dict[str, tuple[int, int, int]]:
-    found = {}
+def _read_hearts(home: Path) -> dict[str, tuple[int, int, int]]:
+    hearts = {}
     with suppress(OSError):
         for path in home.iterdir():
             if not path.name.startswith("."):
                 with suppress(OSError, struct.error):
-                    found[path.name] = _HEART.unpack(path.read_bytes())
-    return found
+                    hearts[path.name] = _HEART.unpack(path.read_bytes())
+    return hearts
 
 
-def _bytes(pid: int) -> int:
-    """What a process has read and written, pages of mapped files included."""
+def _count_bytes(pid: int) -> int:
+    """Return what a process has read and written, including pages of mapped files."""
     now = stat(pid)
     try:
         lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
@@ -248,12 +264,12 @@ def _bytes(pid: int) -> int:
         return 0
     if now is None:
         return 0
-    told = {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
-    return told.get("rchar", 0) + told.get("wchar", 0) + now.faults * _PAGE
+    counters = {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
+    return counters.get("rchar", 0) + counters.get("wchar", 0) + now.faults * _PAGE
 
 
-def _flushed() -> int:
-    """Bytes that the disks of this host have written."""
+def _count_flushed_bytes() -> int:
+    """Return the bytes that the disks of this host have written."""
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/vmstat").read_text(encoding="ascii")
         return int(text.partition("nr_written ")[2].split()[0]) * _PAGE
@@ -261,7 +277,7 @@ def _flushed() -> int:
 
 
 def _threads(pid: int) -> list[str]:
-    """The threads of a process, as `stat` knows them; none where it has ended."""
+    """Return a process's threads in the form that `stat` takes; [] if it has ended."""
     try:
         return [f"{pid}/task/{path.name}" for path in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
@@ -269,14 +285,14 @@ def _threads(pid: int) -> list[str]:
 
 
 def _children(pid: int) -> list[int]:
-    """The processes below a process that run a program of this package."""
-    found = []
+    """Return the descendants of a process that run a program of this package."""
+    children = []
     for thread in _threads(pid):
         with suppress(OSError):
             for child in map(int, Path(f"/proc/{thread}/children").read_text(encoding="ascii").split()):
                 if OURS in _command(child):
-                    found += [child, *_children(child)]
-    return found
+                    children += [child, *_children(child)]
+    return children
 
 
 def _command(pid: int) -> bytes:
@@ -286,6 +302,6 @@ def _command(pid: int) -> bytes:
 
 
 def _program(pid: int) -> str:
-    """The last part of the name of the module that a process runs."""
+    """Return the last part of the name of the module that a process runs."""
     words = _command(pid).split(b"\0")
-    return next((w.decode().rpartition(".")[2] for w in words if w.startswith(OURS)), "unknown")
+    return next((word.decode().rpartition(".")[2] for word in words if word.startswith(OURS)), "unknown")

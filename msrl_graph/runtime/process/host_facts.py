@@ -1,7 +1,7 @@
-"""What a host is and has, as the probe of a cluster asks it.
+"""Facts about a host, as the probe of a cluster queries them.
 
-Invariant: looking changes nothing, and needs neither this package, which a host may lack, nor any other but what Ray
-brings: Ray hands over the code of this file, not its name.
+Invariant: the query changes nothing, and needs neither this package, which a host may lack, nor any package that Ray
+does not bring: Ray sends the code of this file, not its name.
 """
 
 from __future__ import annotations
@@ -24,18 +24,25 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 PACKAGE = "msrl_graph"
-PATIENCE = 20.0  # seconds within which an interpreter tells its packages
-APART = 2.0  # seconds that clocks may differ by: a trace lays what hosts did together
+PATIENCE = 20.0  # seconds within which an interpreter reports its packages
+APART = 2.0  # seconds that clocks may differ by: a trace merges what hosts did
 SOURCES = (".py", ".rlg", ".lark")
 BLOCK = 1 << 16  # bytes of a block of a large file that is sampled, from its beginning to its end
 SAMPLED = 16 * BLOCK  # bytes that are sampled of it
-Packages = Mapping[str, tuple[str, ...]]  # the names that each may be installed by
+Packages = Mapping[str, tuple[str, ...]]  # the names under which each may be installed
 
 
 class PackageQuery(TypedDict):
-    """`packages`: of the run's interpreter; `others`: of each other one the command that tells them; `files`: paths;
-    `devices`: the pattern of their files in /dev; `variables`: of the environment; `address`: Ray's of the host;
-    `interface`: one that must be there, or ""."""
+    """What to look up on a host.
+
+    - `packages`: of the run's interpreter.
+    - `others`: for each other interpreter, the command that prints its packages.
+    - `files`: paths.
+    - `devices`: the pattern of device files in /dev.
+    - `variables`: of the environment.
+    - `address`: Ray's address of the host.
+    - `interface`: one that must exist, or "".
+    """
 
     packages: Packages
     others: Mapping[str, list[str]]
@@ -47,18 +54,26 @@ class PackageQuery(TypedDict):
 
 
 class Versions(TypedDict):
-    """Of an interpreter, by package, "" where it is not installed; `wrong`: why it does not run, or ""."""
+    """Versions of an interpreter by package, "" if it is not installed.
+
+    `wrong`: why the interpreter does not run, or "".
+    """
 
     found: dict[str, str]
     wrong: str
 
 
 class HostFacts(TypedDict):
-    """`versions`: by package, "" where it is not installed, `others`: those of other interpreters; `sizes`: by path, -1
-    where nothing can be read; `digests`: by path, of sampled blocks, "" where nothing can be read; `memory`, `total`,
-    `shared`: bytes that are free, that there are, and that are free in /dev/shm; `variables`: those that are set in the
-    environment in which Ray starts processes; `interface`: that of the address, or the one that was asked for; "" where
-    there is none; `speaks`: its own address."""
+    """What a host has.
+
+    - `versions`: by package, "" if not installed; `others`: those of other interpreters.
+    - `sizes`: by path, -1 if not readable.
+    - `digests`: by path, of sampled blocks, "" if not readable.
+    - `memory`, `total`, `shared`: bytes that are free, that there are, and that are free in /dev/shm.
+    - `variables`: those that are set in the environment in which Ray starts processes.
+    - `interface`: that of the address, or the requested one; "" if there is none.
+    - `speaks`: the interface's own address.
+    """
 
     name: str
     versions: dict[str, str]
@@ -86,7 +101,10 @@ class HostActor:
         return time.time()
 
     def keep(self, files: dict[str, Any]) -> str:
-        """Lays down what is shipped to the host: the folder. Whoever is asked this has the package."""
+        """Store files that are shipped to the host, and return their folder.
+
+        Only hosts that have this package are asked.
+        """
         from msrl_graph.runtime.process.shipped_files import lay
 
         return str(lay(files))
@@ -94,14 +112,14 @@ class HostActor:
 
 def look(asked: PackageQuery) -> HostFacts:
     memory, total = _memory()
-    held = _interfaces()
+    own_interfaces = _interfaces()
     name, speaks = interface(asked["address"], asked["interface"])
     return HostFacts(
         name=platform.node(),
         versions=versions(asked["packages"]),
         others={python: told(command) for python, command in asked["others"].items()},
         sizes={path: _size(path) for path in asked["files"]},
-        digests=_sampled(asked["files"]),
+        digests=_sampled_digests(asked["files"]),
         cores=os.cpu_count() or 1,
         devices=len([*Path("/dev").glob(asked["devices"])]) if asked["devices"] else 0,
         variables={name: value for name, value in begun_with().items() if name in asked["variables"]},
@@ -110,43 +128,54 @@ def look(asked: PackageQuery) -> HostFacts:
         shared=shutil.disk_usage("/dev/shm").free if os.access("/dev/shm", os.W_OK) else 0,
         interface=name,
         speaks=speaks,
-        interfaces=sorted(name for name, addresses in held.items() if addresses),
+        interfaces=sorted(name for name, addresses in own_interfaces.items() if addresses),
     )
 
 
 def versions(packages: Packages) -> dict[str, str]:
-    """What the interpreter that runs this has."""
-    found = {package: _version(names) for package, names in packages.items()}
-    return {"Python": platform.python_version(), "msrl-graph": own(), **found}
+    """Return the versions of the interpreter that runs this."""
+    package_versions = {package: _version(names) for package, names in packages.items()}
+    return {"Python": platform.python_version(), "msrl-graph": own(), **package_versions}
 
 
 def told(command: list[str]) -> Versions:
-    """What another interpreter of this host has, by a command that has it run this file."""
+    """Return the versions of another interpreter of this host.
+
+    `command` has it run this file.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     except OSError as error:
         return Versions(found={}, wrong=error.strerror or str(error))
     except subprocess.TimeoutExpired:
         return Versions(found={}, wrong=f"no answer within {PATIENCE:g} s")
-    if done.returncode:
-        said = done.stderr.strip().split("\n")[-1]
-        return Versions(found={}, wrong=said or f"exit status {done.returncode}")
-    return Versions(found=json.loads(done.stdout), wrong="")
+    if result.returncode:
+        last_line = result.stderr.strip().split("\n")[-1]
+        return Versions(found={}, wrong=last_line or f"exit status {result.returncode}")
+    return Versions(found=json.loads(result.stdout), wrong="")
 
 
 def interface(address: str, stated: str = "") -> tuple[str, str]:
-    """The interface that has an address of this host's, or the one that is stated, and its own address; nothing where
-    there is none."""
-    held = _interfaces()
-    name = stated or next((n for n, addresses in held.items() if address in addresses), "")
-    # Of several addresses one of the protocol that the host's address is of.
-    own = sorted(held.get(name, ()), key=lambda a: (a != address, (":" in a) != (":" in address), a))
+    """Return the interface that has an address of this host, and its own address.
+
+    With `stated`, that interface. ("", "") if there is none.
+    """
+    own_interfaces = _interfaces()
+    name = stated or next((candidate for candidate, addresses in own_interfaces.items() if address in addresses), "")
+    # Of several addresses, prefer one of the same protocol as the host's address.
+    own = sorted(
+        own_interfaces.get(name, ()),
+        key=lambda own_address: (own_address != address, (":" in own_address) != (":" in address), own_address),
+    )
     return (name, own[0]) if own else ("", "")
 
 
 def begun_with() -> Mapping[str, str]:
-    """The environment that processes of a run begin in: this one, or on a host of a cluster that of Ray's server, since
-    Ray changes it in the processes that it starts for others."""
+    """Return the environment that processes of a run start with.
+
+    It is this one, or on a host of a cluster that of Ray's server, since Ray changes it in the processes that it starts
+    for others.
+    """
     parent = Path(f"/proc/{os.getppid()}")
     with suppress(OSError):
         if b"raylet" in (parent / "cmdline").read_bytes().split(b"\0")[0]:
@@ -165,21 +194,27 @@ def _version(names: tuple[str, ...]) -> str:
 
 
 def own() -> str:
-    """This package's version and what its files hold, since a checkout changes and its version does not."""
+    """Return this package's version and a digest of its files.
+
+    A checkout changes while its version does not.
+    """
     spec = find_spec(PACKAGE)
     folders = spec.submodule_search_locations if spec is not None else None
     if not folders:
         return ""
     digest = hashlib.sha256()
     folder = Path(folders[0])
-    for path in sorted(p for p in folder.rglob("*") if p.suffix in SOURCES):
+    for path in sorted(source for source in folder.rglob("*") if source.suffix in SOURCES):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return f"{_version(('msrl-graph',))} {digest.hexdigest()[:8]}"
 
 
 def sampled(path: str) -> str:
-    """A digest of a file's size and of sampled blocks, or of all of it where it is small. OSError, also for a pipe."""
-    # Without O_NONBLOCK a pipe that nobody writes into would hold the caller.
+    """Return a digest of a file's size and sampled blocks; a small file is read whole.
+
+    Raises OSError, also for a pipe.
+    """
+    # Without O_NONBLOCK a pipe without a writer would block the caller.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -196,7 +231,7 @@ def sampled(path: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def _sampled(paths: list[str]) -> dict[str, str]:
+def _sampled_digests(paths: list[str]) -> dict[str, str]:
     def one(path: str) -> str:
         try:
             return sampled(path)
@@ -215,7 +250,7 @@ def _size(path: str) -> int:
 
 
 def _memory() -> tuple[int, int]:
-    """Bytes that are free and that there are, of the machine or of the container that this is one of."""
+    """Return the free and the total bytes of the machine, or of the container."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -228,13 +263,16 @@ def _memory() -> tuple[int, int]:
 
 
 def _interfaces() -> dict[str, set[str]]:
-    """By interface its addresses of the Internet."""
+    """Return the internet addresses of each interface."""
     import socket
 
     import psutil
 
     kinds = (socket.AF_INET, socket.AF_INET6)
-    return {name: {a.address for a in held if a.family in kinds} for name, held in psutil.net_if_addrs().items()}
+    return {
+        name: {entry.address for entry in entries if entry.family in kinds}
+        for name, entries in psutil.net_if_addrs().items()
+    }
 
 
 if __name__ == "__main__":

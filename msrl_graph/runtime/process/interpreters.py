@@ -1,7 +1,7 @@
-"""Interpreters of pools: which packages each is to have, the run's own among them, and what another one lacks.
+"""Interpreters of pools: the packages that each needs, and what is missing.
 
-Invariant: looked at before a process of the run starts, on each host that it is to start on: Ray waits for an
-interpreter that does not run as it does for one that is slow.
+Invariant: they are checked before a process of the run starts, on each host where it is to start: Ray waits for an
+interpreter that does not run in the same way as for a slow one.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from . import host_facts
 from .host_facts import Packages, Versions
 
 NEEDED = ("torch", "ray", "numpy", "msgspec", "tokenizers")
-# What processes of one run must have the same of, and how many of the numbers of a version; None: all of it.
+# Packages that must be the same in all processes of a run, and how many numbers of the version count; None: all.
 SAME = {"Python": 2, "msrl-graph": None, "ray": None}
 MEND = (
     "name the interpreter of an environment that has the engine's packages, and the run's own versions of Python, "
-    "msrl-graph and ray; a path is from the folder of the file that says it"
+    "msrl-graph and ray; a path is relative to the folder of the file that states it"
 )
 
 
 def packages(plan: Plan, python: str = "") -> Packages:
-    """What the processes load that an interpreter runs, "" being the run's own."""
-    engines = (ENGINES[p.engine.name] for p in placed(plan, python) if p.engine.name in ENGINES)
+    """Return the packages that an interpreter's processes load; "" is the run's own."""
+    engines = (ENGINES[placement.engine.name] for placement in placed(plan, python) if placement.engine.name in ENGINES)
     needed = [*NEEDED, *(package for engine in engines for package in engine.needs)]
     return {name: ALIASES.get(name, (name,)) for name in plan.cluster.device.kind.packages(needed)}
 
 
 def commands(plan: Plan) -> dict[str, list[str]]:
-    """Of each interpreter that is not the run's own the command by which it tells what it has of what its processes
-    load."""
+    """Return, for each other interpreter, the command that prints its packages."""
     code = Path(host_facts.__file__).read_text(encoding="utf-8")
-    found = dict.fromkeys(s.python for s in plan.surroundings if s.python)
-    return {python: [python, "-P", "-c", code, json.dumps(packages(plan, python))] for python in found}
+    interpreters = dict.fromkeys(
+        pool_environment.python for pool_environment in plan.surroundings if pool_environment.python
+    )
+    return {python: [python, "-P", "-c", code, json.dumps(packages(plan, python))] for python in interpreters}
 
 
 def check(plan: Plan) -> Iterator[Diagnostic]:
-    """What this machine's other interpreters lack."""
+    """Yield what this machine's other interpreters lack."""
     asked = commands(plan)
     own = host_facts.versions(packages(plan)) if asked else {}
     for python, command in asked.items():
@@ -53,20 +54,32 @@ def check(plan: Plan) -> Iterator[Diagnostic]:
 
 
 def lacking(seen: Versions, own: Mapping[str, str]) -> str:
-    """What is wrong with an interpreter beside the run's `own` versions, in words that follow its name; "" where it
-    will do."""
+    """Return what is wrong with an interpreter, in words that follow its name; or "".
+
+    It is compared with the run's `own` versions.
+    """
     if seen["wrong"]:
         return f"does not run: {seen['wrong']}"
     found = seen["found"]
     if missing := [package for package, version in found.items() if not version]:
         return f"lacks {', '.join(missing)}"
-    unlike = [p for p, numbers in SAME.items() if _part(found[p], numbers) != _part(own[p], numbers)]
-    return f"has {', '.join(f'{p} {found[p]}, and the run {own[p]}' for p in unlike)}" if unlike else ""
+    unlike = [
+        package for package, numbers in SAME.items() if _part(found[package], numbers) != _part(own[package], numbers)
+    ]
+    return (
+        f"has {', '.join(f'{package} {found[package]} (the run has {own[package]})' for package in unlike)}"
+        if unlike
+        else ""
+    )
 
 
 def placed(plan: Plan, python: str = "") -> Iterator[Placement]:
-    """What an interpreter's processes compute, "" being the run's own."""
-    return (p for p in plan.placements if p.pool != FUNCTIONS and plan.around(p.pool).python == python)
+    """Yield what an interpreter's processes compute; "" is the run's own one."""
+    return (
+        placement
+        for placement in plan.placements
+        if placement.pool != FUNCTIONS and plan.around(placement.pool).python == python
+    )
 
 
 def _part(version: str, numbers: int | None) -> str:

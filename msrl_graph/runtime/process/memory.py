@@ -1,8 +1,10 @@
-"""What a rank holds, measured: the storages of all live tensors, at an instant or at the peak of a phase.
+"""Measured memory of a rank: the storages of all live tensors.
 
-Invariant: a storage counts once, however many tensors share it, and by its present size; host buffers count
-apart, since on a CPU device and host share one memory. What a kernel takes for itself while it runs is no tensor and is
-not seen.
+They are measured at an instant, or at the peak of a phase.
+
+Invariant: a storage counts once, however many tensors share it, and by its present size. Host buffers are counted
+separately, since on a CPU device and host share one memory. What a kernel allocates for itself while it runs is not a
+tensor and not seen.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ from torch.utils._pytree import tree_leaves
 from ...backends import devices
 from ...hardware.device_kinds import HOST
 
-LETS_GO = 0.002  # seconds in which gloo's thread lets go of what a collective was given, once that has been waited for
-# Where a storage is: on a device, in a host buffer, or in main memory, which a host's cores have for a device's.
+LETS_GO = 0.002  # seconds in which gloo's thread releases a collective's tensors after the wait for it
+# Where a storage is: on a device, in a host buffer, or in main memory, which is the device memory of a CPU.
 DEVICE, BUFFER, MAIN = PLACES = ("device", "buffer", "main")
 _entered = threading.local()  # the `peak` that is entered in a thread
 _WRAPPERS = {DTensor: "_local_tensor", AsyncCollectiveTensor: "elem"}  # and the attribute with the tensor inside
 
 
 def _storage(item: torch.Tensor) -> torch.UntypedStorage | None:
-    """Where a tensor's elements lie; of a wrapper (DTensor), its local tensor's."""
+    """Return the storage of a tensor; for a wrapper (DTensor), its local tensor's."""
     if type(item) is not torch.Tensor:
         for wrapper, inside in _WRAPPERS.items():
             if isinstance(item, wrapper):
@@ -44,19 +46,23 @@ def _storage(item: torch.Tensor) -> torch.UntypedStorage | None:
         storage = item.untyped_storage()
     except (NotImplementedError, RuntimeError):  # a tensor subclass without storage
         return None
-    return None if storage.device.type == "meta" else storage  # nor has a fake tensor one, whatever device it tells of
+    # A fake tensor has no storage, whatever device it reports.
+    return None if storage.device.type == "meta" else storage
 
 
 def _storages() -> list[torch.UntypedStorage]:
-    """Of all tensors that Python knows."""
+    """Return the storages of all tensors that Python knows."""
     known = gc.get_objects()
     kinds = {kind for kind in {*map(type, known)} if issubclass(kind, torch.Tensor)}
-    found = (_storage(item) for item in known if type(item) in kinds)
-    return [s for s in found if s is not None]
+    storages = (_storage(item) for item in known if type(item) in kinds)
+    return [storage for storage in storages if storage is not None]
 
 
 def _sum(storages: list[torch.UntypedStorage]) -> dict[str, int]:
-    """Bytes by place. Storages at one address are one memory, as large as the largest of them says."""
+    """Return bytes by place.
+
+    Storages at one address are one memory, of the size of the largest of them.
+    """
     sizes: dict[int, int] = {}
     places: dict[int, str] = {}
     for storage in storages:
@@ -75,21 +81,29 @@ def _place(storage: torch.UntypedStorage) -> str:
     return MAIN if storage.device.type == HOST.torch else DEVICE
 
 
-def _by_place(sums: Mapping[str, int], away: bool) -> dict[str, int]:
-    """Device and host of the sums; `away`: something is on another device than the host, on which main memory is then
-    not the device's."""
+def _by_place(sums: Mapping[str, int], other_device: bool) -> dict[str, int]:
+    """Return the sums for device and host.
+
+    With `other_device` some storage is on a device other than the host: main memory is then not the device's.
+    """
     main = sums[MAIN]
-    return {"device": sums[DEVICE] + (0 if away else main), "host": sums[BUFFER] + (main if away else 0)}
+    return {
+        "device": sums[DEVICE] + (0 if other_device else main),
+        "host": sums[BUFFER] + (main if other_device else 0),
+    }
 
 
 def held() -> dict[str, int]:
-    """Bytes of live tensors on the `device` and in `host` buffers."""
+    """Return the bytes of live tensors on the `device` and in `host` buffers."""
     return _sum(_storages())
 
 
 @contextmanager
 def unmeasured() -> Iterator[None]:
-    """Leave operations out of the measurement, which take what others before them took and were measured."""
+    """Leave operations out of the measurement.
+
+    They must need no more memory than measured operations before them.
+    """
     peak: Peak | None = getattr(_entered, "peak", None)
     if peak is None:
         yield
@@ -102,10 +116,11 @@ def unmeasured() -> Iterator[None]:
 
 
 class _Operation(NamedTuple):
-    """What is known of an operation."""
+    """The properties of an operation."""
 
     name: str
-    composite: bool  # it is other operations, on every device (in inference mode it comes before it is taken apart)
+    # Made of other operations on every device (in inference mode it is dispatched before it is decomposed).
+    composite: bool
     mutable: bool  # it may change the storages that it is given
     collective: bool
 
@@ -127,13 +142,13 @@ def _tensors(items: Any) -> list[torch.Tensor]:
 
 @dataclass(slots=True)
 class _Entry:
-    """A storage that is known, and what is counted for it."""
+    """A known storage, and what is counted for it."""
 
     storage: weakref.ref[torch.UntypedStorage]
     made_by: str
     shape: tuple[int, ...]
     address: int = 0
-    extent: int = 0  # bytes of the storage, also where they are asleep
+    extent: int = 0  # bytes of the storage, also while they are asleep
     size: int = 0
     buffer: bool = False
 
@@ -142,25 +157,25 @@ Item = tuple[int, str, tuple[int, ...]]  # bytes, the operation that made it, sh
 
 
 class _Account:
-    """The sum over storages, kept by what happens to each: it is made, freed, or gets another size.
+    """The sum over storages, updated when one is made, freed, or resized.
 
-    Invariant: after `settle` the sum is that of `_sum` over the known storages that live. What happens in another
-    thread, or while the account is written to (garbage is collected at any moment), is noted and waits for `settle`.
+    Invariant: after `settle` the sum is that of `_sum` over the known live storages. Changes in another thread, or
+    while the account is updated (garbage is collected at any moment), are noted and wait for `settle`.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by storage
-        self._at: dict[int, set[int]] = {}  # by address: keys of `_entries`
+        self._by_address: dict[int, set[int]] = {}  # by address: keys of `_entries`
         self._counted: dict[int, tuple[str, int]] = {}  # by address: place and bytes in `_sums`
         self._sums = dict.fromkeys(PLACES, 0)
-        self._away = 0  # addresses that are on another device than the host
+        self._device_addresses = 0  # the number of addresses on a device other than the host
         self._events: deque[tuple[int, weakref.ref[torch.UntypedStorage] | None]] = deque()
-        self._since: dict[int, Item | None] = {}  # by storage that changed since the mark: what it was then
+        self._since: dict[int, Item | None] = {}  # by storage that changed since the mark: its state then
         self.freed: Callable[[int], object] = lambda key: None
-        self.changed = False  # since it was set to False
+        self.changed = False  # since it was last set to False
 
     def note(self, storage: torch.UntypedStorage) -> None:
-        """Something about a storage has changed."""
+        """Note that a storage has changed."""
         self._events.append((storage._cdata, None))
 
     def note_all(self) -> None:
@@ -180,7 +195,7 @@ class _Account:
                 self._forget(key, entry)
 
     def see(self, storage: torch.UntypedStorage, made_by: str, shape: tuple[int, ...]) -> None:
-        """Count a storage, or what it has become."""
+        """Count a storage, or its changes."""
         if self._events:
             self.settle()
         key = storage._cdata
@@ -194,24 +209,24 @@ class _Account:
         self._update(key, entry, storage)
 
     def see_again(self, storage: torch.UntypedStorage) -> None:
-        """Count what a storage has become, if it is known."""
+        """Count the changes of a storage, if it is known."""
         if storage._cdata in self._entries:
             self.see(storage, "", ())
 
     def now(self) -> dict[str, int]:
         """Return the bytes by place, as of the last `settle`."""
-        return _by_place(self._sums, self._away > 0)
+        return _by_place(self._sums, self._device_addresses > 0)
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """The known storages that live."""
-        return [s for entry in [*self._entries.values()] if (s := entry.storage()) is not None]
+        """Return the known live storages."""
+        return [storage for entry in [*self._entries.values()] if (storage := entry.storage()) is not None]
 
     def mark(self) -> None:
         """Remember what is counted now, for `marked`."""
         self._since.clear()
 
     def marked(self) -> list[Item]:
-        """What was counted at the mark, but for host buffers."""
+        """Return what was counted at the mark, except host buffers."""
         unchanged = (_item(entry) for key, entry in self._entries.items() if key not in self._since)
         return [item for item in (*unchanged, *self._since.values()) if item is not None]
 
@@ -230,7 +245,7 @@ class _Account:
         if before != address:
             self._leave(before, key)
         if address:
-            self._at.setdefault(address, set()).add(key)
+            self._by_address.setdefault(address, set()).add(key)
             self._count(address)
 
     def _forget(self, key: int, entry: _Entry) -> None:
@@ -241,25 +256,25 @@ class _Account:
 
     def _leave(self, address: int, key: int) -> None:
         if address:
-            self._at[address].discard(key)
+            self._by_address[address].discard(key)
             self._count(address)
 
     def _count(self, address: int) -> None:
-        """Count the memory at an address anew."""
+        """Recount the memory at an address."""
         self.changed = True
         place, size = self._counted.pop(address, (MAIN, 0))
         self._sums[place] -= size
-        self._away -= place == DEVICE
-        live = [s for key in self._at[address] if (s := self._entries[key].storage()) is not None]
+        self._device_addresses -= place == DEVICE
+        live = [storage for key in self._by_address[address] if (storage := self._entries[key].storage()) is not None]
         if not live:
-            if not self._at[address]:
-                del self._at[address]
+            if not self._by_address[address]:
+                del self._by_address[address]
             return
         place = _place(live[0])
         size = max(map(devices.size, live))
         self._counted[address] = place, size
         self._sums[place] += size
-        self._away += place == DEVICE
+        self._device_addresses += place == DEVICE
 
 
 def _item(entry: _Entry) -> Item | None:
@@ -269,12 +284,12 @@ def _item(entry: _Entry) -> Item | None:
 class Peak(TorchDispatchMode):
     """The most bytes that tensors held at one time while this was entered.
 
-    Counted is what was there before, and every tensor that an operation makes, in the backward pass too. `peak` has
-    the bytes of the device and of the host; the two need not be of the same moment. `before` has those of the start.
+    It counts what was there before, and every tensor that an operation makes, also in the backward pass. `peak` has the
+    bytes of the device and of the host; the two need not be of the same moment. `before` has those of the start.
     `largest` lists what the device held at its peak, as (bytes, operation that made it, shape), and `moment` is the
     operation after which that was. It looks at every operation, but only at the storages that this one has made or
-    changed. A thread of gloo's holds what a collective was given for a moment after that is done, or longer on a busy
-    machine; what only that thread holds is no part of the peak.
+    changed. A thread of gloo keeps a collective's tensors for a moment after the collective is done, or longer on a
+    busy machine; what only that thread keeps is not part of the peak.
     """
 
     def __init__(self) -> None:
@@ -285,7 +300,7 @@ class Peak(TorchDispatchMode):
         self._account = _Account()
         self._collected: set[int] = set()  # storages that a collective was given
         self._account.freed = self._collected.discard
-        self._depth = 0  # it is entered again from within
+        self._depth = 0  # it may be entered again from within
         self._watching = ExitStack()
 
     @property
@@ -315,7 +330,7 @@ class Peak(TorchDispatchMode):
             self._watching.close()
 
     def pause(self) -> None:
-        """Look at no operation of this thread until `resume`."""
+        """Ignore this thread's operations until `resume`."""
         _entered.peak = None
         super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -324,14 +339,14 @@ class Peak(TorchDispatchMode):
         _entered.peak = self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if types and any(issubclass(t, tuple(_WRAPPERS)) for t in types):
-            return NotImplemented  # a wrapper's own operations come here one by one
+        if types and any(issubclass(kind, tuple(_WRAPPERS)) for kind in types):
+            return NotImplemented  # a wrapper's own operations are dispatched one by one
         operation = _operation(func)
         if operation.composite:
             with self:
-                found = func.decompose(*args, **kwargs or {})
-            if found is not NotImplemented:
-                return found
+                decomposed = func.decompose(*args, **kwargs or {})
+            if decomposed is not NotImplemented:
+                return decomposed
         result = func(*args, **kwargs or {})
         for item in _tensors(result):
             if (storage := _storage(item)) is not None:
@@ -341,9 +356,9 @@ class Peak(TorchDispatchMode):
                 if (storage := _storage(item)) is not None:
                     self._account.see_again(storage)
         if operation.collective:
-            given = (_storage(item) for item in _tensors((args, result)))
-            self._collected |= {storage._cdata for storage in given if storage is not None}
-        if not devices.making_buffer():  # which counts apart once it is made
+            storages = (_storage(item) for item in _tensors((args, result)))
+            self._collected |= {storage._cdata for storage in storages if storage is not None}
+        if not devices.making_buffer():  # a buffer counts separately once it is made
             self._look(operation.name)
         return result
 

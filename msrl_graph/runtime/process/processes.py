@@ -1,10 +1,12 @@
-"""The processes and temporary folders of a run, and how nothing of them is left, whoever is killed.
+"""The processes and temporary folders of a run, and their cleanup.
 
-Invariant: only what bears a run's mark, or is of its driver's session, is ended. Only a folder that no keeper holds is
-removed, and only one of this user's, of mode 0700, under a name that a run gives: never through a link, and a name is
-never a pattern. A *keeper* is a process that makes a temporary folder, waits until whoever started it lets go of it or
-is dead (the system closes the pipe between them), and then ends what is left of the run and removes the folder. A
-keeper that died, or is stopped, is replaced. This file is run as its program, so it imports little of the package.
+Nothing of them is left, whichever process is killed.
+
+Invariant: only processes with the run's mark, or of its driver's session, are ended. Only a folder that no keeper holds
+is removed, and only one of this user's, of mode 0700, with a name that a run gives: never through a link, and a name is
+never a pattern. A *keeper* is a process that makes a temporary folder, waits until its starter releases it or is dead
+(the system closes the pipe between them), and then ends what is left of the run and removes the folder. A keeper that
+died, or is stopped, is replaced. This file is run as the keeper's program, so it imports little of the package.
 """
 
 from __future__ import annotations
@@ -31,28 +33,30 @@ from .heartbeat import stat
 
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
 NICENESS = "RAY_worker_niceness"  # Ray's setting
-PREFIX = "msrl-run-"  # short: Ray's sockets lie in the folder, and their names are limited to 107 bytes
+PREFIX = "msrl-run-"  # short: Ray's sockets are in the folder, and their paths are limited to 107 bytes
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")  # what `tempfile` makes of it
-# Ray's own folder, below the run's, since Ray opens the folder that it is given to all users. The name is short too.
+# Ray's own folder, below the run's, since Ray makes its folder accessible to all users. The name is short too.
 RAY = "r"
 SHARED = Path("/dev/shm")
 NEW = 60.0  # seconds that a keeper may take to start, in which its folder may not be locked yet
 ROWS = "rows"  # what a host's folder of rows in shared memory is called, after the run's folder
-# Processes of Python's, of torch's and of the dock's rooms that remove the shared memory of whoever was killed, as soon
-# as nobody holds it, and then end.
+# Processes of Python, of torch and of the dock's rooms that remove the shared memory of killed processes as soon as
+# no process holds it, and then end.
 TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager", f"-{ROWS}-")
-TIDIES = 3.0  # seconds that they are left
+TIDIES = 3.0  # seconds that they have for it
 PROGRAM = "msrl_graph.runtime.process.processes"
 BEGINS = 3  # tries to start the first keeper: one may be killed while it starts
-_ENDED = "ended"  # what a keeper says at its end
-HELD_UP = 2.0  # seconds that a keeper may be stopped, when its work is waited for
+_ENDED = "ended"  # what a keeper prints at its end
+HELD_UP = 2.0  # seconds that a keeper may be stopped while its work is waited for
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
 
 
 def nicer(by: int) -> dict[str, str]:
-    """The environment in which Ray's servers begin, so that its workers are nicer than these by so much; these are as
-    nice as who starts them. Ray's own default is 15: a thirtieth of a core that others want too. What the caller has
-    set stays, unless `by` is more."""
+    """Return the environment for Ray's servers, whose workers are nicer by `by`.
+
+    The servers have the niceness of their starter. Ray's own default is 15: a thirtieth of a core that others want too.
+    The caller's own setting stays, unless `by` is more.
+    """
     return {NICENESS: str(by or os.environ.get(NICENESS, 0))}
 
 
@@ -64,92 +68,100 @@ def alive(pid: int) -> bool:
 
 
 def stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal."""
+    """Return whether a process is stopped by a signal."""
     now = stat(pid)
     return now is not None and now.state == "T"
 
 
 def wait_for_end(pids: Collection[int], seconds: float) -> None:
-    """Wait until none of these processes is alive, at most so long."""
+    """Wait until none of these processes is alive, for at most `seconds`."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and any(map(alive, pids)):
         time.sleep(0.005)
 
 
 class Temporary:
-    """A temporary folder and its keeper; `keeper` is its process, 0 while there is none. This process holds the folder,
-    too, so that nobody sweeps it up while a keeper is replaced."""
+    """A temporary folder and its keeper.
+
+    `keeper` is the keeper's process, 0 while there is none. This process holds the folder too, so that no sweep removes
+    it while a keeper is replaced.
+    """
 
     def __init__(self) -> None:
         self.keeper = 0
         self._session = 0
-        self._standing = 0.0
+        self._stopped_seconds = 0.0
         self._closed = False
-        self._turn = threading.Lock()
-        if not (folder := next(filter(None, (self._begin() for _ in range(BEGINS))), "")):
+        self._lock = threading.Lock()
+        if not (folder := next(filter(None, (self._start_keeper() for _ in range(BEGINS))), "")):
             raise OSError(f"no temporary folder could be made in {tempfile.gettempdir()}")
         self.folder = Path(folder)
         self._held = os.open(folder, os.O_RDONLY)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._held, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
-    def _begin(self, *folder: str) -> str:
-        """Starts a keeper, of a folder that is there or of a new one; the folder, where that could be done."""
-        made = subprocess.Popen(
+    def _start_keeper(self, *folder: str) -> str:
+        """Start a keeper of an existing folder or of a new one.
+
+        Returns the folder, or "" if that failed.
+        """
+        starter = subprocess.Popen(
             [sys.executable, "-P", "-m", PROGRAM, *folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        assert made.stdin is not None and made.stdout is not None
-        pid, _, found = _said(made).partition(" ")
-        made.wait()  # the keeper itself is a child of its, which has left it
-        if not found:
-            made.stdin.close()
-            made.stdout.close()
+        assert starter.stdin is not None and starter.stdout is not None
+        pid, _, folder_name = _read_first_line(starter).partition(" ")
+        starter.wait()  # the keeper is its child, now orphaned
+        if not folder_name:
+            starter.stdin.close()
+            starter.stdout.close()
             return ""
-        self._stdin = made.stdin
-        self._stdout = made.stdout
+        self._stdin = starter.stdin
+        self._stdout = starter.stdout
         self.keeper = int(pid)
-        self._tell()  # from now on it keeps
-        return found
+        self._send_session()  # from now on it does its work when the pipe ends
+        return folder_name
 
     def ends(self, session: int) -> None:
-        """The processes of this session are to be ended with the folder."""
-        with self._turn:
+        """Make the keeper end the processes of this session with the folder."""
+        with self._lock:
             self._session = session
-            self._tell()
+            self._send_session()
 
-    def _tell(self) -> None:
+    def _send_session(self) -> None:
         if self.keeper:
-            with suppress(OSError):  # it was killed: this process does its work
+            with suppress(OSError):  # it was killed: this process then does its work
                 self._stdin.write(f"{self._session}\n")
                 self._stdin.flush()
 
     def tend(self, seconds: float, limit: float) -> str:
-        """Replaces a keeper that died, or is stopped for `limit` seconds; called every so many `seconds`. What was
-        done, in words; nothing where the keeper is well."""
-        with self._turn:
+        """Replace a keeper that died, or is stopped for `limit` seconds.
+
+        Called every `seconds`. Returns what was done, in words; "" if the keeper is well.
+        """
+        with self._lock:
             if self._closed:
                 return ""
             well = alive(self.keeper)
-            self._standing = self._standing + seconds if stopped(self.keeper) else 0.0
-            if well and self._standing < limit:
+            self._stopped_seconds = self._stopped_seconds + seconds if stopped(self.keeper) else 0.0
+            if well and self._stopped_seconds < limit:
                 return ""
-            how = f"has not moved for {self._standing:.0f} s (stopped); killed" if well else "died"
-            self._drop()
+            reason = f"has not moved for {self._stopped_seconds:.0f} s (stopped); killed" if well else "died"
+            self._kill_keeper()
             try:
-                begun = self._begin(str(self.folder))
+                begun = self._start_keeper(str(self.folder))
             except OSError:
                 begun = ""
             if not begun:
-                return ""  # it was killed as it began, or no process can be started now: the next call tries again
-            self._standing = 0.0
-            return f"the keeper {how}; another one was started"
+                return ""  # it was killed at its start, or no process can be started now: the next call tries again
+            self._stopped_seconds = 0.0
+            return f"the keeper {reason}; another one was started"
 
-    def _drop(self) -> None:
-        """Ends the keeper, where there is one, without the work that it is for."""
+    def _kill_keeper(self) -> None:
+        """Kill the keeper, if there is one, so that it does not do its work."""
         if not self.keeper:
             return
         with suppress(ProcessLookupError):
@@ -161,52 +173,58 @@ class Temporary:
         self.keeper = 0
 
     def close(self) -> None:
-        """Ends what is left of the run, and removes the folder."""
-        with self._turn:
+        """End what is left of the run, and remove the folder."""
+        with self._lock:
             self._closed = True
-            if self.keeper and self._ended():
+            if self.keeper and self._end_keeper():
                 self._stdout.close()
-            else:  # there is none, it was killed, or does not move
-                self._drop()
+            else:  # there is none, it was killed, or it is stopped
+                self._kill_keeper()
                 end(str(self.folder), self._session)
             os.close(self._held)
         wait_for_end([self.keeper], 2.0)
 
-    def _ended(self) -> bool:
-        """Lets go of the keeper, and waits until it has done its work; whether it has."""
+    def _end_keeper(self) -> bool:
+        """Release the keeper and wait until it has done its work; return whether it has."""
         with suppress(OSError):
             self._stdin.close()
-        said = ""
-        standing = 0.0
+        output = ""
+        stopped_seconds = 0.0
         until = time.monotonic() + 4 * MOST
-        while standing < HELD_UP and time.monotonic() < until:
+        while stopped_seconds < HELD_UP and time.monotonic() < until:
             if select.select([self._stdout], [], [], 0.1)[0]:
                 piece = os.read(self._stdout.fileno(), 16)
-                said += piece.decode()
+                output += piece.decode()
                 if not piece:
-                    return said == _ENDED
-            standing = standing + 0.1 if stopped(self.keeper) else 0.0
-        return said == _ENDED
+                    return output == _ENDED
+            stopped_seconds = stopped_seconds + 0.1 if stopped(self.keeper) else 0.0
+        return output == _ENDED
 
 
-def _said(made: subprocess.Popen[str]) -> str:
-    """The first line of a process; nothing where it ends without one, or is stopped, and then it is killed."""
-    assert made.stdout is not None
-    standing = 0.0
+def _read_first_line(process: subprocess.Popen[str]) -> str:
+    """Return the first line of a process, or "" if it ends without one.
+
+    A process that is stopped is killed: "" too.
+    """
+    assert process.stdout is not None
+    stopped_seconds = 0.0
     until = time.monotonic() + NEW
-    while standing < HELD_UP and time.monotonic() < until:
-        ended = made.poll() is not None
-        if select.select([made.stdout], [], [], 0.0 if ended else 0.1)[0]:
-            return made.stdout.readline().rstrip("\n")
+    while stopped_seconds < HELD_UP and time.monotonic() < until:
+        ended = process.poll() is not None
+        if select.select([process.stdout], [], [], 0.0 if ended else 0.1)[0]:
+            return process.stdout.readline().rstrip("\n")
         if ended:
             return ""
-        standing = standing + 0.1 if stopped(made.pid) else 0.0
-    made.kill()
+        stopped_seconds = stopped_seconds + 0.1 if stopped(process.pid) else 0.0
+    process.kill()
     return ""
 
 
 def lent() -> Path:
-    """A temporary folder that goes with the last process that holds it, beginning with this one."""
+    """Make a temporary folder that is removed with the last process that holds it.
+
+    This process is the first one.
+    """
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     hold(folder)
     go_with(folder, folder)
@@ -214,8 +232,8 @@ def lent() -> Path:
 
 
 def go_with(lock: Path, folder: Path) -> None:
-    """Has a folder removed when nobody holds this lock any more."""
-    # In a session of its own and no child of this process: Ray ends those with it.
+    """Have a folder removed when no process holds this lock any more."""
+    # In a session of its own and not a child of this process: Ray ends children with it.
     subprocess.run(
         ["setsid", "--fork", "flock", "--exclusive", str(lock), "rm", "-rf", str(folder)],
         stdin=subprocess.DEVNULL,
@@ -226,14 +244,17 @@ def go_with(lock: Path, folder: Path) -> None:
 
 
 def hold(folder: Path) -> None:
-    """Keeps a folder that was lent for as long as this process lives."""
+    """Keep a lent folder for as long as this process lives."""
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
 
 def sweep() -> None:
-    """Remove this user's temporary folders of runs of which every process was killed, and end what is left of them."""
+    """Remove this user's folders of runs whose processes are all dead.
+
+    It also ends what is left of these runs.
+    """
     for folder in Path(tempfile.gettempdir()).iterdir():
         if not NAME.fullmatch(folder.name):
             continue
@@ -249,13 +270,16 @@ def sweep() -> None:
 
 
 def end(folder: str, session: int = 0) -> None:
-    """Kills every process of a run that still is: those of its driver's session (0: none), and those with the mark in
-    their environment (Ray's processes change their titles, which may write over it). Those that tidy up after others
-    end by themselves, or last. Then removes its folder, and what they shared memory by under the folder's name."""
+    """Kill every process left of a run and remove its folder.
+
+    These are the processes of the driver's session (0: none), and those with the mark in their environment (Ray's
+    processes change their titles, which may overwrite it). Processes that tidy up after others end by themselves, or
+    are killed last. The shared memory under the folder's name is removed too.
+    """
     begin = time.monotonic()
     until = begin + MOST
     while time.monotonic() < until:
-        left = []
+        killed = []
         tidying = False
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
@@ -268,29 +292,35 @@ def end(folder: str, session: int = 0) -> None:
                     tidying = True
                     continue
                 process.kill()
-                left.append(process)
-        if not left and not tidying:
+                killed.append(process)
+        if not killed and not tidying:
             break
-        if not left:
+        if not killed:
             time.sleep(0.02)
-        # Dead is enough: who is nobody's child here stays a zombie until the system's first process has time for it.
-        wait_for_end([process.pid for process in left], min(2.0, until - time.monotonic()))
+        # A zombie counts as dead: an orphan stays one until the system's first process has time for it.
+        wait_for_end([process.pid for process in killed], min(2.0, until - time.monotonic()))
     _remove_shared(Path(folder).name)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def hand_over(folder: str, session: int) -> None:
-    """Has a keeper of its own end a run at once: what a process of the run asks for that is ended itself."""
+    """Have a separate keeper end a run at once.
+
+    A process of the run that will itself be ended calls this.
+    """
     command = [sys.executable, "-P", "-m", PROGRAM, folder]
     environment = {name: value for name, value in os.environ.items() if name != MARK}
-    made = subprocess.Popen(
+    keeper = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
     )
-    made.communicate(f"{session}\n".encode())
+    keeper.communicate(f"{session}\n".encode())
 
 
 def _remove_shared(run: str) -> None:
-    """Remove this user's files and private folders in shared memory whose names begin with that of a run's folder."""
+    """Remove this user's shared memory of a run.
+
+    That is files and private folders whose names begin with the name of the run's folder.
+    """
     for path in SHARED.iterdir() if SHARED.is_dir() else ():
         if path.name.startswith(f"{run}-"):
             with suppress(OSError):
@@ -303,26 +333,29 @@ def _remove_shared(run: str) -> None:
 
 
 def _keep() -> None:
-    """The keeper: says who it is and which folder it made or took over, and hears of sessions until the pipe ends. It
-    is nobody's child, and not in the session of who started it: neither what a terminal sends to all of its processes
-    reaches it, nor what `ray job stop` sends to all below the one that it started. One that takes a folder over and
-    hears nothing has a maker that gave it up, and leaves the run alone."""
+    """Run the keeper.
+
+    It prints its id and the folder that it made or took over, and reads sessions until the pipe ends. It is orphaned
+    and in a session of its own: neither signals of a terminal to all its processes reach it, nor those of `ray job
+    stop` to all processes below its entrypoint. If it took a folder over and reads nothing, its starter gave it up, and
+    it leaves the run alone.
+    """
     takes_over = len(sys.argv) > 1
     folder = sys.argv[1] if takes_over else tempfile.mkdtemp(prefix=PREFIX)
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     if keeper := os.fork():
-        # The parent says it: a keeper that is stopped before it does anything is known too, and can be killed.
-        with suppress(OSError):  # who asked is dead already
+        # The parent prints it: so a keeper that is stopped before it does anything is known too, and can be killed.
+        with suppress(OSError):  # the reader is dead already
             os.write(sys.stdout.fileno(), f"{keeper} {folder}\n".encode())
         os._exit(0)
     session = 0
-    told = False
+    has_heard = False
     for line in sys.stdin:
         session = int(line)
-        told = True
-    if takes_over and not told:
+        has_heard = True
+    if takes_over and not has_heard:
         return
     end(folder, session)
     with suppress(OSError):

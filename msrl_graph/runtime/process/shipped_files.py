@@ -1,8 +1,9 @@
-"""The files that a run took when it began: in the run's temporary folder on each host, found by the path that they have
-where the run is driven.
+"""The files that a run copied when it began, found by their original paths.
 
-Invariant: who asks for a path gets what was taken, whatever lies at that path now and on this host, and where nothing
-was taken the path itself; whatever is told of such a file names the user's own path, and shows the line as it was.
+They are in the run's temporary folder on each host. The paths are those where the run is driven.
+
+Invariant: a path leads to the copy, whatever is at that path now and on this host; without a copy, to the path itself.
+Messages about such a file name the user's own path, and show the line as it was.
 """
 
 from __future__ import annotations
@@ -27,37 +28,43 @@ FILES = "files"
 
 @dataclass(frozen=True)
 class ShippedFile:
-    """What a file held, and when it had last been changed (nanoseconds)."""
+    """The content of a file, and when it was last changed (nanoseconds)."""
 
     content: bytes
     changed: int
 
 
-_here = Path()  # where the files lie of the run that this process is of; nowhere at first
+_copies = Path()  # the folder of the files of this process's run; not set at first
 _modules: dict[str, tuple[bytes, ModuleType]] = {}  # by path, with what the file held
 
 
 def lay_in(folder: Path, files: Mapping[str, ShippedFile]) -> None:
-    """Lays files, by absolute path, into a run's temporary folder; each copy says when its file was last changed."""
+    """Write files, by absolute path, into a run's temporary folder.
+
+    Each copy keeps the time of its file's last change.
+    """
     for path, file in files.items():
-        target = _below(folder / FILES, Path(path))
+        target = _copy_path(folder / FILES, Path(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(file.content)
         os.utime(target, ns=(file.changed, file.changed))
 
 
 def laid(folder: Path) -> dict[str, ShippedFile]:
-    """The files in a run's temporary folder, as they were laid."""
-    found = {}
+    """Return the files in a run's temporary folder, as they were written there."""
+    files = {}
     for copy in (folder / FILES).rglob("*"):
         if copy.is_file():
             path = str(Path("/") / copy.relative_to(folder / FILES))
-            found[path] = ShippedFile(copy.read_bytes(), copy.stat().st_mtime_ns)
-    return found
+            files[path] = ShippedFile(copy.read_bytes(), copy.stat().st_mtime_ns)
+    return files
 
 
 def edited(path: str, file: ShippedFile) -> bool:
-    """Whether the user's file is not what it was when the run took it. It is read only where it was written since."""
+    """Return whether the user's file has changed since the run copied it.
+
+    It is read only if it was written since.
+    """
     try:
         status = Path(path).stat()
         if (status.st_mtime_ns, status.st_size) == (file.changed, len(file.content)):
@@ -68,8 +75,11 @@ def edited(path: str, file: ShippedFile) -> bool:
 
 
 def lay(files: Mapping[str, ShippedFile]) -> Path:
-    """Lays files, by absolute path, into a temporary folder that goes with the last process that uses it, beginning
-    with this one. Those of runs of which every process here was killed, as with the host, go first."""
+    """Write files, by absolute path, into a new temporary folder.
+
+    The folder is removed with the last process that uses it; this process is the first. Folders of dead runs, whose
+    processes here were all killed, as with the host, are removed before.
+    """
     sweep()
     folder = lent()
     lay_in(folder, files)
@@ -77,32 +87,36 @@ def lay(files: Mapping[str, ShippedFile]) -> Path:
 
 
 def use(folder: str) -> None:
-    """This process finds what lies in the folder."""
-    global _here
+    """Make this process find the files in the folder."""
+    global _copies
     if (Path(folder) / FILES).is_dir():
         private.check_folder(Path(folder))
-        _here = Path(folder) / FILES
+        _copies = Path(folder) / FILES
         hold(Path(folder))
         sys.path_hooks.insert(0, _finder)
-        sys.path[:] = [place for entry in sys.path for place in _places(Path(entry or ".").absolute(), entry)]
+        sys.path[:] = [place for entry in sys.path for place in _search_paths(Path(entry or ".").absolute(), entry)]
 
 
 def folder() -> str:
-    """The temporary folder in which files were shipped to this host, for processes that this one starts; "" where none
-    were."""
-    return str(_here.parent) if _here != Path() else ""
+    """Return the temporary folder with files shipped to this host; "" if none were.
+
+    It is for processes that this one starts.
+    """
+    return str(_copies.parent) if _copies != Path() else ""
 
 
 def found(path: str | Path) -> Path:
-    """Where a file or a folder of the user's is to be read."""
-    copy = _below(_here, Path(path)) if _here != Path() else Path(path)
+    """Return the path from which a file or folder of the user's is to be read."""
+    copy = _copy_path(_copies, Path(path)) if _copies != Path() else Path(path)
     return copy if copy.exists() else Path(path)
 
 
 def module(path: str) -> ModuleType:
-    """The module of a user's file, which may import what lies beside it. It is the one that Python would import under
-    its name, in its package where its folder is one, so that what it defines can be pickled. Where the name is that of
-    another module, it has another one."""
+    """Return the module of a user's file, which may import files next to it.
+
+    It is the module that Python would import under its name, in its package if its folder is one, so that what it
+    defines can be pickled. If another module has that name, it gets a different one.
+    """
     place = found(path)
     content = place.read_bytes()
     if path in _modules and _modules[path][0] == content:
@@ -112,11 +126,11 @@ def module(path: str) -> ModuleType:
     while (top / "__init__.py").is_file():
         names.insert(0, top.name)
         top = top.parent
-    # First what was taken; a file that was not, as one whose name is computed, is imported from where it lies.
+    # Copies first. A file that was not copied, such as one whose name is computed, is imported from its own place.
     folders = dict.fromkeys(
         str(folder)
-        for beside in (place.parent, Path(path).absolute().parent)
-        for folder in (beside, beside.parents[len(names) - 2] if len(names) > 1 else beside)
+        for parent in (place.parent, Path(path).absolute().parent)
+        for folder in (parent, parent.parents[len(names) - 2] if len(names) > 1 else parent)
     )
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     known = sys.modules.get(".".join(names))
@@ -124,71 +138,74 @@ def module(path: str) -> ModuleType:
         assert known is not None  # another file of the user's has imported it
         _modules[path] = content, known
         return known
-    name = _free(".".join(names), path)
+    name = _find_free_name(".".join(names), path)
     if "." in name:
         import_module(name.rpartition(".")[0])
     loader = _Loader(name, str(place)) if place != Path(path) else SourceFileLoader(name, path)
     spec = spec_from_file_location(name, place, loader=loader)
     assert spec is not None and spec.loader is not None
-    sys.modules[name] = made = module_from_spec(spec)
+    sys.modules[name] = loaded = module_from_spec(spec)
     try:
-        spec.loader.exec_module(made)
+        spec.loader.exec_module(loaded)
     except BaseException:
         del sys.modules[name]
         raise
-    _modules[path] = content, made
-    return made
+    _modules[path] = content, loaded
+    return loaded
 
 
-def _free(name: str, path: str) -> str:
-    """A name under which no other module is known than one of this file."""
-    head, _, last = name.rpartition(".")
-    mine = {made.__name__ for of, (_, made) in _modules.items() if of == path}
+def _find_free_name(name: str, path: str) -> str:
+    """Return a name that no other module has than one of this file."""
+    package, _, last = name.rpartition(".")
+    mine = {loaded.__name__ for owner, (_, loaded) in _modules.items() if owner == path}
     for number in count(1):
-        found = f"{head}.{last}" if head else last
-        found += f"_{number}" * (number > 1)
-        if found in mine or (found not in sys.modules and found not in sys.stdlib_module_names):
-            return found
+        candidate = f"{package}.{last}" if package else last
+        candidate += f"_{number}" * (number > 1)
+        if candidate in mine or (candidate not in sys.modules and candidate not in sys.stdlib_module_names):
+            return candidate
     raise AssertionError
 
 
-def _places(folder: Path, entry: str) -> list[str]:
-    """Where modules are looked for in place of a folder of `sys.path`: first among what was taken of it."""
-    copy = _below(_here, folder)
+def _search_paths(folder: Path, entry: str) -> list[str]:
+    """Return where to look for modules of a folder of `sys.path`: its copy first."""
+    copy = _copy_path(_copies, folder)
     return [str(copy), entry] if copy.is_dir() else [entry]
 
 
-def _below(folder: Path, path: Path) -> Path:
-    """Return the place of a path's copy, which is inside the folder for any number of `..`."""
+def _copy_path(folder: Path, path: Path) -> Path:
+    """Return the place of a path's copy.
+
+    It is inside the folder for any number of `..`.
+    """
     return folder / os.path.relpath(os.path.normpath(path.absolute()), "/")
 
 
 def _finder(folder: str) -> FileFinder:
-    """What Python looks for modules in a folder with, where that was shipped."""
-    if not Path(folder).is_relative_to(_here):
+    """Return the finder for modules in a shipped folder."""
+    if not Path(folder).is_relative_to(_copies):
         raise ImportError
     return FileFinder(folder, (_Loader, [".py"]))
 
 
 class _Loader(SourceFileLoader):
-    """Loads a shipped module, which says that it is the user's own file."""
+    """A loader of shipped modules that reports the user's own file as theirs."""
 
     def __init__(self, name: str, path: str) -> None:
         self.copy = Path(path)
-        super().__init__(name, str(Path("/") / self.copy.relative_to(_here)))
+        super().__init__(name, str(Path("/") / self.copy.relative_to(_copies)))
 
     def get_data(self, path: str) -> bytes:
         return self.copy.read_bytes()
 
     def path_stats(self, path: str) -> Mapping[str, int]:
-        raise OSError  # of its bytecode nothing is kept
+        raise OSError  # its bytecode is not cached
 
     def exec_module(self, module: ModuleType) -> None:
-        # What a traceback shows must be the lines that run, though another file may lie at the path here.
+        # A traceback must show the lines that run, though a different file may be at the path on this host.
         text = self.copy.read_text(encoding="utf-8-sig", errors="replace")
         linecache.cache[self.path] = (len(text), None, text.splitlines(keepends=True), self.path)
         module.__file__ = self.path
-        if hasattr(module, "__path__"):  # what a package has beside its Python files: libraries in C
+        if hasattr(module, "__path__"):  # a package's other files: libraries in C
             module.__path__.append(str(Path(self.path).parent))
         super().exec_module(module)
 

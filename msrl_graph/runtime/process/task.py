@@ -1,4 +1,4 @@
-"""A task: what the processes of a run are asked to do at once."""
+"""A task: the unit of work that all processes of a run do together."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ Part = Literal["whole", "opening", "rest"]
 
 
 class WeightFetch(NamedTuple):
-    """A version of weights, which is the iterations that were trained before, and how many times one was told to be
-    fetched so far."""
+    """A version of weights to fetch, and how many fetches were ordered so far.
+
+    The version is the number of iterations that were trained before.
+    """
 
     version: int
     told: int
 
 
 class CutPrompt(NamedTuple):
-    """A prompt whose responses go on in the next iteration.
+    """A prompt whose responses continue in the next iteration.
 
-    - `position`: where it stands in the data's endless sequence of rows.
-    - `responses`: of each its tokens, their log-probabilities as drawn, the versions of the weights that drew them, and
-      whether it has ended.
+    - `position`: its place in the data's endless sequence of rows.
+    - `responses`: the tokens of each, their log-probabilities as sampled, the versions of the weights that sampled
+      them, and whether it has ended.
     - `cuts`: how often they were cut.
-    - `iteration` and `row`: those that they began in and as, whose keys their tokens are drawn by.
+    - `iteration` and `row`: the iteration that they began in and their row there; the keys of their tokens are those.
     """
 
     position: int
@@ -38,21 +40,22 @@ class CutPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One pass over the graph: iteration `number` of training (`name` is "train"), or of an evaluation, which has no
-    filters.
+    """One pass over the graph: iteration `number` of training or of an evaluation.
 
-    - `prompts`: how many come at once, and again with each refill; `position`: where they begin in the data's endless
-      sequence of rows, those aside that were `cut` in the iteration before (`partial`): these come first.
-    - `wanted`: how many prompts are to go on where a filter refills; 0: as many as come at once.
-    - `samples`: by generation how many responses it draws to each row that it reads, where these are not as many as
-      the program says.
-    - `states`: the values of the run's states that the iteration before left; none where that is not known yet.
-      `draws`: those that its rows are drawn by, which may be older.
-    - `fetches`: by resharding edge with `staleness`, the version that its rows are drawn with, and how many its
-      generation was told to fetch so far, this one perhaps among them.
-    - `sends`: of these edges those over which the updates send the version that they begin it with.
-    - `part`: what the ranks of a pipelined pool, or the functions, are to do of their stream (ir/async_schedule.py);
-      others do the whole.
+    Training has the `name` "train". An evaluation has no filters.
+
+    - `prompts`: the number of prompts in each round: the first and each refill. `position`: where they begin in the
+      data's endless sequence of rows, without those that were `cut` in the iteration before (`partial`), which come
+      first.
+    - `wanted`: the number of prompts that must pass a filter that refills; 0: the number of a round.
+    - `samples`: by generation, the number of responses for each row that it reads, where it differs from the program's.
+    - `states`: the values of the run's states after the iteration before; empty if not known yet. `draws`: the values
+      with which its rows are sampled, which may be older.
+    - `fetches`: by resharding edge with `staleness`, the version with which its rows are sampled, and how many fetches
+      were ordered of its generation so far, perhaps including this one.
+    - `sends`: those of these edges over which the updates send the version with which they begin the task.
+    - `part`: the part of their stream that the ranks of a pipelined pool, or the functions, are to do
+      (ir/async_schedule.py); others do the whole stream.
     """
 
     name: str
@@ -70,12 +73,14 @@ class Task:
 
     @property
     def target(self) -> int:
-        """How many prompts are to go on where a filter refills."""
+        """The number of prompts that must pass a filter that refills."""
         return self.wanted or self.prompts
 
     def rounds(self, refill: int) -> int:
-        """How many rounds of prompts there may be with a filter's `refill`: as many prompts as that many rounds of the
-        target have."""
+        """Return the maximal number of rounds of prompts with a filter's `refill`.
+
+        Together they have as many prompts as 1 + `refill` rounds of the target.
+        """
         return -(-self.target * (1 + refill) // self.prompts)
 
     @property
@@ -84,7 +89,10 @@ class Task:
 
     @property
     def turn(self) -> tuple[int, bool]:
-        """Tasks end in the order of their turns: an evaluation after so many iterations before the next one."""
+        """The order in which tasks end.
+
+        An evaluation after n iterations comes before the next iteration.
+        """
         return self.number, self.trains
 
     @property
@@ -93,14 +101,19 @@ class Task:
 
 
 class Tables(NamedTuple):
-    """By state that each row of the data has a value of, all its values: `draws` and `states` as those of a `Task`."""
+    """All values of the states that have a value for each row of the data, by state.
+
+    `draws` and `states` are as in `Task`.
+    """
 
     draws: Mapping[str, Any]
     states: Mapping[str, Any]
 
 
 def numbers(sets: Sequence[Rowset], refilling: Sieve | None, task: Task) -> Numbers:
-    """How the rows of a task are numbered, in a graph of these sets; `refilling` is the filter that asks for more
-    prompts."""
+    """Return how the rows of a task are numbered, in a graph of these sets.
+
+    `refilling` is the filter that asks for more prompts.
+    """
     rounds = task.rounds(refilling.refill) if refilling and task.trains else 1
     return Numbers(sets, task.prompts * rounds, task.samples)

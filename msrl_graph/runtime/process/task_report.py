@@ -1,4 +1,4 @@
-"""What a process tells of one task: seconds by phase, events for the trace, and sums for the metrics.
+"""The report of a process on one task: phases, trace events and metrics.
 
 Invariant: plain data, no tensors; metrics are (sum, weight) pairs, so that ranks add up, or maxima.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from .task import CutPrompt
 
-# perf_counter is the same clock in all processes of a host; its distance from wall time is taken once.
+# perf_counter is the same clock in all processes of a host; its offset from wall time is computed once.
 _EPOCH = time.time() - time.perf_counter()
 
 
@@ -24,7 +24,10 @@ class RunError(Exception):
 
 
 class RankFailed(RunError):
-    """An engine raised. `joint`: in a collective, and so it may be because another process has died."""
+    """An engine raised an error.
+
+    `joint`: in a collective, so the death of another process may be the cause.
+    """
 
     def __init__(self, message: str, joint: bool = False) -> None:
         super().__init__(message, joint)
@@ -36,29 +39,33 @@ class RankFailed(RunError):
 
 
 class RanksNotJoined(RunError):
-    """A rank has not found the others as they started: what lies between them failed, or one is lost."""
+    """A rank did not find the others at its start: the network failed, or one is lost."""
 
 
 class ProcessLost(RunError):
-    """A process that a rank needs was killed, by nobody of the run: it may be tried again."""
+    """A process that a rank needs was killed from outside the run: a retry may help."""
 
 
 class WeightsNotDelivered(RunError):
-    """A rank does not hold, or does not compute with, the weights that it was to get."""
+    """A rank does not hold, or does not compute with, the weights that it should have."""
 
 
 @dataclass
 class NextValues:
-    """The next values of a state that functions have computed: of which units (rows, groups or, where there is one
-    value, the batch)."""
+    """The next values of a state that functions have computed, by unit.
+
+    Units are rows, groups or, if there is one value, the batch.
+    """
 
     units: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
 
 class Event(NamedTuple):
-    """A stretch of time, for the trace: from `start` (wall clock). `facts` are what there is to say of it; `beside`
-    names the part of the process that did it while others went on."""
+    """An interval for the trace, from `start` (wall clock).
+
+    `facts` describe it; `beside` is the part of the process that did it in parallel with others.
+    """
 
     name: str
     start: float
@@ -68,13 +75,16 @@ class Event(NamedTuple):
 
     @classmethod
     def since(cls, start: float, name: str, beside: str = "", **facts: str | int) -> Event:
-        """From `start` (perf_counter) to now."""
+        """Make an event from `start` (perf_counter) to now."""
         return cls(name, start + _EPOCH, time.perf_counter() - start, facts, beside)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A data file as a process has loaded it: how many rows can be used, and which others were left out, in words."""
+    """A data file as a process loaded it: usable rows, and which others were left out.
+
+    `left_out` is in words.
+    """
 
     rows: int
     left_out: str = ""
@@ -82,23 +92,23 @@ class Loaded:
 
 @dataclass
 class Report:
+    """What one process reports of one task."""
+
     process: str
     seconds: dict[str, float] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)  # what a person should hear of
-    failed: dict[str, dict[str, str]] = field(default_factory=dict)  # by generation and reason, the first such row
-    groups: dict[str, list[Any]] = field(default_factory=dict)  # by metric, figures of each prompt's rows
+    remarks: list[str] = field(default_factory=list)  # for the user to read
+    failed: dict[str, dict[str, str]] = field(default_factory=dict)  # by generation and reason: the first such row
+    groups: dict[str, list[Any]] = field(default_factory=dict)  # by metric: figures of each prompt's rows
     bytes: dict[str, int] = field(default_factory=dict)
-    moved: dict[str, int] = field(default_factory=dict)  # by what was done with rows, as `node get away`: bytes
-    loads: dict[str, list[int]] = field(default_factory=dict)  # by node, the tokens of each share that it was given
+    moved: dict[str, int] = field(default_factory=dict)  # bytes by what was done with rows, as `node get away`
+    loads: dict[str, list[int]] = field(default_factory=dict)  # by node: the tokens of each share that it got
     states: dict[str, NextValues] = field(default_factory=dict)  # by the state's name
-    cut: list[CutPrompt] | None = None  # prompts that the next iteration goes on with; None: it does not know
-    rounds: int = 0  # of prompts that it knows that its task took; 0: it does not know
-    drawn: Any = field(
-        default_factory=lambda: np.zeros(0, np.int64)
-    )  # of the data's rows those that became prompts, in order
+    cut: list[CutPrompt] | None = None  # prompts that the next iteration continues; None: not known
+    rounds: int = 0  # of prompts in its task; 0: not known
+    drawn: Any = field(default_factory=lambda: np.zeros(0, np.int64))  # the data's rows that became prompts, in order
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -107,12 +117,12 @@ class Report:
         self.add(name, start)
 
     def add(self, name: str, start: float) -> None:
-        """A stretch from `start` (perf_counter) to now."""
+        """Add an interval from `start` (perf_counter) to now."""
         self.events.append(event := Event.since(start, name))
         self.more(name, event.seconds)
 
     def more(self, name: str, seconds: float) -> None:
-        """Seconds that lie within another stretch, or beside one."""
+        """Add seconds that are within another interval, or in parallel with one."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def count(self, name: str, total: float, weight: float) -> None:

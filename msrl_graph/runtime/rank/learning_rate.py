@@ -39,9 +39,8 @@ def rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> floa
         arguments |= {parameter: states[name] for parameter, name in binds.items() if name in node.states}
         return _check_rate(schedule(**arguments, **stated.options()), "it returned")
     except Exception as error:
-        optimizer_node = replace(
-            node, attributes={"optimizer": attributes.optimizer}
-        )  # without the loss, so that the error does not point at it
+        # Without the loss, so that the error does not point at it.
+        optimizer_node = replace(node, attributes={"optimizer": attributes.optimizer})
         raise RunError(blame(optimizer_node, error, f"the learning rate of step {step}")) from error
 
 

@@ -1,1 +1,1 @@
-"""Weights on their way: resharded, sent, saved and restored."""
+"""Weights in transit: resharded, sent, saved and restored."""

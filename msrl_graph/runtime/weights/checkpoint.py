@@ -1,12 +1,12 @@
-"""Checkpoints: what a run needs to go on as if nothing had happened, on any layout.
+"""Checkpoints: all that a run needs to resume exactly, in any layout.
 
-Invariant: a checkpoint is a folder, written beside its place and renamed when all of it is on the disk; its manifest
-names every file with its size and SHA-256, a file beside it has the manifest's own, and every file says of what it is:
-no byte changes unseen. (That tells of accidents and of edits by hand; it is no signature against who makes all of them
-again.) A tensor lies in it in the boxes in which ranks held it, each box once, and whoever reads takes the boxes that
-it needs. What is not in it (the order of the data, mini-batches, noise) is a function of seed and iteration. Hosts that
-do not see the run's folder have their parts at the same path (checkpoint_parts.py); the manifest says which host has
-what.
+Invariant: a checkpoint is a folder, written under a temporary name and renamed when all of it is on disk. Its manifest
+lists every file with its size and SHA-256, a second file has the SHA-256 of the manifest itself, and every file says
+which checkpoint it is of: no byte changes unnoticed. (This finds accidents and edits by hand; it is not a signature
+against someone who makes all of them again.) A tensor is stored in the boxes in which ranks held it, each box once; a
+reader takes the boxes that it needs. What is not stored (the order of the data, mini-batches, noise) is a function of
+seed and iteration. Hosts that do not see the run's folder have their parts at the same path (checkpoint_parts.py); the
+manifest says which host has what.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from ...sharding.layout import Box, elements, overlap, slices, within
 from . import tensor_files
 
 if TYPE_CHECKING:
-    # The supervisor of a run reads manifests, and starts without torch.
+    # A run's supervisor reads manifests and starts without torch.
     import torch
     from numpy.typing import NDArray
 
     from ...backends.spec import Shard
 
 FORMAT = 2
-PARTED = 3  # the format of a manifest that says which host has what
+PARTED = 3  # the format of a manifest that lists the files of each host
 MANIFEST = "manifest.json"
 DIGEST = "manifest.sha256"  # as sha256sum writes it, so that `sha256sum -c` reads it
 FOLDER = "checkpoints"  # within a run's folder
-METRICS = "metrics.safetensors"  # the copy of the lines of metrics.jsonl so far, as gzip
+METRICS = "metrics.safetensors"  # a copy of the lines of metrics.jsonl so far, as gzip
 _COPY = "metrics.jsonl.gz"
 
 
 @dataclass(frozen=True)
 class CheckpointPiece:
-    name: str  # WORKER/KIND/TENSOR: `weights`, and what the optimizer keeps
+    name: str  # WORKER/KIND/TENSOR: the kind is `weights` or what the optimizer keeps
     box: Box
 
 
@@ -58,7 +58,7 @@ class CheckpointFile:
 
 @dataclass(frozen=True)
 class CheckpointHost:
-    """Who wrote which files, on a disk of its own: its address, and Ray's name of it."""
+    """A host that wrote files on its own disk: its address, Ray's id of it, the files."""
 
     address: str
     node: str
@@ -67,10 +67,17 @@ class CheckpointHost:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`iteration`: how many are done. `lines`: how many lines of metrics belong to them. `steps`: optimizer steps by
-    update. `position`: how many rows of the data's endless sequence were drawn (-1: as many as the iterations have
-    prompts). `hosts`: none where all of it lies in one folder. `inputs`: digests of the files that the run read, and
-    versions (driver/run_inputs.py); nothing of a version that kept none."""
+    """The contents of a checkpoint.
+
+    - `iteration`: the number of finished iterations.
+    - `lines`: the number of metrics lines that belong to them.
+    - `steps`: optimizer steps by update.
+    - `position`: the number of rows taken from the data's endless sequence (-1: the number of prompts in these
+      iterations).
+    - `hosts`: empty if all files are in one folder.
+    - `inputs`: digests of the files that the run read, and versions (driver/run_inputs.py); empty for older versions,
+      which did not record them.
+    """
 
     format_version: int
     iteration: int
@@ -84,55 +91,63 @@ class Manifest:
 
 
 class CorruptCheckpoint(Exception):
-    """What is wrong with a checkpoint."""
+    """A checkpoint is damaged or inconsistent; the message says how."""
 
 
 def said(iteration: int, lines: int, position: int, program: Mapping[str, Any]) -> dict[str, str]:
-    """What each file of a checkpoint says of it, so that no other file can speak for it: as `Manifest` has it."""
-    whole = hashlib.sha256(msgspec.json.encode(program, order="deterministic")).hexdigest()
-    return {"iteration": str(iteration), "lines": str(lines), "position": str(position), "program": whole}
+    """Return the metadata of a checkpoint's files.
+
+    It tells files of one checkpoint from those of another. The values are as in `Manifest`.
+    """
+    digest = hashlib.sha256(msgspec.json.encode(program, order="deterministic")).hexdigest()
+    return {"iteration": str(iteration), "lines": str(lines), "position": str(position), "program": digest}
 
 
 def taken(steps: Mapping[str, int]) -> dict[str, str]:
-    """What a file says of the optimizer's steps."""
+    """Return a file's metadata on the optimizer's steps."""
     return {f"steps of {name}": str(count) for name, count in steps.items()}
 
 
 # Writing
 
 
-def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], says: Mapping[str, str]) -> CheckpointFile:
-    """One file of a checkpoint, on the disk when this returns. OSError where that fails."""
-    held = {f"{prefix}/{s.name}": s for prefix, s in pieces if elements(s.box)}
-    tensor_files.tensors(folder / name, {key: s.tensor.detach().contiguous() for key, s in held.items()}, says)
-    return written(folder / name, tuple(CheckpointPiece(key, s.box) for key, s in held.items()))
+def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], metadata: Mapping[str, str]) -> CheckpointFile:
+    """Write one file of a checkpoint; it is on disk when this returns. Raises OSError."""
+    shards = {f"{prefix}/{shard.name}": shard for prefix, shard in pieces if elements(shard.box)}
+    tensor_files.tensors(
+        folder / name, {key: shard.tensor.detach().contiguous() for key, shard in shards.items()}, metadata
+    )
+    return written(folder / name, tuple(CheckpointPiece(key, shard.box) for key, shard in shards.items()))
 
 
 def write_arrays(
-    folder: Path, name: str, arrays: Mapping[str, NDArray[Any]], says: Mapping[str, str]
+    folder: Path, name: str, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]
 ) -> CheckpointFile:
-    """A file of arrays that every rank may read whole, on the disk when this returns. OSError where that fails."""
-    tensor_files.arrays(folder / name, arrays, says)
+    """Write a file of arrays that every rank may read.
+
+    It is on disk when this returns. Raises OSError.
+    """
+    tensor_files.arrays(folder / name, arrays, metadata)
     return written(folder / name, ())
 
 
 def written(path: Path, pieces: tuple[CheckpointPiece, ...]) -> CheckpointFile:
-    """What a manifest says of a file, which is on the disk when this returns."""
+    """Return the manifest's entry of a file, which is on disk when this returns."""
     to_disk(path)
-    return CheckpointFile(path.name, path.stat().st_size, _digest(path), pieces)
+    return CheckpointFile(path.name, path.stat().st_size, _sha256(path), pieces)
 
 
-def write_metrics(folder: Path, copy: bytes, says: Mapping[str, str]) -> CheckpointFile:
-    """The lines of metrics.jsonl that belong to a checkpoint, as a gzip file's bytes."""
+def write_metrics(folder: Path, copy: bytes, metadata: Mapping[str, str]) -> CheckpointFile:
+    """Write the lines of metrics.jsonl that belong to a checkpoint, given as gzip."""
     import numpy as np
 
-    return write_arrays(folder, METRICS, {_COPY: np.frombuffer(copy, np.uint8)}, says)
+    return write_arrays(folder, METRICS, {_COPY: np.frombuffer(copy, np.uint8)}, metadata)
 
 
 def begin(run: Path, iteration: int) -> Path:
-    """An empty folder to write a checkpoint in."""
+    """Make an empty folder to write a checkpoint in."""
     partial = run / FOLDER / f".{named(iteration)}.partial"
-    for stale in (run / FOLDER).glob(".*.partial"):  # of a run that was ended while it wrote
+    for stale in (run / FOLDER).glob(".*.partial"):  # left by a run that ended while it wrote
         if is_named(stale.stem.lstrip(".")):
             shutil.rmtree(stale, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -140,10 +155,12 @@ def begin(run: Path, iteration: int) -> Path:
 
 
 def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] = ()) -> Path:
-    """Gives a whole checkpoint its name, and removes those older than the newest `keep` up to this one, but for the
-    `best`."""
+    """Write the manifest and rename a complete checkpoint.
+
+    Then remove the checkpoints older than the newest `keep` up to this one, except the `best`.
+    """
     content = msgspec.json.format(msgspec.json.encode(manifest))
-    for name, text in ((MANIFEST, content), (DIGEST, _sum(content))):
+    for name, text in ((MANIFEST, content), (DIGEST, _digest_line(content))):
         (partial / name).write_bytes(text)
         to_disk(partial / name)
     target = settle(partial)
@@ -153,10 +170,10 @@ def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] =
 
 
 def settle(partial: Path) -> Path:
-    """Gives what was written in a folder of `begin` the checkpoint's name."""
+    """Rename a folder of `begin` to the checkpoint's name."""
     target = partial.parent / partial.stem.lstrip(".")
     to_disk(partial)
-    if target.exists():  # of a run that was resumed from an older one: what it held, it will hold again
+    if target.exists():  # the run was resumed from an older one: this one is written again with the same contents
         shutil.rmtree(target)
     partial.rename(target)
     to_disk(target.parent)
@@ -171,11 +188,11 @@ def to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def _sum(manifest: bytes) -> bytes:
+def _digest_line(manifest: bytes) -> bytes:
     return f"{hashlib.sha256(manifest).hexdigest()}  {MANIFEST}\n".encode()
 
 
-def _digest(path: Path) -> str:
+def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -184,58 +201,69 @@ def _digest(path: Path) -> str:
 
 
 def named(iteration: int) -> str:
-    """The name of a checkpoint's folder."""
+    """Return the name of a checkpoint's folder."""
     return f"{iteration:06d}"
 
 
 def is_named(name: str) -> bool:
-    """Whether a folder of this name may be a checkpoint."""
+    """Return whether a folder of this name may be a checkpoint."""
     return name.isascii() and name.isdecimal() and name == named(int(name))
 
 
 def found(run: Path) -> list[Path]:
-    """The checkpoints of a run's folder, oldest first, sound or not. A folder that holds no file of a checkpoint is
-    not one, whatever its name."""
-    named_so = (p for p in (run / FOLDER).glob("*") if is_named(p.name) and p.is_dir() and not p.is_symlink())
-    return sorted((p for p in named_so if _holds_files(p)), key=lambda p: int(p.name))
+    """List the checkpoints in a run's folder, oldest first, intact or not.
+
+    A folder without any file of a checkpoint is not one, whatever its name.
+    """
+    candidates = (
+        path for path in (run / FOLDER).glob("*") if is_named(path.name) and path.is_dir() and not path.is_symlink()
+    )
+    return sorted((path for path in candidates if _holds_files(path)), key=lambda path: int(path.name))
 
 
 def up_to(path: Path) -> list[Path]:
-    """The checkpoints of a run from the oldest to this one; a folder with a larger number is none of them."""
-    return [p for p in found(path.parent.parent) if int(p.name) <= int(path.name)]
+    """List a run's checkpoints from the oldest to this one."""
+    return [checkpoint for checkpoint in found(path.parent.parent) if int(checkpoint.name) <= int(path.name)]
 
 
 def at_url(url: str, whole: bool = True) -> list[str]:
-    """The names of the checkpoints in a folder at a URL, oldest first: those that have a manifest, or also those of
-    which only a part is there. Raises what `urls.told` tells."""
-    found = {name: urls.names(urls.under(url, name)) for name in urls.names(url) if is_named(name)}
-    return sorted((n for n, files in found.items() if MANIFEST in files or (not whole and _of_ours(files))), key=int)
+    """List the names of the checkpoints in a folder at a URL, oldest first.
+
+    Only those with a manifest; without `whole`, incomplete ones too. Raises the errors of `urls`.
+    """
+    files_by_name = {name: urls.names(urls.under(url, name)) for name in urls.names(url) if is_named(name)}
+    return sorted(
+        (
+            checkpoint_name
+            for checkpoint_name, files in files_by_name.items()
+            if MANIFEST in files or (not whole and _has_checkpoint_file(files))
+        ),
+        key=int,
+    )
 
 
 def _holds_files(path: Path) -> bool:
     try:
-        return _of_ours(file.name for file in path.iterdir())
+        return _has_checkpoint_file(file.name for file in path.iterdir())
     except OSError:
         return False
 
 
-def _of_ours(names: Iterable[str]) -> bool:
+def _has_checkpoint_file(names: Iterable[str]) -> bool:
     return any(name == MANIFEST or name.endswith(".safetensors") for name in names)
 
 
 def manifest_of(path: Path) -> Manifest:
-    """The manifest alone, as it was written. Raises Unsound."""
+    """Read the manifest alone, as it was written. Raises CorruptCheckpoint."""
     name = MANIFEST
     try:
         content = (path / name).read_bytes()
         manifest = msgspec.json.decode(content, type=Manifest)
         if manifest.format_version not in (FORMAT, PARTED):
             known = f"{FORMAT} and {PARTED}"
-            raise CorruptCheckpoint(
-                f"its {MANIFEST} is of format {manifest.format_version}, this version reads {known}"
-            )
+            raise CorruptCheckpoint(f"its {MANIFEST} has format {manifest.format_version}, this version reads {known}")
         name = DIGEST
-        if (path / name).read_bytes() != _sum(content):
+        if (path / name).read_bytes() != _digest_line(content):
             raise CorruptCheckpoint(
                 f"its {MANIFEST} or its {DIGEST} was changed after it was written: one is not the SHA-256 of the other"
             )
@@ -245,52 +273,55 @@ def manifest_of(path: Path) -> Manifest:
         msgspec.MsgspecError,
         UnicodeDecodeError,
         RecursionError,
-    ) as error:  # no JSON of ours, no text, or brackets without end
+    ) as error:  # not our JSON, not text, or endless brackets
         raise CorruptCheckpoint(f"its {MANIFEST} is damaged: {error}") from None
-    if outside := [f.name for f in manifest.files if "/" in f.name or not f.name.strip(".")]:
+    if outside := [file.name for file in manifest.files if "/" in file.name or not file.name.strip(".")]:
         raise CorruptCheckpoint(
             f"its {MANIFEST} cannot be right: `{outside[0]}` is not the name of a file in its folder"
         )
     counts = {"iteration": manifest.iteration, "lines": manifest.lines, "position": manifest.position + 1}
     counts |= {f"steps of {name}": count for name, count in manifest.steps.items()}
-    if below := next((what for what, count in counts.items() if count < 0), ""):
+    if below := next((count_name for count_name, count in counts.items() if count < 0), ""):
         raise CorruptCheckpoint(f"its {MANIFEST} cannot be right: {below} is below zero")
     if is_named(path.name) and path.name != named(manifest.iteration):
         raise CorruptCheckpoint(
-            f"its folder is called {path.name}, and its {MANIFEST} is of {manifest.iteration} iterations"
+            f"its folder is called {path.name}, but its {MANIFEST} says iteration {manifest.iteration}"
         )
     return manifest
 
 
 def sound(path: Path) -> Manifest:
-    """The manifest of a checkpoint whose every byte is there, or is another host's to have. Raises Unsound."""
+    """Verify every file of a checkpoint and return its manifest.
+
+    Files of other hosts may be absent. Raises CorruptCheckpoint.
+    """
     manifest = manifest_of(path)
-    true = said(manifest.iteration, manifest.lines, manifest.position, manifest.program) | taken(manifest.steps)
+    expected = said(manifest.iteration, manifest.lines, manifest.position, manifest.program) | taken(manifest.steps)
     for file in manifest.files:
-        there = path / file.name
-        if manifest.hosts and not there.is_file():
+        file_path = path / file.name
+        if manifest.hosts and not file_path.is_file():
             continue
-        if wrong := amiss(there, file):
+        if wrong := amiss(file_path, file):
             raise CorruptCheckpoint(f"its file {file.name} {wrong}")
-        for what, value in _says(there).items():
-            if value != true.get(what):
+        for key, value in _read_metadata(file_path).items():
+            if value != expected.get(key):
                 raise CorruptCheckpoint(
-                    f"its {MANIFEST} says {what} {true.get(what)}, and its file {file.name} {value}"
+                    f"its {MANIFEST} says {key} {expected.get(key)}, but its file {file.name} says {value}"
                 )
     return manifest
 
 
 def amiss(path: Path, file: CheckpointFile) -> str:
-    """What is wrong with a file of a checkpoint, for a sentence; "" where it is as it was written."""
+    """Return what is wrong with a file of a checkpoint, for a sentence; "" if intact."""
     if not path.is_file():
         return "is missing"
     if (size := path.stat().st_size) != file.bytes:
         return f"has {size} bytes of {file.bytes}"
-    return "" if _digest(path) == file.sha256 else "was changed after it was written: its SHA-256 differs"
+    return "" if _sha256(path) == file.sha256 else "was changed after it was written: its SHA-256 differs"
 
 
-def _says(path: Path) -> dict[str, str]:
-    """What a file says of its checkpoint. Raises Unsound."""
+def _read_metadata(path: Path) -> dict[str, str]:
+    """Return a file's metadata on its checkpoint. Raises CorruptCheckpoint."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -303,13 +334,16 @@ def _says(path: Path) -> dict[str, str]:
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     from safetensors.numpy import load_file
 
-    found: dict[str, NDArray[Any]] = load_file(path)
-    return found
+    arrays: dict[str, NDArray[Any]] = load_file(path)
+    return arrays
 
 
 def metrics_copy(path: Path, manifest: Manifest) -> bytes | None:
-    """The lines of metrics.jsonl that belong to a checkpoint; None where it holds no copy of them. Raises Unsound."""
-    if not any(f.name == METRICS for f in manifest.files):
+    """Return the lines of metrics.jsonl that belong to a checkpoint.
+
+    None if it has no copy of them. Raises CorruptCheckpoint.
+    """
+    if not any(file.name == METRICS for file in manifest.files):
         return None
     try:
         lines = zlib.decompress(read_arrays(path / METRICS)[_COPY].tobytes(), wbits=31)
@@ -321,7 +355,7 @@ def metrics_copy(path: Path, manifest: Manifest) -> bytes | None:
 
 
 def newest(run: Path) -> tuple[Path, Manifest] | None:
-    """The newest sound checkpoint of a run's folder."""
+    """Return the newest intact checkpoint of a run's folder."""
     for path in reversed(found(run)):
         try:
             return path, sound(path)
@@ -341,41 +375,44 @@ class CheckpointSource:
                 self.pieces.setdefault(piece.name, []).append((file.name, piece.box))
 
     def kinds(self, worker: str) -> dict[str, set[str]]:
-        """What is kept of a worker's tensors, and of which: an optimizer may step by several rules."""
-        found: dict[str, set[str]] = {}
+        """Return the kinds of data stored for a worker, each with its tensors.
+
+        An optimizer may use several rules, so not every tensor has each kind.
+        """
+        kinds: dict[str, set[str]] = {}
         for name in self.pieces:
-            of, kind, tensor = name.split("/", 2)
-            if of == worker:
-                found.setdefault(kind, set()).add(tensor)
-        return found
+            owner, kind, tensor = name.split("/", 2)
+            if owner == worker:
+                kinds.setdefault(kind, set()).add(tensor)
+        return kinds
 
     def files(self, name: str, box: Box) -> set[str]:
-        """The files that hold something of what lies in `box`."""
-        return {file for file, there in self.pieces.get(name, ()) if overlap(there, box) is not None}
+        """Return the files that have a part of a tensor's `box`."""
+        return {file for file, piece_box in self.pieces.get(name, ()) if overlap(piece_box, box) is not None}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type in which a tensor was saved. Raises Unsound."""
+        """Return the type in which a tensor was saved. Raises CorruptCheckpoint."""
         from safetensors import safe_open
 
         if name not in self.pieces:
             raise CorruptCheckpoint(f"it holds no {name}")
         with safe_open(self.path / self.pieces[name][0][0], framework="pt") as tensors:
-            found: torch.dtype = tensors.get_slice(name)[:0].dtype
-        return found
+            saved_dtype: torch.dtype = tensors.get_slice(name)[:0].dtype
+        return saved_dtype
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
-        """The part of a tensor that lies in `box`, from however many files."""
+        """Read the part of a tensor in `box`, from all files that have some of it."""
         import torch
         from safetensors import safe_open
 
-        out = torch.empty([b - a for a, b in box], dtype=dtype)
+        out = torch.empty([stop - start for start, stop in box], dtype=dtype)
         missing = elements(box)
-        for file, there in self.pieces.get(name, ()):
-            common = overlap(there, box)
+        for file, piece_box in self.pieces.get(name, ()):
+            common = overlap(piece_box, box)
             if common is None:
                 continue
             with safe_open(self.path / file, framework="pt") as tensors:
-                piece = tensors.get_slice(name)[slices(within(common, there))]
+                piece = tensors.get_slice(name)[slices(within(common, piece_box))]
             out[slices(within(common, box))] = piece
             missing -= elements(common)
         if missing:

@@ -1,7 +1,7 @@
-"""A host's part of a checkpoint, on a disk that the driver does not see; the driver asks for these by name.
+"""A host's part of a checkpoint, on a disk that the driver does not see.
 
-Invariant: all raise nothing for a disk that fails: the answer says what went wrong, "" where nothing did. A file that
-comes from another host has its name when it is whole.
+The driver calls these functions by name. Invariant: none of them raises if a disk fails: the answer says what went
+wrong, or is "". A file from another host gets its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -18,40 +18,49 @@ from . import checkpoint
 from .checkpoint import CheckpointFile
 
 P = ParamSpec("P")
-PIECE = 16 << 20  # bytes of a file that go from host to host at once
+PIECE = 16 << 20  # bytes of a file that are sent from host to host at once
 
 
-def _said(act: Callable[P, None]) -> Callable[P, str]:
+def _return_error(act: Callable[P, None]) -> Callable[P, str]:
     @wraps(act)
-    def told(*args: P.args, **kwargs: P.kwargs) -> str:
+    def message_of(*args: P.args, **kwargs: P.kwargs) -> str:
         try:
             act(*args, **kwargs)
         except OSError as error:
             return str(error)
         return ""
 
-    return told
+    return message_of
 
 
-@_said
+@_return_error
 def begin(run: str, iteration: int) -> None:
-    """Make the folder to write in. Nothing is written into a folder of another user, which may be at the run's path."""
+    """Make the folder to write in.
+
+    Nothing is written into a folder of another user, which may be at the run's path.
+    """
     Path(run).mkdir(parents=True, exist_ok=True)
     private.check_folder(Path(run).resolve(), private.OTHERS_WRITE)
     checkpoint.begin(Path(run), iteration)
 
 
-@_said
+@_return_error
 def name(partial: str) -> None:
-    """Gives what ranks of this host wrote the checkpoint's name; there is no manifest in it yet."""
+    """Rename what ranks of this host wrote to the checkpoint's name.
+
+    It has no manifest yet.
+    """
     path = Path(partial)
-    if path.exists():  # else a host with the same disk was first
+    if path.exists():  # otherwise a host with the same disk was first
         checkpoint.settle(path)
 
 
-@_said
+@_return_error
 def keep(run: str, names: Sequence[str], newest: Mapping[str, bytes]) -> None:
-    """Puts the manifest beside this host's part of the newest checkpoint, and removes all but those of these names."""
+    """Add the manifest to this host's part of the newest checkpoint; remove old ones.
+
+    All checkpoints whose names are not in `names` are removed.
+    """
     target = Path(run) / checkpoint.FOLDER / names[-1]
     for file, content in newest.items():
         partial = target / f".{file}"
@@ -63,31 +72,31 @@ def keep(run: str, names: Sequence[str], newest: Mapping[str, bytes]) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-@_said
+@_return_error
 def forget(partial: str) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-@_said
+@_return_error
 def send(folder: str, url: str, names: Sequence[str]) -> None:
     urls.send(Path(folder), url, names)
 
 
 def amiss(folder: str, files: Sequence[CheckpointFile]) -> dict[str, str]:
-    """What is wrong with each of the files here."""
-    found = {}
+    """Return what is wrong with each of the files on this host."""
+    problems = {}
     for file in files:
         try:
-            found[file.name] = checkpoint.amiss(Path(folder) / file.name, file)
+            problems[file.name] = checkpoint.amiss(Path(folder) / file.name, file)
         except OSError as error:
-            found[file.name] = f"cannot be read: {error.strerror}"
-    return found
+            problems[file.name] = f"cannot be read: {error.strerror}"
+    return problems
 
 
 def listed(folder: str) -> list[CheckpointFile]:
-    """The files of a folder that is no checkpoint."""
-    files = [p for p in Path(folder).rglob("*") if p.is_file()]
-    return [replace(checkpoint.written(p, ()), name=str(p.relative_to(folder))) for p in files]
+    """List the files of a folder that is not a checkpoint."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return [replace(checkpoint.written(path, ()), name=str(path.relative_to(folder))) for path in files]
 
 
 def piece(folder: str, name: str, offset: int) -> bytes:
@@ -96,9 +105,9 @@ def piece(folder: str, name: str, offset: int) -> bytes:
         return file.read(PIECE)
 
 
-@_said
+@_return_error
 def take(folder: str, name: str, offset: int, content: bytes) -> None:
-    """Writes a piece of a file beside its place."""
+    """Write a piece of a file under a temporary name."""
     path = _partial(folder, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("r+b" if offset else "wb") as file:
@@ -106,9 +115,9 @@ def take(folder: str, name: str, offset: int, content: bytes) -> None:
         file.write(content)
 
 
-@_said
+@_return_error
 def whole(folder: str, file: CheckpointFile) -> None:
-    """Gives a file its name when all of it has come."""
+    """Give a file its name when it is complete."""
     path = _partial(folder, file.name)
     if wrong := checkpoint.amiss(path, file):
         raise OSError(f"{file.name} came from another host and {wrong}")
@@ -122,5 +131,5 @@ def _partial(folder: str, name: str) -> Path:
 
 
 ACTS: Mapping[str, Callable[..., object]] = {
-    f.__name__: f for f in (begin, name, keep, forget, send, amiss, listed, piece, take, whole)
+    act.__name__: act for act in (begin, name, keep, forget, send, amiss, listed, piece, take, whole)
 }

@@ -1,10 +1,10 @@
-"""A digest of a tensor's part that adds up: however a tensor is cut, the digests of its parts sum to that of the whole.
+"""A digest of tensors that is additive: digests of parts sum to that of the whole.
 
 Invariant: it is the sum of bits(e) * weight(position of e in the whole tensor) modulo 2^64, where a position's weight
 is the product of one odd pseudo-random number for its index in each dim. An odd number times a change of at most 32
-bits is never 0, so a change of one element always shows; whatever else happens to a tensor (rows or elements that
-change places, values of another version) is missed by chance alone: where nothing but signs changes, less than once in
-10^8, else far less often. Nothing of it depends on layout, device or order: these are integers.
+bits is never 0, so a change of one element always shows. Any other change (rows or elements that swap places, values of
+another version) is missed by chance alone: where nothing but signs changes, less than once in 10^8, otherwise far less
+often. It does not depend on layout, device or order: these are integers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from ..process.memory import unmeasured
 _STREAM = noise.RandomStream(0, "digest")
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # by the bytes of an element
 WIDTH = 8  # bytes of an element while it is summed
-Odd = list[torch.Tensor]  # the numbers of a stretch of indices, by dim
+Odd = list[torch.Tensor]  # the numbers of a range of indices, by dim
 
 
 class Digest:
-    """Digests of tensors of at most these `shapes`, whose elements lie on `place` and count as `dtype`; `at_once` are
-    summed at a time, in so many times WIDTH bytes."""
+    """Digests of tensors of at most these `shapes`, whose elements count as `dtype`.
+
+    The elements are on the device `place`. `at_once` of them are summed at a time, in a buffer of WIDTH bytes each.
+    """
 
     def __init__(
         self, shapes: Iterable[Sequence[int]], dtype: torch.dtype, place: str | torch.device, at_once: int
@@ -34,7 +36,7 @@ class Digest:
         self.dtype = dtype
         self.at_once = at_once
         self._bits = _INTEGERS[dtype.itemsize]
-        most: dict[int, int] = {}  # by dim, the largest size
+        most: dict[int, int] = {}  # the largest size of each dim
         for shape in shapes:
             for dim, size in enumerate(shape):
                 most[dim] = max(size, most.get(dim, 0))
@@ -44,34 +46,42 @@ class Digest:
         ]
 
     def at(self, box: Box) -> Odd:
-        """The numbers of a box's positions."""
+        """Return the numbers of a box's positions."""
         return [self._odd[dim][start:stop] for dim, (start, stop) in enumerate(box)]
 
     def room(self, device: torch.device) -> torch.Tensor:
-        """Where elements are summed: taken once for many digests, since a host's system gives pages one by one."""
+        """Return a buffer for the sums.
+
+        It is allocated once for many digests, since a host's system provides pages one by one.
+        """
         return torch.empty(self.at_once, dtype=torch.int64, device=device)
 
-    def of(self, values: Sequence[torch.Tensor], at: Odd, room: torch.Tensor | None = None) -> torch.Tensor:
-        """Those of what lies at the same positions of some tensors: a number for each, on their device."""
+    def of(self, values: Sequence[torch.Tensor], axis_weights: Odd, room: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the digests of tensors at the same positions.
+
+        There is one number for each, on their device.
+        """
         first = values[0]
         room = self.room(first.device) if room is None else room
-        dim = next((d for d, length in enumerate(first.shape) if length > 1), None)
+        dim = next((axis for axis, length in enumerate(first.shape) if length > 1), None)
         if len(values) > 1 and first.numel() * len(values) > self.at_once:
-            some = max(1, self.at_once // first.numel())
-            return torch.cat([self.of(values[i : i + some], at, room) for i in range(0, len(values), some)])
+            count = max(1, self.at_once // first.numel())
+            return torch.cat(
+                [self.of(values[start : start + count], axis_weights, room) for start in range(0, len(values), count)]
+            )
         if first.numel() > self.at_once and dim is not None:
-            each = max(1, self.at_once * first.shape[dim] // first.numel())
+            step = max(1, self.at_once * first.shape[dim] // first.numel())
             total = torch.zeros(1, dtype=torch.int64, device=first.device)
-            parts = zip(torch.split(first, each, dim), torch.split(at[dim], each), strict=True)
+            parts = zip(torch.split(first, step, dim), torch.split(axis_weights[dim], step), strict=True)
             part, own = next(parts)  # the largest
-            total += self.of([part], [*at[:dim], own, *at[dim + 1 :]], room)
-            with unmeasured():  # of a large model they are a million operations
+            total += self.of([part], [*axis_weights[:dim], own, *axis_weights[dim + 1 :]], room)
+            with unmeasured():  # a large model needs a million of these operations
                 for part, own in parts:
-                    total += self.of([part], [*at[:dim], own, *at[dim + 1 :]], room)
+                    total += self.of([part], [*axis_weights[:dim], own, *axis_weights[dim + 1 :]], room)
             return total
-        found = room[: first.numel() * len(values)].view(len(values), *first.shape)
-        for place, one in zip(found.unbind(), values, strict=True):
-            place.copy_((one if one.dtype == self.dtype else one.to(self.dtype)).view(self._bits))
-        for weights in reversed(at):  # of integers only a host's cores have a product, which takes less
-            found = found @ weights if found.is_cpu else found.mul_(weights).sum(-1)
-        return found
+        terms = room[: first.numel() * len(values)].view(len(values), *first.shape)
+        for place, tensor in zip(terms.unbind(), values, strict=True):
+            place.copy_((tensor if tensor.dtype == self.dtype else tensor.to(self.dtype)).view(self._bits))
+        for weights in reversed(axis_weights):  # only a CPU has a matrix product of integers, which is cheaper
+            terms = terms @ weights if terms.is_cpu else terms.mul_(weights).sum(-1)
+        return terms

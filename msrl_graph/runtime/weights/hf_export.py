@@ -1,6 +1,6 @@
 """Weights of a trained worker as a Hugging Face folder.
 
-Invariant: a folder has its name when all of it is written. A run and `--export` write through this module, so the same
+Invariant: a folder gets its name when all of it is written. A run and `--export` write through this module, so the same
 weights give the same bytes.
 """
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write whole tensors, by the names of `model.tensors`, in place of `folder`. OSError where that fails."""
+    """Write whole tensors, by the names of `model.tensors`, in place of `folder`.
+
+    Raises OSError.
+    """
     named = {
         name: weights[tensor.name][index] if index else weights[tensor.name]
         for tensor in model.tensors
@@ -38,14 +41,17 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
         if model.scores:
             config = partial / "config.json"
             config.write_text(json.dumps(hf_modules.scoring(json.loads(config.read_text())), indent=2) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was resumed
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was resumed
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_weights(source: CheckpointSource, worker: str, model: Model) -> dict[str, torch.Tensor]:
-    """Read the whole tensors of a worker from a checkpoint, in the type in which they were saved. Raises Unsound."""
+    """Read the whole tensors of a worker from a checkpoint, in their saved type.
+
+    Raises CorruptCheckpoint.
+    """
     names = {tensor.name: f"{worker}/weights/{tensor.name}" for tensor in model.tensors}
     return {
         tensor.name: source.read(names[tensor.name], full(tensor.shape), source.dtype(names[tensor.name]))

@@ -1,8 +1,10 @@
-"""The allgather-swap (arXiv:2507.19017, figure 5): update weights become generation weights, and leave the device.
+"""The allgather-swap: update weights become generation weights.
+
+Source: arXiv:2507.19017, figure 5.
 
 Invariant: after `run`, each rank holds exactly its boxes of the generation layout, bit for bit the values of the
-update's; in mode swap the update's storages on the device are empty and their bytes lie in host buffers, and `swap_in`
-brings them back bit for bit. An engine is known only by its shards.
+update's. In mode swap, the update's storages on the device are empty and their bytes are in host buffers; `swap_in`
+brings them back bit for bit. This module knows an engine only by its shards.
 """
 
 from __future__ import annotations
@@ -23,57 +25,63 @@ from .transfer_routes import Block, RouteLoad, TransferRoute
 
 
 class HostSwap:
-    """The update weights of a rank, on the device or in host buffers, which are there only as long as they are not."""
+    """The update weights of a rank, on the device or in host buffers.
+
+    The host buffers exist only while the weights are not on the device.
+    """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
-        self.away = HostOffload(devices.of(shards[0].tensor), [s.tensor for s in shards])
-        self._seconds = 0.0  # that copies in took, beside whatever ran, since they were last asked for
+        self.offload = HostOffload(devices.of(shards[0].tensor), [shard.tensor for shard in shards])
+        self._seconds = 0.0  # of copies to the device since the last call of `taken`
         self._thread: threading.Thread | None = None
 
     @property
     def host(self) -> list[torch.Tensor]:
-        """The buffers of the shards; none where the weights are on the device."""
-        return self.away.buffers
+        """The buffers of the shards; none while the weights are on the device."""
+        return self.offload.buffers
 
     def swap_out(self) -> None:
-        """Device to host, and releases the device's storages."""
-        self.away.store()
-        self.away.leave()
-        self.away.device.finish()
+        """Copy from device to host and release the device's storages."""
+        self.offload.store()
+        self.offload.leave()
+        self.offload.device.finish()
 
     def start_in(self) -> None:
-        """Begins host to device, beside whatever runs."""
+        """Begin the copy from host to device, in parallel with other work."""
         if self.host and self._thread is None:
-            self.away.take()  # here, so that the memory plan holds from this instant on
+            self.offload.take()  # here, so that the memory plan is right from now on
             self._thread = threading.Thread(target=self._copy_in)
             self._thread.start()
 
     def wait(self) -> None:
-        """Returns when the weights are on the device."""
+        """Wait until the weights are on the device."""
         self.start_in()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            self.away.drop()
+            self.offload.drop()
 
     def _copy_in(self) -> None:
         start = time.perf_counter()
-        self.away.device.claim()  # each thread has a device of its own
+        self.offload.device.claim()  # the current device is a setting of each thread
         with torch.no_grad():
-            self.away.fetch()
-        self.away.back.mark().synchronize()
+            self.offload.fetch()
+        self.offload.back.mark().synchronize()
         self._seconds += time.perf_counter() - start
 
     def taken(self) -> float:
-        """Seconds that copies in took since this was last asked."""
+        """Return the seconds that copies to the device took since the last call."""
         seconds = self._seconds
         self._seconds = 0.0
         return seconds
 
 
 class Resharder:
-    """One resharding edge on one rank; `blocks` are the neighbours that gather or exchange among themselves, by way."""
+    """One resharding edge on one rank.
+
+    `blocks`: by way, the neighbours that gather or exchange among themselves.
+    """
 
     def __init__(
         self,
@@ -99,27 +107,29 @@ class Resharder:
         self.room = max(loads[-1].stretch.stop for loads in self.loads)  # elements of the temporary buffer
         item = swap.shards[0].tensor.element_size()
         # By way, bytes that a run receives from neighbours.
-        self.received = {w.of: item * sum(loads[i].moved for loads in self.loads) for i, w in enumerate(plan.ways)}
+        self.received = {way.of: item * sum(loads[i].moved for loads in self.loads) for i, way in enumerate(plan.ways)}
         self.moved = sum(self.received.values())
         self.seconds: dict[str, float] = {}
 
     def run(self, allocate: Callable[[], list[Shard]]) -> None:
-        """The five steps."""
+        """Run the five steps."""
         self.seconds = {}
         staged = self.plan.mode == "swap" and self.plan.order == "staged"
 
         def timed(name: str, since: float) -> None:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - since
 
-        source = {s.name: s.tensor for s in self.swap.shards}
+        source = {shard.name: shard.tensor for shard in self.swap.shards}
         place = next(iter(source.values())).device
         if staged:
             start = time.perf_counter()
             self.swap.swap_out()
-            source = {s.name: h for s, h in zip(self.swap.shards, self.swap.host, strict=True)}
+            source = {
+                shard.name: host_buffer for shard, host_buffer in zip(self.swap.shards, self.swap.host, strict=True)
+            }
             timed("swap out", start)
         start = time.perf_counter()
-        goal = {s.name: s.tensor for s in allocate()}
+        goal = {shard.name: shard.tensor for shard in allocate()}
         buffer = torch.empty(self.room, dtype=next(iter(source.values())).dtype, device=place)
         timed("buffer", start)
         with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Files of tensors, and what lies beside the weights in a model's folder.
+"""Files of tensors, and the other files of a model's folder.
 
 Invariant: what is written has the mode that the umask gives, and a failure is an OSError, whichever library writes.
-Nothing outside a model's folder is copied out of it: links that lead out are refused before a run, and left out after.
-Weights are not copied, but what is trained from them is saved, so that their links are refused too.
+Nothing outside a model's folder is copied: before a run, links that lead out of it are an error; later they are left
+out. Links of weights are also an error: weights are not copied, but what is trained from them is saved.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# What is not copied of a model's folder: weights in whatever form, data that lie there too, and what tells of the model
-# as it was. Of all else nobody can say that no tokenizer reads it: their files have any name (vocab.txt, spiece.model,
-# qwen.tiktoken, a module in Python).
+# What is not copied from a model's folder: weights in any format, data, and the card of the original model. Everything
+# else may be read by a tokenizer, whose files can have any name (vocab.txt, spiece.model, qwen.tiktoken, a Python
+# module).
 WEIGHTS = {
     ".safetensors",
     ".bin",
@@ -40,29 +40,34 @@ WEIGHTS = {
 }
 DATA = {".jsonl", ".parquet", ".arrow"}
 CARD = "README.md"
-FOLDERS = ("additional_chat_templates",)  # those that transformers reads of a tokenizer
+FOLDERS = ("additional_chat_templates",)  # folders that transformers reads for a tokenizer
 
 
 def tensors(path: Path, named: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file. (With {} for its metadata the library writes one that it cannot read, where there are
-    no tensors.)"""
+    """Write a safetensors file.
+
+    (With {} as metadata the library would write a file that it cannot read if there are no tensors.)
+    """
     from safetensors.torch import save_file
 
-    with _as_files_are(path):
+    with _file_conventions(path):
         save_file(dict(named), path, metadata=dict(metadata) or None)
 
 
 def arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file, without torch."""
+    """Write a safetensors file, without torch."""
     from safetensors.numpy import save_file
 
-    with _as_files_are(path):
+    with _file_conventions(path):
         save_file(dict(named), path, metadata=dict(metadata) or None)
 
 
 @contextmanager
-def _as_files_are(path: Path) -> Iterator[None]:
-    """To safetensors a full disk is no OSError, and a file is for its owner alone."""
+def _file_conventions(path: Path) -> Iterator[None]:
+    """Make safetensors behave like other files.
+
+    Without this a full disk is not an OSError, and only the owner may read the file.
+    """
     from safetensors import SafetensorError
 
     path.touch()
@@ -75,36 +80,41 @@ def _as_files_are(path: Path) -> Iterator[None]:
 
 
 def companions(source: Path, target: Path) -> None:
-    """Copies all of a model's folder but its weights: what its config, its tokenizer and its generation are read
-    from."""
+    """Copy a model's folder without its weights.
+
+    The copy has what config, tokenizer and generation are read from.
+    """
     for file in beside(source):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
-        # Not its mode: a cache's files may be read-only.
-        with suppress(OutsideError), open_inside(file, source) as given, copy.open("wb") as taken:
-            shutil.copyfileobj(given, taken)
+        # The mode is not copied: a cache's files may be read-only.
+        with suppress(OutsideError), open_inside(file, source) as reader, copy.open("wb") as writer:
+            shutil.copyfileobj(reader, writer)
 
 
 def beside(source: Path) -> Iterator[Path]:
-    """The files of a model's folder but its weights, without links that lead out of it."""
-    yield from (file for file in _listed(source) if escape(file, source) is None)
+    """Yield the files of a model's folder, except weights and links out of it."""
+    yield from (file for file in _list_companions(source) if escape(file, source) is None)
 
 
 def links_out(source: Path) -> dict[Path, Path]:
-    """Return where links in a model's folder lead outside it, for its weights and what would be copied with them."""
-    files = {*_listed(source), *candidate_weight_files(source)}
+    """Return where links in a model's folder lead outside it.
+
+    These are its weights and the files that would be copied with them.
+    """
+    files = {*_list_companions(source), *candidate_weight_files(source)}
     return {file: target for file in sorted(files) if (target := escape(file, source))}
 
 
-def _listed(folder: Path) -> Iterator[Path]:
+def _list_companions(folder: Path) -> Iterator[Path]:
     for file in folder.iterdir():
         if file.name in FOLDERS and file.is_dir():
-            yield from _listed(file)
-        elif file.is_file() and not _is_left(file):
+            yield from _list_companions(file)
+        elif file.is_file() and not _is_left_out(file):
             yield file
 
 
-def _is_left(file: Path) -> bool:
+def _is_left_out(file: Path) -> bool:
     return (
         file.suffix in WEIGHTS | DATA
         or file.name.endswith(".index.json")

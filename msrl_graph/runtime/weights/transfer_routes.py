@@ -1,9 +1,11 @@
-"""How the weights of one way of a resharding edge (experts, embeddings, all others) come to a rank that generates.
+"""The route of weights to a generating rank, for one way of a resharding edge.
 
-Invariant: all ranks of a block make the same calls in the same order. Of those that hold the same box one gives it, so
-that all give about as much. Where an all-gather would bring a rank more than twice what it wants, the plan says
-all-to-all, and just that is sent; what each rank of a block has already, nobody sends. What goes where is worked out
-once: a run only copies and calls.
+A way has some of the tensors: experts, embeddings, or all others.
+
+Invariant: all ranks of a block make the same calls in the same order. If several ranks hold the same box, one gives it,
+such that all give about the same amount. If an all-gather would bring a rank more than twice what it wants, the plan
+says all-to-all, and only what is wanted is sent; what each rank of a block has already is not sent. The routes are
+computed once: a run only copies and calls collectives.
 """
 
 from __future__ import annotations
@@ -20,35 +22,38 @@ from ...ir.plan import ReshardRoute
 from ...sharding.layout import Box, Side, Tensor, elements, overlap, shard, slices, within
 from ...sharding.redistribute import gatherers
 
-# Where what neighbours give differs, an all-gather pads it to the largest: up to so much more is taken for one call.
+# If neighbours give different amounts, an all-gather pads them to the largest, up to this factor: it is one call then.
 PADDING = 1.02
 Tensors = Mapping[str, torch.Tensor]  # by name
 Index = tuple[slice, ...]
 
 
 class Block(NamedTuple):
-    """The `ranks` of a layout that gather or exchange among themselves, and their process group."""
+    """The `ranks` of a layout that gather or exchange together, and their group."""
 
     ranks: tuple[int, ...]
     group: Any = None
 
 
 def blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank: int) -> dict[str, Block]:
-    """Those that a rank of all is of, by way; a collective of all ranks, since it makes process groups."""
-    found: dict[str, Block] = {}
-    made: dict[tuple[int, ...], Any] = {}
+    """Return the blocks that a global rank is in, by way.
+
+    A collective of all ranks, since it makes process groups.
+    """
+    own_blocks: dict[str, Block] = {}
+    groups: dict[tuple[int, ...], Any] = {}
     for way in ways:
         for ranks in gatherers(source, way.across, way.block):
-            members = [source.device(r, per_host) for r in ranks]
-            if ranks not in made:
-                made[ranks] = dist.new_group(members) if len(members) > 1 else None
+            members = [source.device(index, per_host) for index in ranks]
+            if ranks not in groups:
+                groups[ranks] = dist.new_group(members) if len(members) > 1 else None
             if rank in members:
-                found[way.of] = Block(ranks, made[ranks])
-    return found
+                own_blocks[way.of] = Block(ranks, groups[ranks])
+    return own_blocks
 
 
 class Transfer(NamedTuple):
-    """A box of a tensor on its way from one neighbour to another, by their numbers in the block."""
+    """A box of a tensor on its way between neighbours, by their numbers in the block."""
 
     giver: int
     taker: int
@@ -57,7 +62,7 @@ class Transfer(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """What this rank gives: where it is in what the rank holds of a tensor, and where in the buffer."""
+    """What this rank gives: its place in the rank's tensor, and in the buffer."""
 
     name: str
     inside: Index
@@ -65,8 +70,12 @@ class Pack(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """A box, of some `shape`, that a neighbour gives: where it is in the buffer, which part of it this rank wants, and
-    where in its generation box that is."""
+    """A box of a given `shape` from a neighbour.
+
+    - `place`: its place in the buffer.
+    - `part`: the part that this rank wants.
+    - `inside`: where that is in the rank's generation box.
+    """
 
     name: str
     place: slice
@@ -76,7 +85,7 @@ class Receive(NamedTuple):
 
 
 class LocalCopy(NamedTuple):
-    """What this rank has itself: where in its update box, and where in its generation box."""
+    """What this rank has itself: its place in its update box and generation box."""
 
     name: str
     inside: Index
@@ -85,9 +94,12 @@ class LocalCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class RouteLoad:
-    """What a way brings this rank, the `index`-th of a group, of one bucket, by the elements of a `stretch` of the
-    temporary buffer. `gathered`: how many each neighbour puts there, in an all-gather; `sent` and `received`: how many
-    go to each and come from each, in an all-to-all."""
+    """What a way brings this rank in one bucket, through a `stretch` of the buffer.
+
+    - `index`: the rank's number in the group. `stretch`: elements of the temporary buffer.
+    - `gathered`: in an all-gather, the number of elements from each neighbour.
+    - `sent` and `received`: in an all-to-all, the numbers of elements to and from each neighbour.
+    """
 
     group: Any
     index: int
@@ -101,18 +113,18 @@ class RouteLoad:
 
     @property
     def moved(self) -> int:
-        """Elements that come from neighbours."""
-        return sum(self.received) + sum(n for i, n in enumerate(self.gathered) if i != self.index)
+        """The number of elements that come from neighbours."""
+        return sum(self.received) + sum(count for i, count in enumerate(self.gathered) if i != self.index)
 
     def fetch(self, source: Tensors, buffer: torch.Tensor) -> None:
-        """Fills the stretch, with what this rank gives, and with what neighbours do."""
+        """Fill the stretch with what this rank and its neighbours give."""
         for name, inside, place in self.laid:
             piece = source[name][inside]
             buffer[place].view(piece.shape).copy_(piece)
         self.exchange(buffer)
 
     def exchange(self, buffer: torch.Tensor) -> None:
-        """The collective alone."""
+        """Run the collective alone."""
         room = buffer[self.stretch]
         if self.sent:
             sent, received = torch.split(room, [sum(self.sent), sum(self.received)])
@@ -127,7 +139,7 @@ class RouteLoad:
                     dist.broadcast(row, group=self.group, group_src=index)
 
     def lay(self, source: Tensors, buffer: torch.Tensor, goal: Tensors) -> None:
-        """Copies what arrived, and what this rank had itself, to its generation boxes."""
+        """Copy what arrived, and what this rank had itself, to its generation boxes."""
         for name, place, shape, part, inside in self.taken:
             goal[name][inside].copy_(buffer[place].view(shape)[part])
         for name, inside, target in self.own:
@@ -135,8 +147,10 @@ class RouteLoad:
 
 
 class TransferRoute:
-    """One way on one rank. `boxes` are those that the rank holds of the update's weights, and `target` those that it
-    generates with, by name."""
+    """One way on one rank.
+
+    `boxes` are those that the rank holds of the update's weights, and `target` those that it generates with, by name.
+    """
 
     def __init__(
         self,
@@ -150,23 +164,23 @@ class TransferRoute:
         self.index = self.ranks.index(rank)
         gathers = way.how == "all-gather" and len(block.ranks) > 1
         source, target = sides
-        self.boxes = {t.name: shard(t, source, rank) for t in tensors}
-        self.target = {t.name: shard(t, target, rank) for t in tensors}
-        # By tensor, which neighbour puts in which box; of what each has already all that it wants, nobody does.
-        self.given: dict[str, list[tuple[int, Box]]] = {}
+        self.boxes = {tensor.name: shard(tensor, source, rank) for tensor in tensors}
+        self.target = {tensor.name: shard(tensor, target, rank) for tensor in tensors}
+        # By tensor, the neighbour that gives each box; nothing if each neighbour already has all that it wants.
+        self.gathered: dict[str, list[tuple[int, Box]]] = {}
         self.moves: dict[str, list[Transfer]] = {}
-        amounts = [0] * len(self.ranks)  # that neighbours give
+        amounts = [0] * len(self.ranks)  # elements that each neighbour gives
         for turn, tensor in enumerate(tensors):
             holders: dict[Box, list[int]] = {}
-            for index, one in enumerate(self.ranks):
-                if elements(box := shard(tensor, source, one)):
+            for index, neighbour in enumerate(self.ranks):
+                if elements(box := shard(tensor, source, neighbour)):
                     holders.setdefault(box, []).append(index)
-            wants = [shard(tensor, target, one) for one in self.ranks]
-            if gathers and not _have(holders, wants):
+            wants = [shard(tensor, target, neighbour) for neighbour in self.ranks]
+            if gathers and not _have_all(holders, wants):
                 for box, owners in holders.items():
                     giver = min(owners, key=lambda index: (amounts[index], index))
                     amounts[giver] += elements(box)
-                    self.given.setdefault(tensor.name, []).append((giver, box))
+                    self.gathered.setdefault(tensor.name, []).append((giver, box))
                 continue
             self.moves[tensor.name] = [
                 Transfer(taker if taker in owners else owners[(turn + taker) % len(owners)], taker, tensor.name, common)
@@ -176,33 +190,36 @@ class TransferRoute:
             ]
 
     def load(self, bucket: Iterable[str], start: int) -> RouteLoad:
-        """What it brings of some tensors, from an element of the buffer on."""
+        """Return what the way brings for some tensors.
+
+        Its elements begin at `start` in the buffer.
+        """
         names = list(bucket)
-        given = [(n, *pair) for n in names for pair in self.given.get(n, ())]
-        moves = [m for n in names for m in self.moves.get(n, ())]
-        across = [m for m in moves if m.giver != m.taker]
-        # An all-gather's way exchanges nothing: what is no part of it, each rank has.
-        load = self._gathered(given, start) if given else self._exchanged(across, start)
-        for _, _, name, box in (m for m in moves if m.giver == m.taker == self.index):
+        gathered = [(tensor_name, *pair) for tensor_name in names for pair in self.gathered.get(tensor_name, ())]
+        moves = [move for tensor_name in names for move in self.moves.get(tensor_name, ())]
+        across = [move for move in moves if move.giver != move.taker]
+        # A way with an all-gather exchanges nothing: each rank has what is not part of it.
+        load = self._make_gather(gathered, start) if gathered else self._make_exchange(across, start)
+        for _, _, name, box in (move for move in moves if move.giver == move.taker == self.index):
             load.own.append(
                 LocalCopy(name, slices(within(box, self.boxes[name])), slices(within(box, self.target[name])))
             )
         return load
 
-    def _gathered(self, given: list[tuple[str, int, Box]], start: int) -> RouteLoad:
+    def _make_gather(self, gathered: list[tuple[str, int, Box]], start: int) -> RouteLoad:
         counts = [0] * len(self.ranks)
-        for _, index, box in given:
+        for _, index, box in gathered:
             counts[index] += elements(box)
         most = max(counts)
         if most * len(counts) <= PADDING * sum(counts):
             counts = [most] * len(counts)
         load = RouteLoad(self.group, self.index, slice(start, start + sum(counts)), gathered=counts)
-        at = list(accumulate(counts[:-1], initial=start))
-        for name, index, box in given:
-            place = slice(at[index], at[index] + elements(box))
+        offsets = list(accumulate(counts[:-1], initial=start))
+        for name, index, box in gathered:
+            place = slice(offsets[index], offsets[index] + elements(box))
             wanted = self.target[name]
-            at[index] = place.stop
-            # In place: a rank's own part is laid down where the gather would put it, so that no more is taken.
+            offsets[index] = place.stop
+            # In place: a rank's own part is copied to where the gather puts it, to save memory.
             if index == self.index:
                 load.laid.append(Pack(name, slices(within(box, box)), place))
             if (common := overlap(box, wanted)) is not None:
@@ -211,7 +228,7 @@ class TransferRoute:
                 load.taken.append(Receive(name, place, _shape(box), part, inside))
         return load
 
-    def _exchanged(self, moves: list[Transfer], start: int) -> RouteLoad:
+    def _make_exchange(self, moves: list[Transfer], start: int) -> RouteLoad:
         out = [0] * len(self.ranks)
         into = [0] * len(self.ranks)
         for giver, taker, _, box in moves:
@@ -240,7 +257,7 @@ def _shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def _have(holders: Mapping[Box, Sequence[int]], wants: Sequence[Box]) -> bool:
-    """Whether each neighbour has all that it wants."""
+def _have_all(holders: Mapping[Box, Sequence[int]], wants: Sequence[Box]) -> bool:
+    """Return whether each neighbour already has all that it wants."""
     own = {index: box for box, owners in holders.items() for index in owners}
     return all(not elements(want) or (i in own and overlap(want, own[i]) == want) for i, want in enumerate(wants))

@@ -1,8 +1,10 @@
-"""Resharding between two pools of which one may be ahead of the other (`staleness`): the update's ranks publish each
-version of their weights as a copy, and go on; the generation's ranks fetch it when they need one.
+"""Resharding between two pools of which one may be ahead (`staleness`).
 
-Invariant: a generation has the version that it was told to fetch, whole, whatever the update does meanwhile: a copy is
-given up for the next one only when whoever was told to fetch it has it.
+The update's ranks publish each version of their weights as a copy and continue; the generation's ranks fetch it when
+they need it.
+
+Invariant: a generation gets exactly the version that it was told to fetch, whatever the update does meanwhile: a copy
+is overwritten only after all ranks that were told to fetch it have it.
 """
 
 from __future__ import annotations
@@ -19,53 +21,61 @@ from torch._C._distributed_c10d import TCPStore
 from ...backends.spec import Shard
 from .weight_send import Sender
 
-LOOK = timedelta(seconds=1)  # how long a request is waited for at a time
+LOOK = timedelta(seconds=1)  # timeout of one wait for a request
 
 
 class WeightPublication(Sender):
-    """One edge on one rank, `of` what a Sender is made of. Requests go through the ranks' `store`; nothing waits longer
-    than `deadline` seconds."""
+    """One edge on one rank.
 
-    def __init__(self, *of: Any, store: TCPStore, deadline: float) -> None:
-        super().__init__(*of)
-        self.group = dist.new_group()  # nobody else sends in it meanwhile
+    `arguments` are those of Sender. Requests go through the ranks' `store`; nothing waits longer than `deadline`
+    seconds.
+    """
+
+    def __init__(self, *arguments: Any, store: TCPStore, deadline: float) -> None:
+        super().__init__(*arguments)
+        self.group = dist.new_group()  # only this edge sends in it
         self.store = store
         self.deadline = deadline
-        self.gives = [m for m in self.messages if m.giver == self.rank]
-        self.fetched = 0  # versions that this rank has asked for
+        self.gives = [message for message in self.messages if message.giver == self.rank]
+        self.fetched = 0  # versions that this rank has requested
         self.version = -1  # of the copy
-        self.given = 0  # versions that were sent
+        self.sent_count = 0  # versions that were sent
         self.failed: BaseException | None = None
         self.changed = threading.Condition()
         if self.gives:
             names = {name for message in self.gives for name, _ in message.boxes}
-            self.live = [s for s in self.shards if s.name in names]
-            self.copies = [Shard(s.name, s.box, torch.empty_like(s.tensor, dtype=self.dtype)) for s in self.live]
-            self.said = self.word
+            self.live = [shard for shard in self.shards if shard.name in names]
+            self.copies = [
+                Shard(shard.name, shard.box, torch.empty_like(shard.tensor, dtype=self.dtype)) for shard in self.live
+            ]
+            self.live_word = self.word
             self.word = None if self.word is None else self.word.clone()
-            threading.Thread(target=self._give, daemon=True).start()
+            threading.Thread(target=self._serve_requests, daemon=True).start()
 
-    def publish(self, version: int, told: int) -> None:
-        """Copies the weights as they are, which are those of `version`, and the word, for whoever fetches them; so many
-        times was somebody `told` to fetch one so far, this one perhaps among them."""
+    def publish(self, version: int, fetch_count: int) -> None:
+        """Copy the weights, which are of `version`, and the word.
+
+        `fetch_count`: how many fetches were ordered so far, perhaps including one of this version. All ranks of the
+        earlier ones must have been served before the copy is overwritten.
+        """
         if not self.gives or version == self.version:
             return
         with self.changed:
-            given = self.changed.wait_for(lambda: self.failed or self.given >= told, self.deadline)
+            released = self.changed.wait_for(lambda: self.failed or self.sent_count >= fetch_count, self.deadline)
             if self.failed is not None:
                 raise RuntimeError(f"version {self.version} of the weights was not sent") from self.failed
-            if not given:
-                raise RuntimeError(f"nobody has fetched version {self.version} of the weights in {self.deadline:g} s")
+            if not released:
+                raise RuntimeError(f"version {self.version} of the weights was not fetched within {self.deadline:g} s")
             with torch.no_grad():
                 for copy, shard in zip(self.copies, self.live, strict=True):
                     copy.tensor.copy_(shard.tensor)
-            if self.word is not None and self.said is not None:
-                self.word.copy_(self.said)
+            if self.word is not None and self.live_word is not None:
+                self.word.copy_(self.live_word)
             self.version = version
             self.changed.notify_all()
 
     def fetch(self, version: int, allocate: Callable[[], list[Shard]]) -> None:
-        """Receives a version of the weights into the shards that `allocate` gives."""
+        """Receive a version of the weights into the shards that `allocate` returns."""
         for giver, asks in self.first.items():
             if asks == self.rank:
                 self.store.set(self._request(giver, self.fetched), str(version))
@@ -75,9 +85,11 @@ class WeightPublication(Sender):
     def _request(self, giver: int, count: int) -> str:
         return f"{self.name}, {giver}, {count}"
 
-    def _give(self) -> None:
-        """Sends the copy whenever it is asked for; a thread of its own, which has a connection of its own, since a wait
-        holds one."""
+    def _serve_requests(self) -> None:
+        """Send the copy whenever it is requested.
+
+        This is a thread with a connection of its own, since a wait blocks one.
+        """
         count = 0
         try:
             store = TCPStore(self.store.host, self.store.port, is_master=False)
@@ -91,12 +103,14 @@ class WeightPublication(Sender):
                 count = count + 1
                 store.delete_key(key)
                 with self.changed:
-                    # Told to be fetched as the update begins with it, so that its copy may be yet to come.
+                    # The fetch is ordered when the update begins with the version, so the copy may not exist yet.
                     if not self.changed.wait_for(lambda version=version: self.version == version, self.deadline):  # type: ignore[misc]
-                        raise RuntimeError(f"version {version} is asked for, and {self.version} is there")
+                        raise RuntimeError(
+                            f"version {version} was requested, but the copy is of version {self.version}"
+                        )
                 self.pass_on(self.gives, self.copies)
                 with self.changed:
-                    self.given += 1
+                    self.sent_count += 1
                     self.changed.notify_all()
         except BaseException as error:
             with self.changed:
