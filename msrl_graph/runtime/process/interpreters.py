@@ -60,14 +60,16 @@ def lacking(seen: Versions, own: Mapping[str, str]) -> str:
     """
     if seen["wrong"]:
         return f"does not run: {seen['wrong']}"
-    found = seen["found"]
-    if missing := [package for package, version in found.items() if not version]:
+    installed = seen["found"]
+    if missing := [package for package, version in installed.items() if not version]:
         return f"lacks {', '.join(missing)}"
     unlike = [
-        package for package, numbers in SAME.items() if _part(found[package], numbers) != _part(own[package], numbers)
+        package
+        for package, numbers in SAME.items()
+        if _part(installed[package], numbers) != _part(own[package], numbers)
     ]
     return (
-        f"has {', '.join(f'{package} {found[package]} (the run has {own[package]})' for package in unlike)}"
+        f"has {', '.join(f'{package} {installed[package]} (the run has {own[package]})' for package in unlike)}"
         if unlike
         else ""
     )

@@ -338,7 +338,7 @@ class Generation(AgentGeneration):
         report: Report,
         metric_prefix: str,
     ) -> tuple[Array, dict[str, ColumnData], dict[str, Verdicts], Array]:
-        """Let agents converse about the rows; returns the same as `_episodes`."""
+        """Let agents converse about the rows; returns the same as `_run_episodes`."""
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
         begin = BatchStart(task.name, task.number, batch, rows, contexts, int(sampling.max_tokens))
         finished = self._run_agents(node, task, begin, sampling, report)

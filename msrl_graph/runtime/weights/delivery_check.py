@@ -113,10 +113,10 @@ class Delivery:
                 digests.append(self.digest.of(values, same_box[0].at, room))
             return torch.cat(digests).cpu()
 
-    def other(self, held: Mapping[str, int], sent: torch.Tensor) -> list[str]:
+    def other(self, digests: Mapping[str, int], sent: torch.Tensor) -> list[str]:
         """Return this rank's tensors whose digests differ from what was sent."""
         sent_digests = sent.tolist()
-        return [name for name, part in self.declared.items() if held.get(name) != sent_digests[part.place]]
+        return [name for name, part in self.declared.items() if digests.get(name) != sent_digests[part.place]]
 
 
 def _holders(tensor: Tensor, side: Side) -> dict[Box, tuple[int, ...]]:
