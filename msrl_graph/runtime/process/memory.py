@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from ...backends import devices
 from ...hardware.device_kinds import HOST
 
-LETS_GO = 0.002  # seconds in which gloo's thread releases a collective's tensors after the wait for it
+RELEASE_SECONDS = 0.002  # seconds in which gloo's thread releases a collective's tensors after the wait for it
 # Where a storage is: on a device, in a host buffer, or in main memory, which is the device memory of a CPU.
 DEVICE, BUFFER, MAIN = PLACES = ("device", "buffer", "main")
 _entered = threading.local()  # the `peak` that is entered in a thread
@@ -369,7 +369,7 @@ class Peak(TorchDispatchMode):
         self._account.changed = False
         now = self._account.now()
         if self._collected and now["device"] > self.peak["device"]:
-            time.sleep(LETS_GO)
+            time.sleep(RELEASE_SECONDS)
             self._account.settle()
             now = self._account.now()
         if now["device"] > self.peak["device"] or not self.moment:

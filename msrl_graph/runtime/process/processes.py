@@ -42,12 +42,12 @@ NEW = 60.0  # seconds that a keeper may take to start, in which its folder may n
 ROWS = "rows"  # what a host's folder of rows in shared memory is called, after the run's folder
 # Processes of Python, of torch and of the dock's rooms that remove the shared memory of killed processes as soon as
 # no process holds it, and then end.
-TIDY = ("multiprocessing.resource_tracker", "torch_shm_manager", f"-{ROWS}-")
-TIDIES = 3.0  # seconds that they have for it
+TIDY_PROCESSES = ("multiprocessing.resource_tracker", "torch_shm_manager", f"-{ROWS}-")
+TIDY_SECONDS = 3.0  # seconds that they have for it
 PROGRAM = "msrl_graph.runtime.process.processes"
-BEGINS = 3  # tries to start the first keeper: one may be killed while it starts
+START_TRIES = 3  # tries to start the first keeper: one may be killed while it starts
 _ENDED = "ended"  # what a keeper prints at its end
-HELD_UP = 2.0  # seconds that a keeper may be stopped while its work is waited for
+STOPPED_LIMIT = 2.0  # seconds that a keeper may be stopped while its work is waited for
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
 
 
@@ -93,7 +93,7 @@ class Temporary:
         self._stopped_seconds = 0.0
         self._closed = False
         self._lock = threading.Lock()
-        if not (folder := next(filter(None, (self._start_keeper() for _ in range(BEGINS))), "")):
+        if not (folder := next(filter(None, (self._start_keeper() for _ in range(START_TRIES))), "")):
             raise OSError(f"no temporary folder could be made in {tempfile.gettempdir()}")
         self.folder = Path(folder)
         self._held = os.open(folder, os.O_RDONLY)
@@ -152,10 +152,10 @@ class Temporary:
             reason = f"has not moved for {self._stopped_seconds:.0f} s (stopped); killed" if well else "died"
             self._kill_keeper()
             try:
-                begun = self._start_keeper(str(self.folder))
+                folder_name = self._start_keeper(str(self.folder))
             except OSError:
-                begun = ""
-            if not begun:
+                folder_name = ""
+            if not folder_name:
                 return ""  # it was killed at its start, or no process can be started now: the next call tries again
             self._stopped_seconds = 0.0
             return f"the keeper {reason}; another one was started"
@@ -191,7 +191,7 @@ class Temporary:
         output = ""
         stopped_seconds = 0.0
         until = time.monotonic() + 4 * MOST
-        while stopped_seconds < HELD_UP and time.monotonic() < until:
+        while stopped_seconds < STOPPED_LIMIT and time.monotonic() < until:
             if select.select([self._stdout], [], [], 0.1)[0]:
                 piece = os.read(self._stdout.fileno(), 16)
                 output += piece.decode()
@@ -209,7 +209,7 @@ def _read_first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     stopped_seconds = 0.0
     until = time.monotonic() + NEW
-    while stopped_seconds < HELD_UP and time.monotonic() < until:
+    while stopped_seconds < STOPPED_LIMIT and time.monotonic() < until:
         ended = process.poll() is not None
         if select.select([process.stdout], [], [], 0.0 if ended else 0.1)[0]:
             return process.stdout.readline().rstrip("\n")
@@ -286,8 +286,8 @@ def end(folder: str, session: int = 0) -> None:
                 ours = (session and os.getsid(process.pid) == session) or process.environ().get(MARK) == folder
                 if not ours or process.pid == os.getpid() or not alive(process.pid):
                     continue
-                if time.monotonic() < begin + TIDIES and any(
-                    word in part for part in process.cmdline() for word in TIDY
+                if time.monotonic() < begin + TIDY_SECONDS and any(
+                    word in part for part in process.cmdline() for word in TIDY_PROCESSES
                 ):
                     tidying = True
                     continue

@@ -59,60 +59,60 @@ class Dialogue:
         self, replies: dict[int, tuple[Utterance, bool]], drawn: dict[int, tuple[Array, str]], when: str
     ) -> list[Array | None]:
         tokens: dict[int, Array] = {}
-        for position, (words, ended) in replies.items():
+        for position, (utterance, ended) in replies.items():
             if ended:
                 continue
             try:
                 if not drawn:
-                    tokens[position] = self._encode_reset(position, words)
+                    tokens[position] = self._encode_reset(position, utterance)
                 else:
-                    tokens[position] = self._encode_reply(position, *drawn[position], words)
+                    tokens[position] = self._encode_reply(position, *drawn[position], utterance)
             except (BadTurnError, BadMessages, BadPieceError) as error:
                 self.episodes.refuse(position, str(error), when)
         lost = self.episodes.standing.lost
         return [None if lost[position] else tokens.get(position) for position in replies]
 
-    def _encode_reset(self, position: int, words: Utterance) -> Array:
+    def _encode_reset(self, position: int, utterance: Utterance) -> Array:
         """Return the tokens of what `reset` returned."""
         context = self.contexts[position]
-        if isinstance(words, str):
-            first = self.speech.following(words) if len(context) else self.speech.encode(words)
+        if isinstance(utterance, str):
+            first = self.speech.following(utterance) if len(context) else self.speech.encode(utterance)
             if not len(context) + len(first):
                 raise BadTurnError(
                     "`reset` returned no text and the row has no prompt, so nothing predicts a first token"
                 )
             return first
-        begun = self.speech.begun(words)
-        if not np.array_equal(begun[: len(context)], context):
-            begins, belongs = (self.speech.decode(tokens[:40], special=True) for tokens in (begun, context))
+        rendered = self.speech.begun(utterance)
+        if not np.array_equal(rendered[: len(context)], context):
+            begins, belongs = (self.speech.decode(tokens[:40], special=True) for tokens in (rendered, context))
             raise BadTurnError(
                 f"the conversation that `reset` returned begins with {begins!r}, but the row's own prompt is "
                 f"{belongs!r}: return the messages that the prompt was rendered from, or read no column of tokens"
             )
-        self.conversations[position] = words
-        return begun[len(context) :]
+        self.conversations[position] = utterance
+        return rendered[len(context) :]
 
-    def _encode_reply(self, position: int, drawn: Array, text: str, words: Utterance) -> Array:
+    def _encode_reply(self, position: int, drawn: Array, text: str, utterance: Utterance) -> Array:
         """Return the tokens of what `step` returned.
 
         It follows the sampled tokens `drawn`, which decode to `text`.
         """
         conversation = self.conversations.get(position)
         if conversation is None:
-            if not isinstance(words, str):
+            if not isinstance(utterance, str):
                 raise BadTurnError(
                     "`step` returned messages, but there is no conversation to add them to: let `reset` return the "
                     "messages that it begins with"
                 )
-            return self.speech.following(words)
-        if isinstance(words, str):
-            returned = f"the text {words[:40]!r}" if words else "nothing"
+            return self.speech.following(utterance)
+        if isinstance(utterance, str):
+            returned = f"the text {utterance[:40]!r}" if utterance else "nothing"
             raise BadTurnError(
                 f"`step` returned {returned} in a conversation of messages that continues: return a message, such as "
                 '{"role": "user", "content": …}'
             )
         last = len(conversation)
-        conversation += [{"role": "assistant", "content": text}, *words]
+        conversation += [{"role": "assistant", "content": text}, *utterance]
         rest = self.speech.after(conversation, last, drawn)
         if rest is None:
             raise BadTurnError(self._explain_rewrite(conversation, last, drawn))

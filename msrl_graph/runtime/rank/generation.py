@@ -293,39 +293,39 @@ class Generation(AgentGeneration):
         bound = int(sampling.max_tokens)
         responses = Responses(len(rows), bound)
         turns = GenerateAttributes.of(node).turns or bound
-        last = np.zeros(len(rows), int)
+        last_starts = np.zeros(len(rows), int)
         answers = np.zeros(len(rows), int)
         keys = self._stream(node, task).keys(task.number, rows)
         with report.phase("environment"):
             first = self._shared(node, dialogue.begin)
-        begun = np.array([i for i, ids in enumerate(first) if ids is not None], int)
-        going = responses.told(begun, [ids for ids in first if ids is not None])
-        for i in begun[~np.isin(begun, going)]:
+        started = np.array([i for i, ids in enumerate(first) if ids is not None], int)
+        active = responses.told(started, [ids for ids in first if ids is not None])
+        for i in started[~np.isin(started, active)]:
             reason = f"the environment's first message has {len(first[i])} tokens, but a response has room for"
             episodes.refuse(int(i), f"{reason} {sampling.max_tokens}", BEGINNING)
-        for turn in range(1, turns + 1) if len(going) else ():
-            before = [np.concatenate([contexts[i], responses[i]]) for i in going]
-            turn_sampling = sampling.of(going)
+        for turn in range(1, turns + 1) if len(active) else ():
+            before = [np.concatenate([contexts[i], responses[i]]) for i in active]
+            turn_sampling = sampling.of(active)
             drawn = collected(
-                self.generators[node.name].generate(before, keys[going], turn_sampling, responses.lengths[going])
+                self.generators[node.name].generate(before, keys[active], turn_sampling, responses.lengths[active])
             )
-            last[going] = responses.lengths[going]
-            responses.drawn(going, *drawn)
-            answers[going] += 1
+            last_starts[active] = responses.lengths[active]
+            responses.drawn(active, *drawn)
+            answers[active] += 1
             with report.phase("environment"):
-                replies = self._shared(node, dialogue.step, going, drawn[0], turn, turn < turns)
+                replies = self._shared(node, dialogue.step, active, drawn[0], turn, turn < turns)
             continues = np.array([ids is not None for ids in replies])
-            going = responses.told(going[continues], [ids for ids in replies if ids is not None])
-            if not len(going):
+            active = responses.told(active[continues], [ids for ids in replies if ids is not None])
+            if not len(active):
                 break
         response, _ = numerics.drawn(self.plan.graph, node)
-        stay = self._shared(node, episodes.end, {response: responses.lengths})
+        alive = self._shared(node, episodes.end, {response: responses.lengths})
         verdicts = episodes.verdicts(report, metric_prefix)
-        rows = rows[stay]
-        columns = [column.take(np.flatnonzero(stay)) for column in responses.columns()]
+        rows = rows[alive]
+        columns = [column.take(np.flatnonzero(alive)) for column in responses.columns()]
         values = episodes.columns() if self._first(node) else {}
-        written = self._mix_columns(node, task, rows, columns, values, int(answers[stay].sum()), report, metric_prefix)
-        return rows, written, verdicts, last[stay]
+        written = self._mix_columns(node, task, rows, columns, values, int(answers[alive].sum()), report, metric_prefix)
+        return rows, written, verdicts, last_starts[alive]
 
     def _run_conversations(
         self,
@@ -342,22 +342,22 @@ class Generation(AgentGeneration):
         contexts = [context[i // sampling.samples] for i in range(len(rows))]
         begin = BatchStart(task.name, task.number, batch, rows, contexts, int(sampling.max_tokens))
         finished = self._run_agents(node, task, begin, sampling, report)
-        standing = SurvivingRows(node, self.plan, rows, sampling.samples, task.number)
+        survivors = SurvivingRows(node, self.plan, rows, sampling.samples, task.number)
         for position, (failure, arguments) in sorted(finished.failed.items()):
-            standing.fail(position, failure, given=arguments)
+            survivors.fail(position, failure, given=arguments)
         for name, number in finished.figures.items():
             report.count(metric_prefix + name, float(number), 0)
         report.remarks += finished.remarks
-        stay = np.flatnonzero(~standing.lost)
-        verdicts = standing.verdicts(report, metric_prefix)
-        columns = [column.take(stay) for column in finished.response]
+        alive = np.flatnonzero(~survivors.lost)
+        verdicts = survivors.verdicts(report, metric_prefix)
+        columns = [column.take(alive) for column in finished.response]
         returned = ReturnChecker(self.plan, tuple(finished.values) if self._first(node) else ())
         values = {
-            value_column: returned.column(value_column, [finished.values[value_column][i] for i in stay])
+            value_column: returned.column(value_column, [finished.values[value_column][i] for i in alive])
             for value_column in returned.vocabularies
         }
-        written = self._mix_columns(node, task, rows[stay], columns, values, finished.answers, report, metric_prefix)
-        return rows[stay], written, verdicts, np.array(finished.last, int)[stay]
+        written = self._mix_columns(node, task, rows[alive], columns, values, finished.answers, report, metric_prefix)
+        return rows[alive], written, verdicts, np.array(finished.last, int)[alive]
 
     def _mix_columns(
         self,

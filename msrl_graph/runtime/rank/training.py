@@ -62,18 +62,18 @@ class Training(Engines):
         order = np.concatenate(micro)
         columns = {}
         rows = batch.rows[order]
-        known = seen.strange[order]
+        wrong = seen.strange[order]
         for column in written:
             data = columns[column.name] = _join_outputs(column, seen, micro, outputs)
             if column.element != "i32":
-                known = self._check_rows(
-                    node, task, report, rows, data, self._sampled_log_probs(node, seen, column, order), known
+                wrong = self._check_rows(
+                    node, task, report, rows, data, self._sampled_log_probs(node, seen, column, order), wrong
                 )
             if data.offsets is None:
                 self.means.count(report, node, task, column.name, rows, data.values)
         for data in columns.values():
             if data.values.dtype.kind == "f":  # nodes that read a wrong row must see that it is wrong
-                data.values[np.repeat(known, data.lengths)] = math.nan
+                data.values[np.repeat(wrong, data.lengths)] = math.nan
         return {name: ColumnRows(rows, data) for name, data in columns.items()}
 
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> None:
@@ -84,17 +84,17 @@ class Training(Engines):
                 )
             return
         seen = self._prepare_batch(node, task, batch)
-        known = seen.strange
+        wrong = seen.strange
         for name, column in seen.columns.items():
             if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
-                known = known | numerics.not_finite(column)
-        known = self.watch.unscored(node, task, report, batch.rows, seen.lengths, known)
+                wrong = wrong | numerics.not_finite(column)
+        wrong = self.watch.unscored(node, task, report, batch.rows, seen.lengths, wrong)
         trainer = self.trainers[node.worker]
         normalizer = self._loss_normalizer(node, batch, seen)
         micro = self._micro_batches(node, batch, seen)
         target = next(iter(seen.lengths))
         packed, asked = self._passes(node, seen, micro, entropy="entropy" in loss.fills(node))
-        join = partial(self._joint_mini_batch, node, task, batch, seen, micro, known, normalizer)
+        join = partial(self._joint_mini_batch, node, task, batch, seen, micro, wrong, normalizer)
         together = loss.of_mini_batch(node)
         # A single micro-batch is the whole mini-batch: its loss follows its forward pass, and no second pass is needed.
         joint = join(trainer.score(packed, asked)) if together and len(micro) > 1 else None
@@ -121,21 +121,21 @@ class Training(Engines):
         if len(batch.rows) and summaries:
             order = np.concatenate(micro)
             numbers = batch.rows[order]
-            known = known[order]
+            wrong = wrong[order]
             outputs = [summary.outputs for summary in summaries]
             for scored in map(self.plan.graph.column, seen.scored):
                 as_drawn = self._sampled_log_probs(node, seen, scored, order)
-                known = self._check_rows(
-                    node, task, report, numbers, _join_outputs(scored, seen, micro, outputs), as_drawn, known
+                wrong = self._check_rows(
+                    node, task, report, numbers, _join_outputs(scored, seen, micro, outputs), as_drawn, wrong
                 )
             lengths = next(iter(seen.lengths.values()))[order]
             unit, offsets = ("row", None) if loss.of_rows(node) else ("token", offsets_of(lengths))
             cost = ColumnData(torch.cat([summary.loss for summary in summaries]).numpy(), offsets)
-            known = known | (joint is not None and joint.spoilt)  # a statistic of a wrong row is in the loss of all
-            known = self.watch.finite(node, task, report, "loss", f"a {unit}'s loss is {{}}", numbers, cost, known)
+            wrong = wrong | (joint is not None and joint.spoilt)  # a statistic of a wrong row is in the loss of all
+            wrong = self.watch.finite(node, task, report, "loss", f"a {unit}'s loss is {{}}", numbers, cost, wrong)
         sums = [entry for summary in summaries for entry in summary.sums]
         figures = [entry for summary in summaries for entry in summary.figures]
-        self._step(node, task, batch, report, bool(known.any()), sums, figures)
+        self._step(node, task, batch, report, bool(wrong.any()), sums, figures)
         if batch.share.epoch == 0 and not [*self.plan.graph.verb("generate")]:  # generations would have counted them
             report.count("prompt_tokens", float(sum(column.lengths.sum() for column in seen.contexts)), 0)
             report.count("response_tokens", float(sum(column.lengths.sum() for column in seen.scored.values())), 0)
@@ -250,7 +250,7 @@ class Training(Engines):
         batch: Batch,
         seen: PreparedBatch,
         micro: list[Array],
-        known: Array,
+        wrong: Array,
         normalizer: loss.LossNormalizer,
         outputs: list[Outputs],
     ) -> joint_loss.JointMiniBatch:
@@ -259,7 +259,7 @@ class Training(Engines):
         group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
         columns = {column: seen.columns[column] for column in sorted(loss.columns(node)[0] & seen.columns.keys())}
         joint = joint_loss.JointMiniBatch(
-            replace(seen, columns=columns, strange=known), batch.rows, micro, outputs, group
+            replace(seen, columns=columns, strange=wrong), batch.rows, micro, outputs, group
         )
         rng = self._rng(node, task, batch.share.epoch, int(joint.numbers[0]))
         all_rows = np.arange(len(joint.numbers))
@@ -333,12 +333,12 @@ class Training(Engines):
         rows: Array,
         data: ColumnData,
         as_drawn: numerics.SampledLogProbs | None,
-        known: Array,
+        wrong: Array,
     ) -> Array:
-        """Return the rows that are known to be wrong or have wrong values."""
+        """Return the rows that are `wrong` already or have wrong values."""
         if self.plan.model(node.name).scores:
-            return self.watch.finite(node, task, report, "value", "its value is {}", rows, data, known)
-        return self.watch.logp(node, task, report, rows, data, as_drawn, known)
+            return self.watch.finite(node, task, report, "value", "its value is {}", rows, data, wrong)
+        return self.watch.logp(node, task, report, rows, data, as_drawn, wrong)
 
 
 class _Told(NamedTuple):

@@ -112,12 +112,12 @@ class WeightProof:
             self.since = 0 if self.due else self.since + 1
             self.word.zero_()
             self.word[: self.delivery.size] = self.delivery.sent(self.trainer.shards())
-        tells = self._is_reporter()
+        reports = self._is_reporter()
         if self.due:
             self.probing = 0.0
             with self._timed(probes=True):
-                self._request_probe(self.trainer, tells)
-        if tells:
+                self._request_probe(self.trainer, reports)
+        if reports:
             facts = self._facts()
             facts[VERSION] = version
             facts[NEXT] = int(self._affords())
@@ -156,7 +156,7 @@ class WeightProof:
         layout = self.source.layout
         return (coordinates.tp, coordinates.cp, coordinates.dp, coordinates.pp) == (0, 0, 0, layout.pp - 1)
 
-    def _request_probe(self, trainer: Trainer, tells: bool) -> None:
+    def _request_probe(self, trainer: Trainer, reports: bool) -> None:
         """Let the trainer compute the likeliest tokens after each prompt.
 
         All ranks make the same calls.
@@ -168,7 +168,7 @@ class WeightProof:
             MicroBatches(rows, lambda positions: pack([prompts], [nothing], positions)),
             ForwardRequest(best=self.best, node=self.plan.graph.node(self.edge.src)),
         )
-        if not tells or any(output.best is None or output.ids is None for output in outputs):
+        if not reports or any(output.best is None or output.ids is None for output in outputs):
             return
         ids = torch.cat([output.ids for output in outputs if output.ids is not None]).cpu()
         logps = torch.cat([output.best for output in outputs if output.best is not None]).cpu()
@@ -294,8 +294,8 @@ class WeightProof:
         return ENGINES[self.plan.placement(self.edge.dst).engine.name]
 
     def _draws_likeliest(self) -> bool:
-        honours = self._spec().honours
-        return honours is None or "top_k" in honours
+        supported = self._spec().honours
+        return supported is None or "top_k" in supported
 
     def _describe_place(self) -> str:
         edge = next(e for e in self.plan.graph.reshards() if (e.src, e.dst) == (self.edge.src, self.edge.dst))
