@@ -29,7 +29,7 @@ class Shuffled(host.DockHost.__ray_metadata__.modified_class):  # type: ignore[m
         super().__init__(members, index, *others)
         self.chance = random.Random(index)
 
-    async def _spread(self, key: str, news: Sequence[RowsReady]) -> None:
+    async def _announce(self, key: str, news: Sequence[RowsReady]) -> None:
         told = [(post.send, member.hears) for member, post in self.others]
         for tell, columns in [*told, (self._here, self.hears)]:
             for n in news:
@@ -41,7 +41,7 @@ class Shuffled(host.DockHost.__ray_metadata__.modified_class):  # type: ignore[m
                 for some in np.split(np.array(order), cuts):
                     piece = replace(n, rows=n.rows[some], lengths=n.lengths[some])
                     delay = self.chance.uniform(0, LONGEST)
-                    self.told.append(asyncio.ensure_future(self._later(tell, key, piece, delay)))
+                    self.announcements.append(asyncio.ensure_future(self._later(tell, key, piece, delay)))
 
     async def _later(self, tell: Any, key: str, news: RowsReady, delay: float) -> None:
         await asyncio.sleep(delay)

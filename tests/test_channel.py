@@ -92,7 +92,7 @@ def answers_nonce(raw):
     "hello", [lambda raw: raw, answers_nonce, answers_tls(OTHER)], ids=["plain", "nonce", "another run's key"]
 )
 def test_a_false_server_is_told_nothing_and_not_believed(tmp_path, monkeypatch, hello):
-    monkeypatch.setattr(rpc, "_PROVES", 0.3)
+    monkeypatch.setattr(rpc, "_IMPOSTOR_GRACE", 0.3)
     false = False_(hello, Bomb(tmp_path / "harm"))
     false.start()
     with closing(false.listening):
@@ -325,7 +325,7 @@ def test_a_folder_that_others_can_enter_is_not_used(near, tmp_path):
     with pytest.raises(OSError):
         connect(near.address._replace(folder=str(link)), HERE, b"")
     Path(near.folder).chmod(0o755)
-    with pytest.raises(Impostor, match="is not this user's alone"):
+    with pytest.raises(Impostor, match="other users can access"):
         connect(near.address, HERE, b"")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from msrl_graph.ir.rowsets import Rowset
 from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, Verdicts, concatenate, ragged, texts
-from msrl_graph.runtime.dock.client import _found as found_here
+from msrl_graph.runtime.dock.client import _find_rows as found_here
 from msrl_graph.runtime.dock.client import assemble, wanted
 from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.messages import RowLocation, RowsReady

@@ -115,8 +115,8 @@ def test_a_refill_goes_on_until_the_batch_is_full_and_ends_where_it_never_is(pla
     place.function("return 1.0")
     code, _, err = place.run("p.rlg", "--out", "none")
     message = (
-        "`host.filter` in iteration 0: of 88 prompts in 11 rounds 0 have rows that it lets pass, where 8 are "
-        "to go on; raise `refill`"
+        "`host.filter` in iteration 0: 0 of 88 prompts in 11 rounds have rows that pass the filter, 8 are needed; "
+        "raise `refill`"
     )
     assert code == 3 and message in " ".join(err.split()), err
     place.assert_clean()

@@ -335,7 +335,7 @@ def test_a_deadline_is_told_by_the_dock_and_work_that_never_ends_is_ended(place)
     )
     told = (
         r"for 5 s no row has moved[^\n]*\n  functions of host 0 in host\.reward in train/1: 5 of 32 rows are done, the "
-        r"last \d s ago\n  if a row may take that long, state it: `dock \{ deadline = 10 s \}`"
+        r"last \d s ago\n  if a row may take that long, raise the deadline: `dock \{ deadline = 10 s \}`"
     )
     # The wait-for graph is asked for after the deadline: a second may have begun.
     graph = (

@@ -107,7 +107,7 @@ def test_a_row_that_is_computed_on_another_host_moves(ray):
     where = (
         r"and for 3 s no row has moved\n  functions of host 1 in host\.reward in train/0: 7 of 24 rows are done, the "
     )
-    fix = r"last \d s ago\n  if a row may take that long, state it: `dock \{ deadline = 6 s \}`"
+    fix = r"last \d s ago\n  if a row may take that long, raise the deadline: `dock \{ deadline = 6 s \}`"
     with pytest.raises(DockTimeout, match=where + fix):
         ray.get(late)
     assert time.monotonic() - begin > 8.5
@@ -131,8 +131,8 @@ def test_who_waits_for_a_place_that_nobody_leaves_is_told(ray):
     ahead = Task("train", 1, 2)
     ray.get(made.open.remote(ahead))
     assert ray.get(made.place.remote(TASK.key, "source", "a.0", 100, True)) == 0
-    full = "has 1 bytes of rows more in train/{}, and the 100 bytes of the dock's `capacity` are full on every host"
+    full = "has 1 more bytes of rows in train/{}, and the dock's `capacity` of 100 bytes is full on every host"
     with pytest.raises(DockFull, match=full.format(0)):
         ray.get(made.place.remote(TASK.key, "source", "b.0", 1, True), timeout=30)
-    with pytest.raises(DockTimeout, match=full.format(1) + "; in 2 s no task has ended"):
+    with pytest.raises(DockTimeout, match=full.format(1) + "; no task has ended within 2 s"):
         ray.get(made.place.remote(ahead.key, "source", "c.0", 1, True), timeout=30)

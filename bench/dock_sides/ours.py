@@ -102,7 +102,7 @@ class Worker:
         self.made = Made(lengths)
 
     def ready(self) -> None:
-        self.client._here()
+        self.client._local_segments()
 
     def run(self, task: Task, compute: float) -> tuple[Times, int]:
         """When it began and ended, and the tokens of the responses that it updates on."""

@@ -95,8 +95,8 @@ class Handed(client.Client):
         self.dry.largest = max([self.dry.largest, *rows])
         assert not self.way.capacity or all(w.free >= 0 for w in self.dry.warehouses)
 
-    def _placed(self, *arguments: Any) -> Iterator[Any]:
-        for warehouse, name, some in super()._placed(*arguments):
+    def _place_segments(self, *arguments: Any) -> Iterator[Any]:
+        for warehouse, name, some in super()._place_segments(*arguments):
             self.dry.away += warehouse != self.home
             yield warehouse, name, some
 

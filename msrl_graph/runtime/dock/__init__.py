@@ -1,1 +1,4 @@
-"""The transfer dock (arXiv:2507.19017, figure 4): controllers, warehouses, and the way into them."""
+"""The transfer dock: controllers, warehouses, and their clients.
+
+See arXiv:2507.19017, figure 4.
+"""

@@ -1,12 +1,12 @@
-"""Connections between the processes of a run: on one host a Unix socket, between hosts TLS.
+"""Connections between processes: Unix sockets on one host, TLS between hosts.
 
-Invariant: before a byte of a message is read, each end knows that the other is of the same run, and nobody between them
-can read, change, repeat or leave out a part of what they say without breaking the connection.
+Invariant: before either end reads a byte of a message, it knows that the other end belongs to the same run. Nobody
+between them can read, change, repeat or drop a part of the traffic without breaking the connection.
 
-- On one host the socket is in a folder that only this user can enter, and the system says of either end whose process
-  it is (SO_PEERCRED). No port is open.
-- Between hosts both ends prove that they have the key of the run, which is made for each attempt: TLS 1.3, in which the
-  certificate of the run is the only one that either end accepts. The key travels with the processes' arguments.
+- On one host, the socket is in a folder that only this user can enter, and each end asks the kernel for the user of the
+  other end's process (SO_PEERCRED). No port is open.
+- Between hosts, both ends prove that they have the key of the run, which is new for each attempt. They use TLS 1.3 and
+  accept only the certificate of the run. The key travels with the processes' arguments.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from ..process.connection_gate import PATIENCE, Gate, accept, listen
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
-# Seconds: until a host that has vanished is noticed, from silence and from what it does not take.
-_IDLE = 5
-_EVERY = 5
-_TIMES = 3
+# TCP keep-alive (seconds, seconds, count): how soon a dead host is noticed, whether idle or with unacknowledged data.
+_KEEPALIVE_IDLE = 5
+_KEEPALIVE_INTERVAL = 5
+_KEEPALIVE_PROBES = 3
 
 
 class Address(NamedTuple):
-    """Where a process listens: its host's number, the private folder and the name of its Unix socket, and for other
-    hosts an IP address and port (port 0: the run has one host)."""
+    """Where a process listens.
+
+    `host` is the number of its host, `folder` and `name` are the private folder and the name of its Unix socket. `ip`
+    and `port` are for other hosts; port 0 means that the run has one host.
+    """
 
     host: int
     folder: str
@@ -47,12 +50,14 @@ class Address(NamedTuple):
 
 
 class Impostor(ConnectionError):
-    """What answers is not of this run."""
+    """The process that answers does not belong to this run."""
 
 
 def new_key() -> bytes:
-    """Return a private key and its certificate (PEM), by which the processes of a run on several hosts know each
-    other."""
+    """Return a private key and its certificate (PEM).
+
+    The processes of a run on several hosts authenticate each other with it.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -61,7 +66,7 @@ def new_key() -> bytes:
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "msrl-run")])
     certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        # For as long as the run lasts, whatever the clocks of the hosts say.
+        # Valid for the whole run, whatever the clocks of the hosts show.
         .not_valid_before(datetime(2000, 1, 1, tzinfo=UTC))
         .not_valid_after(datetime(9999, 12, 31, tzinfo=UTC))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -72,25 +77,28 @@ def new_key() -> bytes:
 
 
 @cache
-def _context(key: bytes, serves: bool) -> ssl.SSLContext:
+def _tls_context(key: bytes, serves: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if serves else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the certificate is the run's, not a host's
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=key.partition(b"-----BEGIN PRIVATE")[0].decode())
-    held = os.memfd_create("key", os.MFD_CLOEXEC)  # it is never in a file
+    key_file = os.memfd_create("key", os.MFD_CLOEXEC)  # the key is never in a file on disk
     try:
-        os.write(held, key)
-        context.load_cert_chain(f"/proc/self/fd/{held}")
+        os.write(key_file, key)
+        context.load_cert_chain(f"/proc/self/fd/{key_file}")
     finally:
-        os.close(held)
+        os.close(key_file)
     if serves:
-        context.num_tickets = 0  # nothing comes to a client but answers
+        context.num_tickets = 0  # a client receives nothing but answers
     return context
 
 
 class Listener:
-    """Where a process is called: hands each connection to `serve` once the other end has proved itself."""
+    """The listening end of a process.
+
+    It passes each connection to `serve` once the other end has proved its identity.
+    """
 
     def __init__(self, key: bytes, serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]):
         self.key = key
@@ -100,21 +108,21 @@ class Listener:
         self._tasks: list[asyncio.Future[None]] = []
 
     def start(self, host: int, folder: str, ip: str) -> Address:
-        """Listen in a private folder, and with a key at this IP address of the host too."""
+        """Listen in a private folder and, with a key, also at this IP address of the host."""
         name = f".line-{secrets.token_hex(8)}"
-        here = socket.socket(socket.AF_UNIX)
-        with _private(folder) as path:
-            here.bind(f"{path}/{name}")
-        here.listen(1024)
-        self._accept(here, self._here)
+        unix_socket = socket.socket(socket.AF_UNIX)
+        with _open_private_folder(folder) as path:
+            unix_socket.bind(f"{path}/{name}")
+        unix_socket.listen(1024)
+        self._accept(unix_socket, self._serve_local)
         if not self.key:
             return Address(host, folder, name)
-        away = listen(ip)
-        self._accept(away, self._away)
-        return Address(host, folder, name, ip, away.getsockname()[1])
+        tcp_socket = listen(ip)
+        self._accept(tcp_socket, self._serve_remote)
+        return Address(host, folder, name, ip, tcp_socket.getsockname()[1])
 
     def close(self) -> None:
-        """Listen no more; connections stay."""
+        """Stop listening; open connections stay."""
         for task in self._tasks:
             task.cancel()
         for listening in self._sockets:
@@ -124,22 +132,22 @@ class Listener:
         gate = Gate()
         self.gates.append(gate)
         self._sockets.append(listening)
-        self._tasks.append(asyncio.ensure_future(accept(listening, gate, lambda c: serve(c, gate))))
+        self._tasks.append(asyncio.ensure_future(accept(listening, gate, lambda connection: serve(connection, gate))))
 
-    async def _here(self, connection: socket.socket, gate: Gate) -> None:
+    async def _serve_local(self, connection: socket.socket, gate: Gate) -> None:
         try:
             _check_user(connection)
         except OSError:
             connection.close()
             return
         gate.prove(connection.fileno())
-        await self.serve(*await _streams(connection))
+        await self.serve(*await _open_accepted(connection))
 
-    async def _away(self, connection: socket.socket, gate: Gate) -> None:
+    async def _serve_remote(self, connection: socket.socket, gate: Gate) -> None:
         number = connection.fileno()
         try:
-            _heed(connection)
-            streams = await _streams(connection, _context(self.key, True))
+            _set_tcp_options(connection)
+            streams = await _open_accepted(connection, _tls_context(self.key, True))
         except OSError:
             connection.close()
             return
@@ -150,8 +158,11 @@ class Listener:
         await self.serve(*streams)
 
 
-async def _streams(connection: socket.socket, context: ssl.SSLContext | None = None) -> Streams:
-    """Streams over an accepted connection, with a `context` after a handshake. Raises OSError."""
+async def _open_accepted(connection: socket.socket, context: ssl.SSLContext | None = None) -> Streams:
+    """Return streams over an accepted connection.
+
+    With a `context` it does the TLS handshake first. Raises OSError.
+    """
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
@@ -163,13 +174,16 @@ async def _streams(connection: socket.socket, context: ssl.SSLContext | None = N
 
 
 def connect(address: Address, host: int, key: bytes) -> socket.socket:
-    """Return a connection from a process of this host, after both ends have proved themselves. Raises OSError."""
+    """Connect a process of this host to an address.
+
+    Both ends have proved their identity when it returns. Raises OSError.
+    """
     if address.host == host:
         return _connect_here(address)
     raw = socket.create_connection((address.ip, address.port), timeout=PATIENCE)
     try:
-        _heed(raw)
-        connection = _context(key, False).wrap_socket(raw)
+        _set_tcp_options(raw)
+        connection = _tls_context(key, False).wrap_socket(raw)
     except BaseException:
         raw.close()
         raise
@@ -178,13 +192,13 @@ def connect(address: Address, host: int, key: bytes) -> socket.socket:
 
 
 async def open_streams(address: Address, host: int, key: bytes) -> Streams:
-    """As `connect`, for a coroutine."""
+    """Do what `connect` does, for a coroutine."""
     if address.host == host:
         return await asyncio.open_unix_connection(sock=_connect_here(address))
-    context = _context(key, False)
+    context = _tls_context(key, False)
     async with asyncio.timeout(PATIENCE):
         streams = await asyncio.open_connection(address.ip, address.port, ssl=context)
-    _heed(streams[1].get_extra_info("socket"))
+    _set_tcp_options(streams[1].get_extra_info("socket"))
     return streams
 
 
@@ -192,7 +206,7 @@ def _connect_here(address: Address) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(PATIENCE)
-        with _private(address.folder) as path:
+        with _open_private_folder(address.folder) as path:
             connection.connect(f"{path}/{address.name}")
         _check_user(connection)
         connection.settimeout(None)
@@ -203,35 +217,41 @@ def _connect_here(address: Address) -> socket.socket:
 
 
 @contextmanager
-def _private(folder: str) -> Iterator[str]:
-    """A path to a folder, short however deep that is (a socket's may have 107 bytes). Raises Impostor where others than
-    this user can enter it."""
-    held = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _open_private_folder(folder: str) -> Iterator[str]:
+    """Yield a short path to a folder that only this user can enter.
+
+    A socket's path may have 107 bytes, so a deep folder is reached through a file descriptor. Raises Impostor if other
+    users can enter the folder.
+    """
+    folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        status = os.fstat(held)
+        status = os.fstat(folder_fd)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise Impostor(f"{folder} is not this user's alone")
-        yield f"/proc/self/fd/{held}"
+            raise Impostor(f"other users can access {folder}")
+        yield f"/proc/self/fd/{folder_fd}"
     finally:
-        os.close(held)
+        os.close(folder_fd)
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raises Impostor where the other end of a Unix socket is another user's process."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    user = _CREDENTIALS.unpack(told)[1]
+    """Raise Impostor unless the other end of a Unix socket belongs to this user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user = _CREDENTIALS.unpack(credentials)[1]
     if user != os.geteuid():
-        raise Impostor(f"what answers is a process of user {user}")
+        raise Impostor(f"the other end is a process of user {user}")
 
 
-def _heed(connection: socket.socket) -> None:
-    """Sends small messages at once, and notices within some 20 s that the other host is gone."""
+def _set_tcp_options(connection: socket.socket) -> None:
+    """Set a connection's TCP options.
+
+    Small messages are sent at once, and a dead host is noticed within about 20 s.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        (socket.TCP_KEEPIDLE, _IDLE),
-        (socket.TCP_KEEPINTVL, _EVERY),
-        (socket.TCP_KEEPCNT, _TIMES),
-        (socket.TCP_USER_TIMEOUT, 1000 * (_IDLE + _EVERY * _TIMES)),
+        (socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE),
+        (socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL),
+        (socket.TCP_KEEPCNT, _KEEPALIVE_PROBES),
+        (socket.TCP_USER_TIMEOUT, 1000 * (_KEEPALIVE_IDLE + _KEEPALIVE_INTERVAL * _KEEPALIVE_PROBES)),
     ):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

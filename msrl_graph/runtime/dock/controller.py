@@ -1,20 +1,22 @@
-"""The transfer dock (arXiv:2507.19017, figure 4): controllers that know which rows are ready, and where they lie.
+"""The controllers of the transfer dock (arXiv:2507.19017, figure 4).
 
-Invariant: which rows form a round of an update is a function of (seed, node, iteration, epoch, row) and of nothing
-else; a controller only chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once
-(an update: once an epoch), and whoever asks for a group's n-th share gets the same one however often it asks. What a
-controller decided and what it heard of are all that it is made of: `restore` builds it anew from the warehouses.
-Nothing here knows Ray or torch; host.py puts it on processes.
+They know which rows are ready and where these are stored.
 
-All that is decided for a node is decided here: what is handed out next and to whom, whether another round of prompts is
-needed, when an iteration is closed, and what of it must be kept safe. What a rank or a function host may ask is a
-`Question`, a class at the end of this file: a new one needs its class here and the line of client.py that asks it;
-host.py passes all of them on alike.
+Invariant: which rows form a round of an update is a function of (seed, node, iteration, epoch, row) and nothing else; a
+controller only chooses which data-parallel group computes a unit. Every unit of an iteration is handed out once (for an
+update: once per epoch), and a request for a group's n-th share always gets the same share. A controller's state
+consists of its decisions and of the news that it received: `restore` rebuilds it from the warehouses. Nothing here
+knows Ray or torch; host.py runs controllers in processes.
 
-Rows are those of rowsets.py. A node's *units* are what it is handed at once: its rows, or with `per = prompt` whole
-groups. Filters say how often each row goes on (their *verdict*); who comes after one is handed the rows that are left,
-and is done when all verdicts are there. With a refill the nodes up to the filter work round by round of prompts, and
-the first groups that survive it, in the source's order, go on.
+All decisions for a node are made here: which units go to which group next, whether another round of prompts is needed,
+when an iteration is closed, and which decisions must be stored. What a rank or a function host may ask is a
+`ControllerRequest`, a class at the end of this file. A new request needs its class here and the line of client.py that
+sends it; host.py passes on all of them alike.
+
+Rows are those of rowsets.py. A node's *units* are what is handed out as one: its rows, or with `per = prompt` whole
+groups. A filter decides how often each row continues (its *verdict*). A node after a filter gets the remaining rows,
+and is done when all verdicts are there. With a refill, the nodes up to the filter work in rounds of prompts, and the
+first groups that survive the filter, in the source's order, continue.
 """
 
 from __future__ import annotations
@@ -42,44 +44,52 @@ ALL = "nothing: all its rows are there"
 
 @dataclass
 class MiniBatches:
-    """Those of an update: `todo` are the ones to come, as (epoch, rows), and so many are `done`. `lacking` counts, of
-    each one of the first epoch, the rows that are not ready; `of` says in which of these each of the `rows` is."""
+    """The mini-batches of an update.
+
+    `todo` are the ones to come, as (epoch, rows), and `done` counts the ones that were handed out. `missing_rows`
+    counts, for each mini-batch of the first epoch, its rows that are not ready. `mini_batch_of_row` is the index of the
+    mini-batch of each of the `rows`.
+    """
 
     todo: deque[tuple[int, Array]]
     rows: Array
-    of: Array
-    lacking: Array
+    mini_batch_of_row: Array
+    missing_rows: Array
     done: int = 0
 
     @classmethod
-    def cut(cls, reader: NodeReads, number: int, rows: Array) -> MiniBatches:
-        """Of all rows of an iteration, ascending: a function of (seed, node, iteration, epoch, row)."""
+    def cut(cls, reader: NodeReads, iteration: int, rows: Array) -> MiniBatches:
+        """Cut all rows of an iteration, ascending, into the mini-batches of each epoch."""
         size = reader.mini_batch or max(len(rows), 1)
         stream = noise.RandomStream(reader.seed, "mini_batch", reader.node)
         todo: deque[tuple[int, Array]] = deque()
-        of = np.zeros(len(rows), np.int64)
+        mini_batch = np.zeros(len(rows), np.int64)
         for epoch in range(reader.epochs):
-            order = np.argsort(stream.keys(number, epoch, rows), kind="stable")
+            order = np.argsort(stream.keys(iteration, epoch, rows), kind="stable")
             if epoch == 0:
-                of[order] = np.arange(len(rows)) // size
+                mini_batch[order] = np.arange(len(rows)) // size
             todo.extend((epoch, np.sort(rows[order[i : i + size]])) for i in range(0, max(len(rows), 1), size))
-        return cls(todo, rows, of, np.bincount(of, minlength=1))
+        return cls(todo, rows, mini_batch, np.bincount(mini_batch, minlength=1))
 
     def ready(self, rows: Array) -> list[tuple[int, Array]]:
-        """More rows are ready: the mini-batches whose turn has come."""
-        self.lacking -= np.bincount(self.of[np.searchsorted(self.rows, rows)], minlength=len(self.lacking))
-        found: list[tuple[int, Array]] = []
-        # Of a later epoch all rows were dealt before.
-        while self.todo and (self.todo[0][0] or not self.lacking[self.done]):
-            found.append(self.todo.popleft())
+        """Note that more rows are ready; return the mini-batches that are now due."""
+        self.missing_rows -= np.bincount(
+            self.mini_batch_of_row[np.searchsorted(self.rows, rows)], minlength=len(self.missing_rows)
+        )
+        due: list[tuple[int, Array]] = []
+        # In a later epoch all rows were handed out before.
+        while self.todo and (self.todo[0][0] or not self.missing_rows[self.done]):
+            due.append(self.todo.popleft())
             self.done += 1
-        return found
+        return due
 
 
 @dataclass
 class IterationState:
-    """What a controller knows of one iteration, and the shares that it has handed out of it, by group. `had` is what
-    each group has got so far, by weight; `tokens` are those of the units that are ready, where batches are cut by them.
+    """What a controller knows of one iteration.
+
+    `shares` are those handed out so far, by group; `had` is the load that each group has received. `tokens` are the
+    tokens of the ready units, where batches are cut by tokens.
     """
 
     task: Task
@@ -91,11 +101,11 @@ class IterationState:
 
 
 class Controller:
-    """The metadata of one node: which rows are ready, where they lie, who gets them.
+    """The metadata of one node: which rows are ready, where they are, who gets them.
 
-    `open`, `heard` and `restore` give the rounds that they have decided. Whoever calls them has these kept in a
-    warehouse where the controller `keeps` them, and then gives them to `hand`, in order, from which `take` has its
-    shares."""
+    `open`, `heard` and `restore` return the rounds that they decided. If the controller `keeps` its rounds, the caller
+    first stores them in a warehouse. Then it passes them to `hand`, in order, which makes the shares for `decided`.
+    """
 
     def __init__(self, reader: NodeReads) -> None:
         self.reader = reader
@@ -103,14 +113,19 @@ class Controller:
 
     @property
     def keeps(self) -> bool:
-        """Whether what is decided depends on the order in which rows come, as where batches are cut from what is there:
-        it must be kept before anybody hears of it. All else (all rows at once, or an update's mini-batches in their
-        order) would be decided again alike: who writes a row again writes it to its warehouse."""
+        """Whether rounds depend on the order in which rows arrive.
+
+        That is so where batches are cut from the rows that are ready; such a round must be stored before it is
+        announced. All other rounds (all rows at once, or an update's mini-batches in their order) would be decided the
+        same way again, because a row that is written again goes to the same warehouse.
+        """
         return (self.reader.chunk > 0 or self.reader.chunk_tokens > 0) and not self.reader.update
 
     def open(self, task: Task) -> list[Round]:
-        """Begins an iteration, unless it has begun. A node that reads no column, but states, waits for no row: it has
-        its rounds now."""
+        """Begin an iteration, unless it has begun.
+
+        A node that reads only states, and no column, waits for no row: its rounds are decided now.
+        """
         if task.key in self.books:
             return []
         self._begin(task)
@@ -126,61 +141,77 @@ class Controller:
         self.books.pop(key, None)
 
     def heard(self, key: str, news: Iterable[RowsReady]) -> list[Round]:
-        """Rows have come to lie in a warehouse."""
-        if (book := self.books.get(key)) is None or not self._note(book, news):
+        """Take in the news that a warehouse has new rows."""
+        if (book := self.books.get(key)) is None or not self._record_news(book, news):
             return []
         return self._deal(book)
 
-    def _note(self, book: IterationState, news: Iterable[RowsReady]) -> bool:
-        """Whether any of the news concern the node."""
-        heard = [n for n in news if n.column in self.reader.hears]
-        for n in heard:
-            book.progress.note(n)
-        return bool(heard)
+    def _record_news(self, book: IterationState, news: Iterable[RowsReady]) -> bool:
+        """Record the news; return whether any of it concerns the node."""
+        relevant = [entry for entry in news if entry.column in self.reader.hears]
+        for entry in relevant:
+            book.progress.note(entry)
+        return bool(relevant)
 
     def restore(self, task: Task, news: Iterable[RowsReady], rounds: Iterable[Round]) -> list[Round]:
-        """Takes the place of a controller that had opened the iteration, heard the news and decided these rounds (those
-        that were kept); the rounds that it decides beside them."""
+        """Rebuild a controller that had opened the iteration and received this news.
+
+        `rounds` are its stored decisions. Returns the rounds that are decided in addition.
+        """
         self._begin(task)
         book = self.books[task.key]
-        self._note(book, news)
+        self._record_news(book, news)
         for round in rounds:
             for group, part in enumerate(round.parts):
                 book.progress.deal(part.units)
-                book.had[group] += self._weighed(book, part.rows, part.sizes).load(range(len(part.units)))
+                book.had[group] += self._weigh_units(book, part.rows, part.sizes).load(range(len(part.units)))
             if round.last:
                 book.progress.end()
             self.hand(task.key, round)
         return self._deal(book)
 
     def hand(self, key: str, round: Round) -> None:
-        """Makes the shares of a round, for `take`; of an iteration that was closed meanwhile nobody asks for what its
-        last rows led to."""
+        """Make the shares of a round, for `decided`; a closed iteration gets none."""
         if (book := self.books.get(key)) is None:
             return
         progress = book.progress
         columns = [(read.column, read.rows) for read in self.reader.reads]
-        everyone = np.concatenate([p.rows for p in round.parts])
-        most = max(len(p.rows) for p in round.parts)
-        elements = {c: int(progress.heard[c].get(progress.above(everyone, rows)).sum()) for c, rows in columns}
+        all_rows = np.concatenate([share_of_round.rows for share_of_round in round.parts])
+        largest = max(len(share_of_round.rows) for share_of_round in round.parts)
+        elements = {
+            column: int(progress.heard[column].get(progress.above(all_rows, rows)).sum()) for column, rows in columns
+        }
         for shares, part in zip(book.shares, round.parts, strict=True):
             above = {rows: np.unique(progress.above(part.rows, rows)) for rows in {rows for _, rows in columns}}
-            lie = {c: progress.where[c].get(above[rows]) for c, rows in columns}
-            met = np.unique(np.concatenate([*lie.values(), part.rows[:0]]))
-            where = {c: np.searchsorted(met, at) for c, at in lie.items()}
-            of = tuple(progress.places[i] for i in met)
-            all_ = len(everyone)
+            places = {column: progress.where[column].get(above[rows]) for column, rows in columns}
+            used_places = np.unique(np.concatenate([*places.values(), part.rows[:0]]))
+            where = {column: np.searchsorted(used_places, column_places) for column, column_places in places.items()}
+            locations = tuple(progress.places[i] for i in used_places)
+            round_rows = len(all_rows)
             shares.append(
-                Share(part.units, part.sizes, part.rows, where, of, most, all_, elements, round.epoch, round.last)
+                Share(
+                    part.units,
+                    part.sizes,
+                    part.rows,
+                    where,
+                    locations,
+                    largest,
+                    round_rows,
+                    elements,
+                    round.epoch,
+                    round.last,
+                )
             )
 
     def decided(self, key: str, group: int) -> list[Share]:
-        """The group's shares so far."""
+        """Return the group's shares so far."""
         return self.books[key].shares[group]
 
     def again(self, key: str, rounds: int) -> bool | None:
-        """Whether after so many rounds of prompts another one is needed, for the filter that refills; None while that
-        is not known. RunError where there were as many rounds as there may be."""
+        """Return whether the refilling filter needs another round after `rounds` rounds.
+
+        None while that is not known. Raises RunError when the maximum number of rounds is reached.
+        """
         book = self.books[key]
         filter = self.reader.refilling
         assert filter is not None
@@ -190,29 +221,32 @@ class Controller:
         if count >= book.task.target:
             return False
         if rounds >= book.task.rounds(filter.refill):
-            drawn = rounds * book.task.prompts
-            what = (
-                f"of {drawn} prompts in {rounds} rounds {count} have rows that it lets pass, where "
-                f"{book.task.target} are to go on"
+            prompts_drawn = rounds * book.task.prompts
+            message = (
+                f"{count} of {prompts_drawn} prompts in {rounds} rounds have rows that pass the filter, "
+                f"{book.task.target} are needed"
             )
             raise RunError(
-                f"`{filter.node}` in iteration {book.task.number}: {what}; raise `refill`, ask for fewer prompts, or "
-                "look at the filter"
+                f"`{filter.node}` in iteration {book.task.number}: {message}; raise `refill`, ask for fewer prompts, "
+                "or check the filter"
             )
         return True
 
     def counts(self, key: str) -> tuple[int, int]:
-        """Rows of a task that were handed out, and that there are as far as is known, each once an epoch."""
+        """Return how many rows of a task were handed out, and how many are known to exist.
+
+        Both count a row once per epoch.
+        """
         book = self.books[key]
         handed = sum(len(share.rows) for shares in book.shares for share in shares)
         return handed, max(handed, len(book.progress.every[0]) * self.reader.epochs)
 
     def missing(self, key: str) -> str:
-        """What the node waits for, in words."""
+        """Describe what the node waits for."""
         progress = self.books[key].progress
         reader = self.reader
         parts = list[str]()
-        if progress.ended and not reader.loops:  # what is heard since is no matter to it
+        if progress.ended and not reader.loops:  # later news does not concern the node
             return ALL
         rows, known = progress.every
         for read in reader.reads:
@@ -224,7 +258,7 @@ class Controller:
                     f"`{read.column}` from `{read.writer}` ({len(absent)} of {len(wanted)} rows missing: {first})"
                 )
         if not progress.complete:
-            filters = ", ".join(f"`{s.node}`" for s in (reader.passed or (reader.refilling,)) if s)
+            filters = ", ".join(f"`{sieve.node}`" for sieve in (reader.passed or (reader.refilling,)) if sieve)
             parts.append(
                 f"the verdict of {filters} on {int((~known).sum())} of {len(rows)} rows" if filters else "more prompts"
             )
@@ -233,48 +267,48 @@ class Controller:
     def _deal(self, book: IterationState) -> list[Round]:
         if self.reader.update:
             return self._deal_update(book)
-        found: list[Round] = []
+        rounds: list[Round] = []
         progress = book.progress
         while progress.ended < (progress.opened if self.reader.loops else 1):
-            self._count(book, progress.look(), 1)
-            some = self._deal_units(book)
-            found += some
-            if not some or not some[-1].last:
+            self._add_ready_tokens(book, progress.look(), 1)
+            new_rounds = self._deal_units(book)
+            rounds += new_rounds
+            if not new_rounds or not new_rounds[-1].last:
                 break
             progress.end()
-        return found
+        return rounds
 
     def _deal_units(self, book: IterationState) -> list[Round]:
-        """Batches of what is ready, to the end of what is under way."""
+        """Cut batches from the ready units, until the units of the round are used up."""
         progress = book.progress
-        found = list[Round]()
+        rounds = list[Round]()
         while progress.left or not progress.complete:
-            if not (count := self._enough(book)):
-                return found
+            if not (count := self._next_batch_size(book)):
+                return rounds
             last = progress.complete and progress.left == count
             units = progress.next(count)
-            self._count(book, units, -1)
-            found.append(self._round(book, 0, units, last))
-        # What was handed out before may have been all.
-        return found or [self._round(book, 0, progress.next(0), True)]
+            self._add_ready_tokens(book, units, -1)
+            rounds.append(self._assign_round(book, 0, units, last))
+        # The units that were handed out before may have been all of them.
+        return rounds or [self._assign_round(book, 0, progress.next(0), True)]
 
-    def _enough(self, book: IterationState) -> int:
-        """How many units make a batch, of those that are ready; 0: they do not make one yet."""
+    def _next_batch_size(self, book: IterationState) -> int:
+        """Return how many of the ready units make a batch; 0 if they do not make one yet."""
         progress = book.progress
         reader = self.reader
         counts = list[int]()
         if 0 < reader.chunk <= progress.fresh:
             counts.append(reader.chunk)
         if 0 < reader.chunk_tokens <= book.tokens:
-            held = np.cumsum(self._tokens(book, *progress.rows_of(progress.first)))
-            counts.append(int(np.searchsorted(held, reader.chunk_tokens)) + 1)
+            cumulative_tokens = np.cumsum(self._count_tokens(book, *progress.rows_of(progress.first)))
+            counts.append(int(np.searchsorted(cumulative_tokens, reader.chunk_tokens)) + 1)
         rest = progress.fresh if progress.complete and progress.left == progress.fresh else 0
         return min(counts, default=rest)
 
-    def _count(self, book: IterationState, units: Array, sign: int) -> None:
-        """These units have become ready, or are dealt."""
+    def _add_ready_tokens(self, book: IterationState, units: Array, sign: int) -> None:
+        """Count the tokens of units that became ready (`sign` 1) or were handed out (-1)."""
         if self.reader.chunk_tokens and len(units):
-            book.tokens += sign * float(self._tokens(book, *book.progress.rows_of(units)).sum())
+            book.tokens += sign * float(self._count_tokens(book, *book.progress.rows_of(units)).sum())
 
     def _deal_update(self, book: IterationState) -> list[Round]:
         progress = book.progress
@@ -286,78 +320,78 @@ class Controller:
             rows = np.concatenate([*progress.ready, rows[:0]])
         ready = book.mini_batches.ready(rows)
         last = 0 if book.mini_batches.todo else len(ready)
-        return [self._round(book, epoch, some, i == last) for i, (epoch, some) in enumerate(ready, 1)]
+        return [self._assign_round(book, epoch, units, i == last) for i, (epoch, units) in enumerate(ready, 1)]
 
-    def _round(self, book: IterationState, epoch: int, units: Array, last: bool) -> Round:
-        """Shares units among the groups."""
+    def _assign_round(self, book: IterationState, epoch: int, units: Array, last: bool) -> Round:
+        """Assign units to the groups."""
         reader = self.reader
         rows, sizes = book.progress.rows_of(units)
         starts = np.cumsum(sizes) - sizes
         parts = []
-        some = self._weighed(book, rows, sizes)
-        for group, positions in enumerate(deal(some, reader.at, reader.imbalance, book.had)):
-            mine = [rows[starts[i] : starts[i] + sizes[i]] for i in positions]
-            at = np.array(positions, np.int64)
-            parts.append(WorkShare(units[at], sizes[at], np.concatenate([*mine, rows[:0]])))
-            book.had[group] += some.load(positions)
+        weighted_units = self._weigh_units(book, rows, sizes)
+        for group, positions in enumerate(deal(weighted_units, reader.at, reader.imbalance, book.had)):
+            unit_rows = [rows[starts[i] : starts[i] + sizes[i]] for i in positions]
+            indices = np.array(positions, np.int64)
+            parts.append(WorkShare(units[indices], sizes[indices], np.concatenate([*unit_rows, rows[:0]])))
+            book.had[group] += weighted_units.load(positions)
         return Round(epoch, tuple(parts), last)
 
-    def _weighed(self, book: IterationState, rows: Array, sizes: Array) -> Units:
-        """Of units that have so many rows each, these unit by unit, what decides who gets them."""
+    def _weigh_units(self, book: IterationState, rows: Array, sizes: Array) -> Units:
+        """Return what the assignment of units, given unit by unit, to groups depends on."""
         progress = book.progress
         warehouses = book.progress.warehouses
         unit = np.repeat(np.arange(len(sizes)), sizes)
-        lies = np.zeros((len(sizes), int(warehouses.max()) + 1))
+        lengths = np.zeros((len(sizes), int(warehouses.max()) + 1))
         for read in self.reader.reads:
             above = progress.above(rows, read.rows)
             length = progress.heard[read.column].get(above)
-            cell = unit * lies.shape[1] + warehouses[progress.where[read.column].get(above)]
-            lies += np.bincount(cell, length, lies.size).reshape(lies.shape)
+            cell = unit * lengths.shape[1] + warehouses[progress.where[read.column].get(above)]
+            lengths += np.bincount(cell, length, lengths.size).reshape(lengths.shape)
         first = np.cumsum(sizes) - sizes
         return Units(
             progress.above(rows, 0)[first[first < len(rows)]].tolist(),
-            lies.argmax(1).tolist(),
-            self._tokens(book, rows, sizes).tolist() if self.reader.balance else None,
-            lies.sum(1).tolist(),
+            lengths.argmax(1).tolist(),
+            self._count_tokens(book, rows, sizes).tolist() if self.reader.balance else None,
+            lengths.sum(1).tolist(),
         )
 
-    def _tokens(self, book: IterationState, rows: Array, sizes: Array) -> Array:
-        """How many tokens each of these units has."""
+    def _count_tokens(self, book: IterationState, rows: Array, sizes: Array) -> Array:
+        """Return the number of tokens of each unit."""
         progress = book.progress
         unit = np.repeat(np.arange(len(sizes)), sizes)
-        found = np.zeros(len(sizes))
+        tokens = np.zeros(len(sizes))
         for read in self.reader.reads:
             if times := self.reader.tokens.get(read.column):
                 length = progress.heard[read.column].get(progress.above(rows, read.rows))
-                found += times * np.bincount(unit, length, len(sizes))
-        return found
+                tokens += times * np.bincount(unit, length, len(sizes))
+        return tokens
 
 
 @dataclass(frozen=True)
 class ControllerRequest(ABC, Generic[T_co]):
-    """What a process asks the controller of `node` in a task; it waits until there is an answer."""
+    """A question to the controller of `node` in a task; the asking process waits."""
 
     node: str
     key: str
 
     @abstractmethod
     def answer(self, controller: Controller) -> T_co | None:
-        """The answer, None while there is none."""
+        """Return the answer, None while there is none."""
 
     @property
     def of_group(self) -> int:
-        """The group that asks; -1: it is all the same which."""
+        """The group that asks; -1 if the answer does not depend on the group."""
         return -1
 
     @property
     def who(self) -> str:
-        """Who waits, in words."""
+        """The name of the waiting process in messages."""
         return f"`{self.node}`" + (f" (group {self.of_group})" if self.of_group >= 0 else "")
 
 
 @dataclass(frozen=True)
 class ShareRequest(ControllerRequest[list[Share]]):
-    """The group's shares from number `index` on, as far as they are decided, once there is one."""
+    """The group's shares from number `index` on that are decided, once there is one."""
 
     group: int
     index: int
@@ -372,7 +406,7 @@ class ShareRequest(ControllerRequest[list[Share]]):
 
 @dataclass(frozen=True)
 class RefillRequest(ControllerRequest[bool]):
-    """Whether after so many rounds of prompts the filter `node` needs another one."""
+    """Whether the filter `node` needs another round of prompts after `rounds`."""
 
     rounds: int
 

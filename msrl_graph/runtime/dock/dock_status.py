@@ -1,6 +1,6 @@
-"""What the dock of a host tells those who watch a run.
+"""What the dock of a host shows to the observers of a run.
 
-Invariant: nothing is counted or kept for it beside what the dock has anyway; it is worked out when somebody asks.
+Invariant: it keeps no counters of its own. Everything is computed on request, from the state that the dock has anyway.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ def look(
     host: int,
     controllers: Mapping[str, Controller],
     warehouse: Warehouse | None,
-    said: Mapping[str, ProcessStatus],
+    statuses: Mapping[str, ProcessStatus],
 ) -> DockSnapshot:
+    """Take a snapshot of the dock of a host."""
     rows: dict[str, dict[str, tuple[int, int]]] = {}
     for node, controller in controllers.items():
         for key in controller.books:
             rows.setdefault(key, {})[node] = controller.counts(key)
     done = {key: warehouse.written(key) for key in warehouse.tasks} if warehouse else {}
-    for told in said.values():
-        for node, number in told.done.items():
-            of = done.setdefault(told.key, {})
-            of[node] = of.get(node, 0) + number
-    memory = {process: os.getpid(), **{name: told.pid for name, told in said.items() if told.pid}}
-    here = psutil.virtual_memory()
+    for status in statuses.values():
+        for node, row_count in status.done.items():
+            rows_done = done.setdefault(status.key, {})
+            rows_done[node] = rows_done.get(node, 0) + row_count
+    memory = {process: os.getpid(), **{name: status.pid for name, status in statuses.items() if status.pid}}
+    host_memory = psutil.virtual_memory()
     return DockSnapshot(
         host,
         rows,
         done,
         warehouse.segments.room.held() if warehouse else None,
-        {name: size for name, pid in memory.items() if (size := _resident(pid))},
-        here.total - here.available,
-        here.total,
+        {name: size for name, pid in memory.items() if (size := _resident_size(pid))},
+        host_memory.total - host_memory.available,
+        host_memory.total,
         os.getpid(),
     )
 
 
-def _resident(pid: int) -> int:
+def _resident_size(pid: int) -> int:
     with suppress(psutil.Error):  # it has died
-        found: int = psutil.Process(pid).memory_info().rss
-        return found
+        resident_bytes: int = psutil.Process(pid).memory_info().rss
+        return resident_bytes
     return 0

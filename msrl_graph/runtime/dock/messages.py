@@ -1,7 +1,7 @@
-"""What the processes of a run send each other through the dock.
+"""Messages that the processes of a run send each other through the dock.
 
-Invariant: plain data that nobody changes once it is sent, and that may be sent twice: what is heard a second time
-changes nothing. Rows themselves travel as `Piece` and `Verdicts` (data/columns.py).
+Invariant: messages are plain data that does not change once it is sent. They may be sent twice: repeated news changes
+nothing. Rows themselves travel as `ColumnRows` and `Verdicts` (data/columns.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from ..process.task import Task
 
 @dataclass(frozen=True)
 class Member:
-    """A process of the dock, as the others know it: its name, its host, the warehouse that it has (-1: none), and the
-    columns that its controllers hear of."""
+    """A process of the dock, as the others know it.
+
+    It has a name, a host, the index of its warehouse (-1: none), and the columns that its controllers need news of.
+    """
 
     name: str
     host: int
@@ -29,11 +31,11 @@ class Member:
 class DockAddress:
     """What a process needs to find the dock of its run.
 
-    - `controllers`: by node the name of the process that has its controller; `warehouses`: by the warehouse's index the
-      name of the process that has it, and `hosts` its host.
-    - `key`: what processes of the run on several hosts know each other by (channel.py); nothing on one host.
-    - `token`: what ranks know each other's objects by (rank/object_collectives.py).
-    - `capacity`: bytes of rows that a warehouse takes; 0: what its host's memory holds.
+    - `controllers`: by node, the name of the process that has its controller.
+    - `warehouses`: by the warehouse's index, the name of its process; `hosts`: the host of each.
+    - `key`: authenticates the processes of a run on several hosts (channel.py); empty on one host.
+    - `token`: authenticates the objects that ranks exchange (rank/object_collectives.py).
+    - `capacity`: bytes of rows that a warehouse takes; 0: as much as its host's memory holds.
     """
 
     controllers: Mapping[str, str]
@@ -45,7 +47,7 @@ class DockAddress:
 
 
 class RowLocation(NamedTuple):
-    """Where rows lie: a segment of a warehouse, by its name."""
+    """Where rows are stored: a segment of a warehouse, by its name."""
 
     warehouse: int
     segment: str
@@ -53,8 +55,11 @@ class RowLocation(NamedTuple):
 
 @dataclass(frozen=True)
 class RowsReady:
-    """What a warehouse tells controllers when it gets rows of a column: their numbers, how long each row is, and where
-    they lie. Of a filter's verdicts (`verdicts`) `lengths` are how often each row goes on."""
+    """The news that a warehouse sends to controllers when it gets rows of a column.
+
+    It has the numbers of the rows, the length of each row, and their location. For a filter's verdicts (`verdicts`),
+    `lengths` are how often each row continues.
+    """
 
     column: str
     rows: Array
@@ -64,13 +69,16 @@ class RowsReady:
 
     @classmethod
     def of(cls, column: str, piece: ColumnRows, place: RowLocation) -> RowsReady:
-        """The news that a piece makes."""
+        """Return the news that a piece makes."""
         return cls(column, piece.rows, piece.told, place, isinstance(piece, Verdicts))
 
 
 @dataclass(frozen=True)
 class WorkShare:
-    """What a group gets of a round: its units, how many rows each has, and those rows, unit by unit."""
+    """What a group gets of a round.
+
+    Its units, the number of rows of each, and those rows, unit by unit.
+    """
 
     units: Array
     sizes: Array
@@ -79,7 +87,10 @@ class WorkShare:
 
 @dataclass(frozen=True)
 class Round:
-    """What a controller decided: what each group gets next; `last` of the iteration, or of a round of its prompts."""
+    """A decision of a controller: what each group gets next.
+
+    `last` means the last of the iteration, or of a round of its prompts.
+    """
 
     epoch: int
     parts: tuple[WorkShare, ...]
@@ -88,8 +99,10 @@ class Round:
 
 @dataclass(frozen=True)
 class WarehouseInventory:
-    """What a warehouse has to say of an open task to a controller that begins anew: the news of all its rows, and by
-    node the rounds that a controller has left with it."""
+    """What a warehouse tells a rebuilt controller about an open task.
+
+    The news of all its rows and, by node, the rounds that a controller has stored there.
+    """
 
     task: Task
     news: Sequence[RowsReady]
@@ -100,13 +113,14 @@ class WarehouseInventory:
 class Share:
     """What one data-parallel group gets of a round.
 
-    - `units`: what it is to compute, as prompts or responses; `sizes`: how many rows each unit has; `rows`: those
-      rows, unit by unit. Two prompts of four responses each are 2 units, sizes [4, 4], and 8 rows.
-    - `where`: by column the place of each row that these rows need, as an index of `places`, the rows of the column
-      ascending, each once.
-    - `most`: the rows of the round's largest share, so that all groups make equally many micro-batches;
-      `round_units`: the rows of the whole round; `elements`: by column, how many elements the whole round has.
-    - `epoch`, of an update; `last`: nothing comes after it in this iteration, or in this round of prompts.
+    - `units`: what it computes, as prompts or responses; `sizes`: the number of rows of each unit; `rows`: those rows,
+      unit by unit. Two prompts of four responses each are 2 units, sizes [4, 4], and 8 rows.
+    - `where`: by column, the place of each row that these rows need, as an index into `places`. The rows of the column
+      are ascending and unique.
+    - `most`: the number of rows of the round's largest share, so that all groups make the same number of micro-batches.
+    - `round_units`: the number of rows of the whole round; `elements`: by column, the number of elements of the whole
+      round.
+    - `epoch`: of an update; `last`: nothing comes after it in this iteration, or in this round of prompts.
     """
 
     units: Array
@@ -123,7 +137,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a share: their numbers, and each column with one entry a row."""
+    """The rows of a share: their numbers, and each column with one entry per row."""
 
     share: Share
     rows: Array
@@ -132,8 +146,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class CurrentActivity:
-    """What a process began to do, how many seconds ago, and how far it is with its rows, in words (empty: it does not
-    count them)."""
+    """What a process began to do, how many seconds ago, and its progress.
+
+    `rows` is the progress in words, empty if the process does not count its rows.
+    """
 
     what: str
     seconds: float
@@ -144,11 +160,13 @@ class CurrentActivity:
 
 
 class ProcessStatus(NamedTuple):
-    """What a process says of itself: what it does, since when (time.monotonic), its id on its host (0: not told), and
-    how many rows it is done with of nodes that write none, by node, in the task of this key.
+    """What a process reports about itself.
 
-    `rows` are those that it has computed `of` its share (0: it does not count), `moved` is when it had the last one
-    (time.monotonic; 0: it had none yet), `where` says more of where it is."""
+    - `what` it does, `since` when (time.monotonic), and its `pid` on its host (0: not reported).
+    - `done`: by node that writes no rows, the number of finished rows in the task `key`.
+    - `rows`: the number of computed rows `of` its share (0: it does not count). `moved`: when the last one was done
+      (time.monotonic; 0: none yet). `where`: more about the position, such as the turn.
+    """
 
     what: str
     since: float
@@ -161,7 +179,7 @@ class ProcessStatus(NamedTuple):
     where: str = ""
 
     def progress(self, now: float) -> str:
-        """How far it is with its rows, in words; empty if it does not count them."""
+        """Describe the progress of its rows; empty if it does not count them."""
         if not self.of:
             return self.where
         last = f", the last {now - self.moved:.0f} s ago" if self.rows and self.moved else ""
@@ -170,8 +188,11 @@ class ProcessStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class Wait:
-    """A process that waits for a controller's answer: `who` names the node, and its group where one asks for rows;
-    `missing` the rows that are not there yet, in words that name the edges."""
+    """A process that waits for a controller's answer.
+
+    `who` names the node, and its group if one requests rows. `missing` describes the rows that are not there yet and
+    names the edges.
+    """
 
     who: str
     key: str
@@ -184,14 +205,15 @@ class Wait:
 
 @dataclass(frozen=True)
 class DockSnapshot:
-    """What the dock of a host tells those who watch a run.
+    """What the dock of a host shows to the observers of a run.
 
-    - `rows`: by task and node, of the controllers here, how many rows were handed out and how many there are as far as
-      that is known, each once an epoch.
-    - `done`: by task and node how many rows were written here, or of a node that writes none are behind its processes.
-    - `held`: bytes of rows in the warehouse, None where there is none.
-    - `memory`: by process of this host its resident bytes, what it shares included; `used` and `total`: of the host.
-    - `pid`: of this process, by which one that took another's place is known.
+    - `rows`: by task and node of a controller here, the rows that were handed out and the rows known to exist, each
+      once per epoch.
+    - `done`: by task and node, the rows written here, or for a node that writes none, the rows that its processes
+      finished.
+    - `held`: bytes of rows in the warehouse, None if there is none.
+    - `memory`: by process of this host, its resident bytes, shared memory included; `used` and `total`: of the host.
+    - `pid`: of this process, which tells a replacement from its predecessor.
     """
 
     host: int
@@ -206,14 +228,18 @@ class DockSnapshot:
 
 @dataclass(frozen=True)
 class Status:
-    """What the dock of a host knows of the run. `last` is the node that took rows last, `moves` grows while rows move;
-    `doing` is what each process said last. `ended` are the processes of the host that did not move and were killed, by
-    id with the name and why; `bytes` what the host's processes have read and written."""
+    """What the dock of a host knows of the run.
+
+    - `last`: the node that took rows last; `moves`: a counter that grows while rows move.
+    - `doing`: what each process reported last.
+    - `ended`: the processes of the host that stopped responding and were killed, by id, with the name and the reason.
+    - `bytes`: what the host's processes have read and written.
+    """
 
     last: str
     moves: int
     waits: tuple[Wait, ...]
     doing: dict[str, CurrentActivity]
-    seen: DockSnapshot | None = None  # where somebody watches
+    seen: DockSnapshot | None = None  # if somebody watches the run
     ended: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     bytes: int = 0

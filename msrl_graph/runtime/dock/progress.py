@@ -1,9 +1,9 @@
-"""How far the rows of a node have come in one iteration: which of its units are ready to be handed out.
+"""Progress of a node's rows in one iteration: which units can be handed out.
 
-Invariant: what was found is what a look at all rows would find, and the work of it is that of the prompts of which
-something was heard since the last look, however many rows wait.
+Invariant: an incremental look finds what a look at all rows would find. Its work is proportional to the number of
+prompts with news since the last look, no matter how many rows wait.
 
-A unit is ready when all of its rows are known (row_tables.py) and all that the node reads of them lies in some
+A unit is ready when all of its rows are known (row_tables.py) and everything that the node reads for them is in some
 warehouse. A prompt is settled when all of its rows are known, so that it has no other units.
 """
 
@@ -17,17 +17,18 @@ from .messages import RowLocation, RowsReady
 from .readers import NodeReads
 from .row_tables import RowTable, enumerate_rows, first_prompts
 
-WAITS, READY, DEALT = range(3)  # what becomes of a unit, in this order
+WAITS, READY, DEALT = range(3)  # the states of a unit, in this order
 
 
 class Progress:
     """What a controller knows of the rows of one iteration.
 
-    - `where` says of each row of a column where it lies, as an index of `places` and of their `warehouses` (-1: nowhere
-      yet); `heard` how long the row is, or of a filter's verdict how often the row goes on.
-    - `opened` counts the rounds of prompts of which some row was heard; `ended` those that were handed out to their
-      end. Without a refill there is one round.
-    - `ready` are the units that are ready and not dealt, as they became it; `fresh` counts them.
+    - `where`: for each row of a column, its location as an index into `places` and their `warehouses` (-1: not there
+      yet). `heard`: the length of the row or, for a filter's verdict, how often the row continues.
+    - `opened`: the number of rounds of prompts with news of some row; `ended`: the number of rounds that were handed
+      out completely. Without a refill there is one round.
+    - `ready`: the units that are ready and not handed out, in the order in which they became ready; `fresh` counts
+      them.
     """
 
     def __init__(self, reader: NodeReads, task: Task) -> None:
@@ -36,11 +37,11 @@ class Progress:
         self.numbers = reader.numbers(task)
         size = self.numbers.size
         prompts = self.numbers.size[0]
-        self.where = {c: RowTable(size[rows], -1) for c, rows in reader.hears.items()}
-        self.heard = {c: RowTable(size[rows], -1) for c, rows in reader.hears.items()}
+        self.where = {column: RowTable(size[rows], -1) for column, rows in reader.hears.items()}
+        self.heard = {column: RowTable(size[rows], -1) for column, rows in reader.hears.items()}
         self.places: list[RowLocation] = []
         self.warehouses = np.zeros(16, np.int64)
-        self.at: dict[RowLocation, int] = {}
+        self.place_index: dict[RowLocation, int] = {}
         self.opened = 1
         self.ended = 0
         self.ready: list[Array] = []
@@ -48,65 +49,65 @@ class Progress:
         self._state = RowTable(size[reader.unit], WAITS)
         self._sieves = reader.passed if task.trains else reader.failing
         self._filter = reader.refilling if task.trains else None
-        # By prompt: whether something was heard since it was looked at, by `look` and by `surviving`; whether it is
-        # settled; how many units it has (rows, where all are one unit), and whether all that is read of them is there.
+        # By prompt: whether there is news since the last look, for `look` and for `surviving`; whether it is settled;
+        # its number of units (of rows, if all rows are one unit), and whether everything read for them is there.
         self._news = np.ones(prompts, bool)
         self._unsifted = np.ones(prompts, bool)
         self._settled = np.zeros(prompts, bool)
         self._units = np.zeros(prompts, int)
-        self._there = np.zeros(prompts, bool)
-        # By prompt, of the filter that refills: what `first_prompts` asks for, and what it found.
+        self._all_present = np.zeros(prompts, bool)
+        # By prompt, for the filter that refills: the arguments of `first_prompts` and its results.
         self._alive = np.zeros(prompts, bool)
         self._open = np.ones(prompts, bool)
         self._inside = np.zeros(prompts, bool)
         self._decided = np.zeros(prompts, bool)
-        self._enough = True  # prompts survive, so that no others will come
+        self._enough = True  # prompts survive, so no others will come
 
     def note(self, news: RowsReady) -> None:
-        """Rows have come to lie in a warehouse."""
+        """Record the news that a warehouse has new rows."""
         self.heard[news.column].set(news.rows, news.lengths)
-        if (at := self.at.setdefault(news.place, len(self.places))) == len(self.places):
+        if (place_index := self.place_index.setdefault(news.place, len(self.places))) == len(self.places):
             self.places.append(news.place)
-            if at == len(self.warehouses):
+            if place_index == len(self.warehouses):
                 self.warehouses = np.concatenate([self.warehouses, np.zeros_like(self.warehouses)])
-            self.warehouses[at] = news.place.warehouse
-        self.where[news.column].set(news.rows, at)
+            self.warehouses[place_index] = news.place.warehouse
+        self.where[news.column].set(news.rows, place_index)
         prompts = self.numbers.above(news.rows, self.reader.hears[news.column], 0)
         self._news[prompts] = self._unsifted[prompts] = True
         if len(news.rows) and self._filter is not None:
             self.opened = max(self.opened, int(prompts.max()) // self.task.prompts + 1)
 
     def above(self, rows: Array, end: int) -> Array:
-        """The row of set `end` that each row of the node came from."""
+        """Return the row of set `end` that each row of the node came from."""
         return self.numbers.above(rows, self.reader.rows, end)
 
     def surviving(self, rounds: int) -> tuple[Array, Array, int]:
-        """`first_prompts` of the filter that refills, of so many rounds."""
+        """Return `first_prompts` of the filter that refills, after `rounds` rounds."""
         filter = self._filter
-        end = rounds * self.task.prompts
+        prompt_count = rounds * self.task.prompts
         assert filter is not None
-        prompts = np.flatnonzero(self._unsifted[:end])
+        prompts = np.flatnonzero(self._unsifted[:prompt_count])
         if len(prompts):
             sieves = (*self.reader.before_refill, filter)
             rows, known = enumerate_rows(self.numbers, filter.left, prompts, sieves, self.heard)
-            of = self.numbers.above(rows, filter.left, 0)
+            prompt_of_row = self.numbers.above(rows, filter.left, 0)
             self._alive[prompts] = self._open[prompts] = self._unsifted[prompts] = False
-            self._alive[of[known]] = self._open[of[~known]] = True
-        return first_prompts(self._alive[:end], self._open[:end], self.task.target)
+            self._alive[prompt_of_row[known]] = self._open[prompt_of_row[~known]] = True
+        return first_prompts(self._alive[:prompt_count], self._open[:prompt_count], self.task.target)
 
     @property
     def _window(self) -> slice:
-        """The prompts under way: of a node that works round by round those of its round."""
+        """The prompts under way; for a node that works in rounds, those of its round."""
         count = self.task.prompts
         loops = self._filter is not None and self.reader.loops
         return slice(self.ended * count, (self.ended + 1) * count) if loops else slice(0, self.opened * count)
 
     def look(self) -> Array:
-        """The units that have become ready since the last look."""
+        """Return the units that became ready since the last look."""
         reader = self.reader
         window = self._window
         if self._filter is not None and not reader.loops:
-            self._sift(window)
+            self._apply_refill_filter(window)
         prompts: Array = np.flatnonzero(self._news[window]) + window.start
         if not len(prompts):
             return prompts
@@ -115,37 +116,42 @@ class Progress:
         ready = known.copy()
         for read in reader.reads:
             ready &= self.where[read.column].get(self.above(rows, read.rows)) >= 0
-        of = self.above(rows, 0)
-        self._settled[prompts] = self._there[prompts] = True
-        self._settled[of[~known]] = self._there[of[~ready]] = False
+        prompt_of_row = self.above(rows, 0)
+        self._settled[prompts] = self._all_present[prompts] = True
+        self._settled[prompt_of_row[~known]] = self._all_present[prompt_of_row[~ready]] = False
         self._units[prompts] = 0
         if reader.whole:
-            self._units += np.bincount(of, minlength=len(self._units))
-            return self._became(np.zeros(int(self.left > 0 and self.complete and self._there[window].all()), np.int64))
-        units, at = np.unique(self.above(rows, reader.unit), return_inverse=True)
+            self._units += np.bincount(prompt_of_row, minlength=len(self._units))
+            return self._mark_ready(
+                np.zeros(int(self.left > 0 and self.complete and self._all_present[window].all()), np.int64)
+            )
+        units, unit_of_row = np.unique(self.above(rows, reader.unit), return_inverse=True)
         self._units += np.bincount(self.numbers.above(units, reader.unit, 0), minlength=len(self._units))
-        whole = self._state.get(units) == WAITS
-        whole[at[~ready]] = False
-        return self._became(units[whole])
+        complete_units = self._state.get(units) == WAITS
+        complete_units[unit_of_row[~ready]] = False
+        return self._mark_ready(units[complete_units])
 
-    def _became(self, units: Array) -> Array:
+    def _mark_ready(self, units: Array) -> Array:
         if len(units):
             self._state.set(units, READY)
             self.ready.append(units)
             self.fresh += len(units)
         return units
 
-    def _sift(self, window: slice) -> None:
-        """Which prompts go on where a filter refills; those of which that is known now are to be looked at."""
-        inside, decided, found = self.surviving(self.opened)
-        self._enough = found >= self.task.target
+    def _apply_refill_filter(self, window: slice) -> None:
+        """Update which prompts survive the refilling filter, and mark the changed ones."""
+        inside, decided, survivors = self.surviving(self.opened)
+        self._enough = survivors >= self.task.target
         if self._filter in self.reader.passed:
             self._news[window] |= (inside != self._inside[window]) | (decided != self._decided[window])
             self._inside[window] = inside
             self._decided[window] = decided
 
     def rows(self, prompts: Array) -> tuple[Array, Array]:
-        """The node's rows under some prompts, as far as filters have not dropped them, and which are known."""
+        """Return the node's rows under some prompts, and which of them are known.
+
+        Rows that a filter dropped are left out.
+        """
         chosen = self._filter is not None and not self.reader.loops and self._filter in self.reader.passed
         if chosen:
             prompts = prompts[self._inside[prompts] | ~self._decided[prompts]]
@@ -154,27 +160,27 @@ class Progress:
 
     @property
     def every(self) -> tuple[Array, Array]:
-        """`rows` of all prompts under way."""
+        """The `rows` of all prompts under way."""
         return self.rows(np.arange(self._window.start, self._window.stop))
 
     @property
     def complete(self) -> bool:
-        """Whether no unit will come that is not counted yet."""
+        """Whether all units that will come are counted."""
         return self._enough and bool(self._settled[self._window].all())
 
     @property
     def left(self) -> int:
-        """Units that were not dealt, of those counted so far."""
+        """The number of units counted so far that were not handed out."""
         units = int(self._units[self._window].sum())
         return (min(units, 1) if self.reader.whole else units) - self.dealt
 
     @property
     def first(self) -> Array:
-        """The units that are ready and not dealt, by number."""
+        """The units that are ready and not handed out, sorted by number."""
         return np.sort(np.concatenate([*self.ready, np.zeros(0, np.int64)]))
 
     def next(self, count: int) -> Array:
-        """So many of the units that are ready, the first by number; they are dealt now."""
+        """Hand out the first `count` of the ready units, by number."""
         ready = self.first
         units = ready[:count]
         self.ready = [ready[count:]]
@@ -187,13 +193,16 @@ class Progress:
         self.dealt += len(units)
 
     def end(self) -> None:
-        """All units are dealt, of a node that works round by round those of its round."""
+        """Note that all units are handed out, or all units of the current round."""
         self.ended += 1
         if self.reader.loops:
             self.dealt = 0
 
     def rows_of(self, units: Array) -> tuple[Array, Array]:
-        """The rows of some units, ascending, unit by unit, and how many each has."""
+        """Return the rows of some units, unit by unit, and the number of rows of each.
+
+        Rows are ascending within a unit.
+        """
         reader = self.reader
         if reader.whole:
             rows = np.sort(self.every[0]) if len(units) else units
@@ -201,8 +210,10 @@ class Progress:
         if reader.unit == reader.rows:
             return units, np.ones(len(units), np.int64)
         rows, _ = self.rows(np.unique(self.numbers.above(units, reader.unit, 0)))
-        of = self.above(rows, reader.unit)
-        order = np.lexsort((rows, of))
+        unit_of_row = self.above(rows, reader.unit)
+        order = np.lexsort((rows, unit_of_row))
         rows = rows[order]
-        of = of[order]
-        return rows[np.isin(of, units)], np.searchsorted(of, units, "right") - np.searchsorted(of, units)
+        unit_of_row = unit_of_row[order]
+        return rows[np.isin(unit_of_row, units)], np.searchsorted(unit_of_row, units, "right") - np.searchsorted(
+            unit_of_row, units
+        )

@@ -1,4 +1,4 @@
-"""What the dock knows beforehand: of each node what its controller hears of.
+"""What the dock knows in advance: which columns each node's controller needs.
 
 Invariant: plain data, a function of the plan.
 """
@@ -21,7 +21,7 @@ from .messages import DockAddress, Member
 
 @dataclass(frozen=True)
 class ColumnRead:
-    """A column that a node reads: the set that its rows are of, and the node that writes it."""
+    """A column that a node reads: the set of its rows, and the node that writes it."""
 
     column: str
     rows: int
@@ -32,18 +32,17 @@ class ColumnRead:
 class NodeReads:
     """What a controller needs to know of its node.
 
-    - `reads`: the columns that it reads; `rows` and `unit`: the sets (ir/rowsets.py) of its rows and of what it is
-      handed at once. A function with `per = prompt` works on responses, and its units are prompts.
-    - `chunk`, `chunk_tokens`: what is handed out at once, as the plan's controller says it.
-    - `at`: of each data-parallel group that asks, the warehouse of its host (-1: it has none). `tokens`: by whose
-      lengths it is as long as it is, and how often each counts; `balance`: shares are even by these, else by number;
-      `imbalance`: how many times an even share one may be.
-    - `passed`: the filters whose verdicts decide which rows it gets, and `failing` those of them that do so in an
-      evaluation too: nodes that what it reads comes from, and that the rows which fail leave.
-    - `refilling`: the graph's filter that asks for more prompts, if there is one, and `before_refill` the filters
-      before it. `loops`: the node comes before that filter, or is it, so it works round by round of prompts.
-    - `prompts`: a column of the source. A node that loops but reads no column, only nodes, hears by it that a round
-      has begun.
+    - `reads`: the columns that it reads. `rows` and `unit`: the sets (ir/rowsets.py) of its rows and of the units that
+      it is handed. A function with `per = prompt` works on responses, and its units are prompts.
+    - `chunk`, `chunk_tokens`: how much is handed out at once, from the plan's controller.
+    - `at`: for each data-parallel group, the warehouse of its host (-1: it has none).
+    - `tokens`: the columns whose lengths make up a unit's length, and how often each counts. `balance`: shares are even
+      by this length, else by number. `imbalance`: how many times an even share a share may be.
+    - `passed`: the filters whose verdicts decide which rows it gets. `failing`: those of them that also decide in an
+      evaluation, because the node's inputs come from them and failed rows leave there.
+    - `refilling`: the graph's filter that asks for more prompts, if any. `before_refill`: the filters before it.
+      `loops`: the node is that filter or comes before it, so it works in rounds of prompts.
+    - `prompts`: a column of the source. A node that loops and reads no column learns from it that a round has begun.
     """
 
     node: str
@@ -51,7 +50,7 @@ class NodeReads:
     sets: tuple[Rowset, ...]
     rows: int
     unit: int
-    whole: bool  # per = batch: one unit holds all rows
+    whole: bool  # per = batch: one unit has all rows
     at: tuple[int, ...]
     chunk: int = 0
     chunk_tokens: int = 0
@@ -71,40 +70,51 @@ class NodeReads:
 
     @cached_property
     def hears(self) -> dict[str, int]:
-        """The columns whose rows concern the node, verdicts too, and the set that they are of."""
+        """The columns that the node needs news of, and the set of their rows.
+
+        They include verdicts.
+        """
         verdicts = (*self.passed, *([self.refilling] if self.refilling else []), *self.before_refill)
         begun = {self.prompts: 0} if self.loops and not self.reads else {}
-        return begun | {r.column: r.rows for r in self.reads} | {s.column: s.rows for s in verdicts}
+        return (
+            begun | {read.column: read.rows for read in self.reads} | {sieve.column: sieve.rows for sieve in verdicts}
+        )
 
     def numbers(self, task: Task) -> Numbers:
-        """How the rows of a task are numbered."""
+        """Return how the rows of a task are numbered."""
         return numbers(self.sets, self.refilling, task)
 
 
 def readers(plan: Plan) -> list[NodeReads]:
-    """One for each controller of the plan. Who compares log-probabilities reads those as drawn too, declared or not;
-    who scores conversations, where these begin."""
+    """Return the `NodeReads` of each controller of the plan.
+
+    A node that compares log-probabilities also reads those recorded when the tokens were drawn, declared or not. A node
+    that scores conversations also reads where these begin.
+    """
     graph = plan.graph
-    found = []
+    node_reads = []
     compared = comparison(plan)
     rows = rowsets(plan.graph)
-    balanced = {e.dst for e in graph.samples() if SampleEdgeAttributes.of(e).balance}
-    stores = {host: i for i, host in enumerate(plan.docks.warehouses)}
+    balanced = {edge.dst for edge in graph.samples() if SampleEdgeAttributes.of(edge).balance}
+    warehouse_index = {host: i for i, host in enumerate(plan.docks.warehouses)}
     refilling = rows.refilling
     repeated = looping(graph)[1]
     for controller in plan.docks.controllers:
         node = graph.node(controller.node)
-        reads = [ColumnRead(c, rows.columns[c], graph.writer(c).name) for c in node.reads]
-        each = {s.name for s in graph.states if s.per}
-        reads += [ColumnRead(name, 0, "source") for name in latest(graph, node) if name in each]
-        reads += [ColumnRead(as_drawn(name), 0, "source") for name in heating(graph, node) if name in each]
+        reads = [
+            ColumnRead(column_name, rows.columns[column_name], graph.writer(column_name).name)
+            for column_name in node.reads
+        ]
+        per_prompt = {state.name for state in graph.states if state.per}
+        reads += [ColumnRead(name, 0, "source") for name in latest(graph, node) if name in per_prompt]
+        reads += [ColumnRead(as_drawn(name), 0, "source") for name in heating(graph, node) if name in per_prompt]
         if compared and compared.node == node.name and compared.column not in node.reads:
             reads.append(
                 ColumnRead(compared.column, rows.columns[compared.response], graph.writer(compared.response).name)
             )
         for response, column in beginnings(graph, node).items() if node.verb != "generate" else ():
             reads.append(ColumnRead(column, rows.columns[response], graph.writer(response).name))
-        found.append(
+        node_reads.append(
             NodeReads(
                 node=node.name,
                 reads=tuple(reads),
@@ -112,7 +122,7 @@ def readers(plan: Plan) -> list[NodeReads]:
                 rows=rows.nodes[node.name],
                 unit=rows.units[node.name],
                 whole=node.per == "batch",
-                at=tuple(stores.get(host, -1) for host in plan.group_hosts(node.name)),
+                at=tuple(warehouse_index.get(host, -1) for host in plan.group_hosts(node.name)),
                 chunk=controller.chunk,
                 chunk_tokens=controller.chunk_tokens,
                 tokens=weighs(graph, node),
@@ -124,7 +134,9 @@ def readers(plan: Plan) -> list[NodeReads]:
                 seed=plan.deploy.run.seed,
                 passed=rows.passed[node.name],
                 failing=tuple(
-                    s for s in rows.passed[node.name] if s.failures and s.node in upstream(graph, node.reads)
+                    sieve
+                    for sieve in rows.passed[node.name]
+                    if sieve.failures and sieve.node in upstream(graph, node.reads)
                 ),
                 refilling=refilling,
                 before_refill=rows.passed[refilling.node] if refilling else (),
@@ -132,21 +144,32 @@ def readers(plan: Plan) -> list[NodeReads]:
                 prompts=graph.node("source").writes[0],
             )
         )
-    return found
+    return node_reads
 
 
-def members(plan: Plan, found: Sequence[NodeReads], key: bytes = b"") -> tuple[list[Member], DockAddress]:
-    """The dock's processes, one for each host that has a warehouse or a controller, and the way to them."""
-    at = {c.node: c.host for c in plan.docks.controllers}
-    stores = {host: i for i, host in enumerate(plan.docks.warehouses)}
-    names = {host: f"dock of host {host}" for host in sorted({*at.values(), *stores})}
-    hears = {h: frozenset(c for r in found if at[r.node] == h for c in r.hears) for h in names}
-    way = DockAddress(
-        {node: names[h] for node, h in at.items()},
-        [names[h] for h in stores],
-        [*stores],
+def members(plan: Plan, node_reads: Sequence[NodeReads], key: bytes = b"") -> tuple[list[Member], DockAddress]:
+    """Return the dock's processes and their address.
+
+    There is one process for each host that has a warehouse or a controller.
+    """
+    controller_host = {controller.node: controller.host for controller in plan.docks.controllers}
+    warehouse_index = {host: i for i, host in enumerate(plan.docks.warehouses)}
+    names = {host: f"dock of host {host}" for host in sorted({*controller_host.values(), *warehouse_index})}
+    hears = {
+        host_number: frozenset(
+            column for reads in node_reads if controller_host[reads.node] == host_number for column in reads.hears
+        )
+        for host_number in names
+    }
+    dock_address = DockAddress(
+        {node: names[host_number] for node, host_number in controller_host.items()},
+        [names[host_number] for host_number in warehouse_index],
+        [*warehouse_index],
         key,
         secrets.token_bytes(32),
         plan.docks.capacity,
     )
-    return [Member(name, h, stores.get(h, -1), hears[h]) for h, name in names.items()], way
+    return [
+        Member(name, host_number, warehouse_index.get(host_number, -1), hears[host_number])
+        for host_number, name in names.items()
+    ], dock_address

@@ -1,12 +1,12 @@
-"""Calls between the processes of a run: who serves them is a process with a name, who calls has a line to it.
+"""Calls between the processes of a run: named servers, and connections to them.
 
-Invariant: a line answers in the order of its calls, each once, or raises what the served method raised. A call whose
-line breaks is made again on a new line to the same name: what is served may be called twice and must not mind. Nothing
-is read from a process that has not proved that it is of the run (channel.py), and a server answers only those who mean
-it: a line begins with the name of the process that it is to.
+Invariant: a connection answers in the order of its calls, each once, or raises what the served method raised. A call
+whose connection breaks is repeated on a new connection to the same name, so a served method must tolerate a repeated
+call. Nothing is read from a process that has not proved that it belongs to the run (channel.py). A connection begins
+with the name of the process that it is meant for, and a server with another name does not answer.
 
-Ray starts the processes and says where they are; calls do not go through it, since one of its own takes some two
-milliseconds of a processor, one of these a tenth of that.
+Ray starts the processes and reports their addresses. Calls do not go through Ray: a Ray call takes about two
+milliseconds of CPU time, a call here a tenth of that.
 """
 
 from __future__ import annotations
@@ -34,40 +34,42 @@ Call = tuple[str, Sequence[Any]]
 
 T = TypeVar("T")
 
-_HEAD = struct.Struct("<IQ")  # how many buffers follow a message, and its own bytes
-_NAME = struct.Struct("<H")  # bytes of the name that a line begins with
-_SMALL = 1 << 12  # bytes of a buffer that is not worth a place of its own
-_PIECE = 1 << 18  # bytes that a coroutine sends at a time
-_TENDS = 0.5  # seconds between looks at a thread's own lines, while it waits for another thread
-_PAUSE = 0.05  # seconds between tries to reach a process that is being started again
-_PROVES = 30.0  # seconds for which what answers may be something else than the process that is meant
+_HEADER = struct.Struct("<IQ")  # the number of buffers that follow a message, and the bytes of the message itself
+_NAME_SIZE = struct.Struct("<H")  # bytes of the name that a connection begins with
+_INLINE_LIMIT = 1 << 12  # bytes; smaller buffers stay inside the message
+_SEND_CHUNK = 1 << 18  # bytes that a coroutine writes at a time
+_WAIT_SLICE = 0.5  # seconds between looks at a thread's own connections while it waits for another thread
+_RETRY_PAUSE = 0.05  # seconds between attempts to reach a process that is restarting
+_IMPOSTOR_GRACE = 30.0  # seconds for which something other than the expected process may answer
 
 
 def framed(message: Any) -> list[Any]:
-    """A message as the buffers that are sent: large arrays as they lie in memory."""
+    """Serialize a message into the buffers to send; large arrays are not copied."""
     buffers: list[pickle.PickleBuffer] = []
 
-    def apart(buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < _SMALL:
+    def keep_inline(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < _INLINE_LIMIT:
             return True
         buffers.append(buffer)
         return False
 
-    data = pickle.dumps(message, protocol=5, buffer_callback=apart)
-    views = [b.raw() for b in buffers]
-    sizes = struct.pack(f"<{len(views)}Q", *(v.nbytes for v in views))
-    return [_HEAD.pack(len(views), len(data)) + sizes + data, *views]
+    data = pickle.dumps(message, protocol=5, buffer_callback=keep_inline)
+    views = [large_buffer.raw() for large_buffer in buffers]
+    sizes = struct.pack(f"<{len(views)}Q", *(view.nbytes for view in views))
+    return [_HEADER.pack(len(views), len(data)) + sizes + data, *views]
 
 
 def greeting(name: str) -> bytes:
-    """Return what a line to the process of this name begins with."""
+    """Return the bytes that a connection to the process of this name begins with."""
     data = name.encode()
-    return _NAME.pack(len(data)) + data
+    return _NAME_SIZE.pack(len(data)) + data
 
 
 class RpcServer:
-    """Serves some `methods` of an object, which are coroutines, under a name, to the processes that have the run's
-    key."""
+    """A server of some `methods` of an object, which are coroutines.
+
+    It has a name and answers the processes that have the run's key.
+    """
 
     def __init__(self, name: str, served: Any, methods: Sequence[str], key: bytes) -> None:
         self.name = name
@@ -78,27 +80,29 @@ class RpcServer:
         self._address: Address | None = None
 
     def address(self, host: int, folder: str, ip: str) -> Address:
-        """Where it listens: begins to, the first time. `folder` is a private one of this host, `ip` an address of it
-        that other hosts can reach."""
+        """Return the address where it listens; the first call begins to listen.
+
+        `folder` is a private folder of this host, `ip` an address of the host that other hosts can reach.
+        """
         if self._address is None:
             self._address = self.listener.start(host, folder, ip)
         return self._address
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            (size,) = _NAME.unpack(await reader.readexactly(_NAME.size))
+            (size,) = _NAME_SIZE.unpack(await reader.readexactly(_NAME_SIZE.size))
             if await reader.readexactly(size) != self.name.encode():
                 return
             while True:
                 calls = await _read(reader)
                 self.messages += 1
-                await _write(writer, framed([await self._called(*call) for call in calls]))
+                await _write(writer, framed([await self._run_call(*call) for call in calls]))
         except (OSError, asyncio.IncompleteReadError):
-            pass  # who called is gone
+            pass  # the caller is gone
         finally:
             writer.close()
 
-    async def _called(self, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:
+    async def _run_call(self, method: str, arguments: Sequence[Any]) -> tuple[bool, Any]:
         try:
             if method not in self.methods:
                 raise AttributeError(f"{type(self.served).__name__} does not serve {method}")
@@ -108,29 +112,32 @@ class RpcServer:
 
 
 class UnprovedPeer:
-    """What is thought of a process that has not proved to be the one that is meant."""
+    """The failed attempts to reach a process that has not proved its identity."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._since = 0.0
 
     def failed(self, error: OSError, address: Address) -> None:
-        """Count a try that failed. Raises RunError when what answers has been something else for a while: a port can be
-        another program's for a moment after a process has died."""
+        """Count an attempt that failed.
+
+        Raises RunError if something else has answered for too long. After a process has died, its port can briefly
+        belong to another program.
+        """
         if not isinstance(error, Impostor | ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
             return
         self._since = self._since or time.monotonic()
-        if time.monotonic() - self._since > _PROVES:
-            at = f"{address.ip}:{address.port}" if address.port else address.folder
-            raise RunError(f"what answers at {at} is not the {self.name} of this run: {error}") from error
+        if time.monotonic() - self._since > _IMPOSTOR_GRACE:
+            location = f"{address.ip}:{address.port}" if address.port else address.folder
+            raise RunError(f"the process at {location} is not the {self.name} of this run: {error}") from error
 
     def settled(self) -> None:
-        """It has proved to be that process."""
+        """Note that the process has proved its identity."""
         self._since = 0.0
 
 
 class AsyncRpcConnection:
-    """A coroutine's line from a process of a `host`: what is sent waits in a queue, one call after the other."""
+    """A coroutine's connection from a process of `host`; calls are sent one at a time."""
 
     def __init__(self, name: str, find: Callable[[str], Awaitable[Address]], host: int, key: bytes) -> None:
         self.name = name
@@ -138,12 +145,12 @@ class AsyncRpcConnection:
         self.host = host
         self.key = key
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._doubt = UnprovedPeer(name)
 
     async def send(self, method: str, *arguments: Any) -> Any:
-        """The answer."""
-        async with self._turn:
+        """Make a call and return its answer."""
+        async with self._lock:
             while True:
                 try:
                     reader, writer = self._streams = self._streams or await self._connect()
@@ -152,7 +159,7 @@ class AsyncRpcConnection:
                     break
                 except (OSError, asyncio.IncompleteReadError):
                     self.close()
-                    await asyncio.sleep(_PAUSE)
+                    await asyncio.sleep(_RETRY_PAUSE)
         if not done:
             raise value
         return value
@@ -175,7 +182,7 @@ class AsyncRpcConnection:
 
 
 class PendingReply:
-    """What a call is going to give."""
+    """The reply to a call, present or future."""
 
     def __init__(self, line: RpcConnection) -> None:
         self.line = line
@@ -184,7 +191,7 @@ class PendingReply:
         self.error: Exception | None = None
 
     def get(self) -> Any:
-        """The answer; waits for it."""
+        """Wait for the answer and return it."""
         while not self.done:
             self.line.receive()
         if self.error is not None:
@@ -193,36 +200,42 @@ class PendingReply:
 
 
 class RpcConnection:
-    """A thread's line to the process of a name. Answers are read when they are asked for, or while that of another of
-    the thread's lines, `every`, is waited for: it might never come where a call on this one was lost."""
+    """A thread's connection to a named process.
 
-    def __init__(self, name: str, find: Find, host: int, key: bytes, every: Mapping[str, RpcConnection]) -> None:
+    Answers are read when they are requested, or while the thread waits for another of its connections (`lines`): that
+    answer might never come if a call on this connection was lost.
+    """
+
+    def __init__(self, name: str, find: Find, host: int, key: bytes, lines: Mapping[str, RpcConnection]) -> None:
         self.name = name
         self.find = find
         self.host = host
         self.key = key
-        self.every = every
+        self.lines = lines
         self._doubt = UnprovedPeer(name)
         self._socket: socket.socket | None = None
-        self._held: list[tuple[PendingReply, Call]] = []  # for the next message
-        self._open: deque[list[tuple[PendingReply, Call]]] = deque()  # messages without an answer
+        self._queued: list[tuple[PendingReply, Call]] = []  # calls for the next message
+        self._unanswered: deque[list[tuple[PendingReply, Call]]] = deque()  # messages without an answer yet
 
     def send(self, method: str, *arguments: Any, wait: bool = False) -> PendingReply:
-        """Makes a call; `wait`: it goes with the next one, in one message, or when its answer is asked for."""
-        self._held.append((answer := PendingReply(self), (method, arguments)))
+        """Make a call.
+
+        With `wait` it is sent with the next call, in one message, or when its answer is requested.
+        """
+        self._queued.append((answer := PendingReply(self), (method, arguments)))
         if not wait:
             self.flush()
         return answer
 
     def flush(self) -> None:
-        """Sends what waits."""
-        if not self._held:
+        """Send the calls that wait."""
+        if not self._queued:
             return
-        self._open.append(self._held)
-        self._held = []
+        self._unanswered.append(self._queued)
+        self._queued = []
         try:
             if self._socket is not None:
-                _send(self._socket, framed([call for _, call in self._open[-1]]))
+                _send(self._socket, framed([call for _, call in self._unanswered[-1]]))
         except OSError:
             self.close()
         if self._socket is None:
@@ -234,9 +247,9 @@ class RpcConnection:
         self._socket = None
 
     def receive(self) -> None:
-        """Reads the next answers, once they are there."""
+        """Wait for the next answers and read them."""
         self.flush()
-        while self._socket is not None and self not in (ready := _readable([*self.every.values()], None)):
+        while self._socket is not None and self not in (ready := _readable([*self.lines.values()], None)):
             for line in ready:
                 line._read()
         self._read()
@@ -245,11 +258,11 @@ class RpcConnection:
         while True:
             try:
                 assert self._socket is not None
-                told = _receive(self._socket)
+                replies = _receive(self._socket)
                 break
             except OSError:
                 self._connect()
-        for (answer, _), (done, value) in zip(self._open.popleft(), told, strict=True):
+        for (answer, _), (done, value) in zip(self._unanswered.popleft(), replies, strict=True):
             answer.done = True
             if done:
                 answer.value = value
@@ -257,7 +270,7 @@ class RpcConnection:
                 answer.error = value
 
     def _connect(self) -> None:
-        """A new line, on which all that has no answer yet is sent again."""
+        """Open a new connection and send all unanswered calls again."""
         self.close()
         while True:
             address = self.find(self.name)  # raises where the process is gone for good
@@ -265,50 +278,56 @@ class RpcConnection:
                 self._socket = connect(address, self.host, self.key)
                 self._doubt.settled()
                 self._socket.sendall(greeting(self.name))
-                for calls in self._open:
+                for calls in self._unanswered:
                     _send(self._socket, framed([call for _, call in calls]))
                 return
             except OSError as error:
                 self.close()
                 self._doubt.failed(error, address)
-                time.sleep(_PAUSE)
+                time.sleep(_RETRY_PAUSE)
 
 
 class RpcConnections:
-    """The lines of a process of a `host`: each of its threads has its own."""
+    """The connections of a process of `host`: each of its threads has its own."""
 
     def __init__(self, find: Find, host: int, key: bytes) -> None:
         self.find = find
         self.host = host
         self.key = key
-        self._own = threading.local()
+        self._thread_local = threading.local()
 
     def to(self, name: str) -> RpcConnection:
-        known: dict[str, RpcConnection] = self._own.__dict__.setdefault("lines", {})
+        known: dict[str, RpcConnection] = self._thread_local.__dict__.setdefault("lines", {})
         if name not in known:
             known[name] = RpcConnection(name, self.find, self.host, self.key, known)
         return known[name]
 
-    def wait(self, asked: futures.Future[T]) -> T:
-        """What another thread of this process has asked for. Meanwhile what comes on this thread's lines is read, and
-        what was lost on those that broke is sent again: the dock that died may have lost the very rows that are waited
-        for."""
-        while not futures.wait([asked], _TENDS).done:
-            for line in _readable([*self._own.__dict__.get("lines", {}).values()], 0):
+    def wait(self, future: futures.Future[T]) -> T:
+        """Return what another thread of this process has requested.
+
+        Meanwhile this thread reads its own connections and repeats the calls that were lost on broken ones: a dock that
+        died may have lost the very rows that the other thread waits for.
+        """
+        while not futures.wait([future], _WAIT_SLICE).done:
+            for line in _readable([*self._thread_local.__dict__.get("lines", {}).values()], 0):
                 line._read()
-        return asked.result()
+        return future.result()
 
 
 def _readable(lines: Sequence[RpcConnection], patience: int | None) -> list[RpcConnection]:
-    """Those with open calls on which something can be read, or which broke; waits for one, as many milliseconds as
-    there is patience (None: without end)."""
-    of = {line._socket.fileno(): line for line in lines if line._open and line._socket is not None}
-    # What TLS has read and nobody has asked for yet, the system does not know of.
-    held = [line for line in of.values() if isinstance(line._socket, ssl.SSLSocket) and line._socket.pending()]
+    """Return the connections with unanswered calls that can be read or that broke.
+
+    Waits up to `patience` milliseconds for one (None: without limit).
+    """
+    by_descriptor = {line._socket.fileno(): line for line in lines if line._unanswered and line._socket is not None}
+    # The kernel does not report data that TLS has already decrypted and nobody has read yet.
+    buffered = [
+        line for line in by_descriptor.values() if isinstance(line._socket, ssl.SSLSocket) and line._socket.pending()
+    ]
     poll = select.poll()
-    for number in of:
+    for number in by_descriptor:
         poll.register(number, select.POLLIN)
-    return held or [of[number] for number, _ in poll.poll(patience)]
+    return buffered or [by_descriptor[number] for number, _ in poll.poll(patience)]
 
 
 def _send(connection: socket.socket, parts: list[Any]) -> None:
@@ -316,9 +335,9 @@ def _send(connection: socket.socket, parts: list[Any]) -> None:
         for part in parts:
             connection.sendall(part)
         return
-    views = deque(memoryview(p).cast("B") for p in parts if memoryview(p).nbytes)
+    views = deque(memoryview(buffer).cast("B") for buffer in parts if memoryview(buffer).nbytes)
     while views:
-        sent = connection.sendmsg([v for _, v in zip(range(64), views)])  # noqa: B905
+        sent = connection.sendmsg([view for _, view in zip(range(64), views)])  # noqa: B905
         while sent:
             if sent < len(views[0]):
                 views[0] = views[0][sent:]
@@ -327,33 +346,33 @@ def _send(connection: socket.socket, parts: list[Any]) -> None:
 
 
 async def _write(writer: asyncio.StreamWriter, parts: list[Any]) -> None:
-    """Sends a message in pieces, so that neither asyncio nor TLS holds copies of all of it."""
+    """Send a message in pieces, so that neither asyncio nor TLS copies all of it."""
     for part in parts:
         view = memoryview(part).cast("B")
-        for begin in range(0, len(view), _PIECE):
-            writer.write(view[begin : begin + _PIECE])
+        for begin in range(0, len(view), _SEND_CHUNK):
+            writer.write(view[begin : begin + _SEND_CHUNK])
             await writer.drain()
 
 
-def _exactly(connection: socket.socket, size: int) -> memoryview:
-    found = np.empty(size, np.uint8).data
-    at = 0
-    while at < size:
-        if not (got := connection.recv_into(found[at:])):
+def _receive_exactly(connection: socket.socket, size: int) -> memoryview:
+    buffer = np.empty(size, np.uint8).data
+    received = 0
+    while received < size:
+        if not (count := connection.recv_into(buffer[received:])):
             raise ConnectionResetError
-        at += got
-    return found
+        received += count
+    return buffer
 
 
 def _receive(connection: socket.socket) -> Any:
-    count, size = _HEAD.unpack(_exactly(connection, _HEAD.size))
-    rest = _exactly(connection, 8 * count + size)
+    count, size = _HEADER.unpack(_receive_exactly(connection, _HEADER.size))
+    rest = _receive_exactly(connection, 8 * count + size)
     sizes = struct.unpack(f"<{count}Q", rest[: 8 * count])
-    return pickle.loads(rest[8 * count :], buffers=[_exactly(connection, s) for s in sizes])
+    return pickle.loads(rest[8 * count :], buffers=[_receive_exactly(connection, buffer_size) for buffer_size in sizes])
 
 
 async def _read(reader: asyncio.StreamReader) -> Any:
-    count, size = _HEAD.unpack(await reader.readexactly(_HEAD.size))
+    count, size = _HEADER.unpack(await reader.readexactly(_HEADER.size))
     rest = memoryview(await reader.readexactly(8 * count + size))
     sizes = struct.unpack(f"<{count}Q", rest[: 8 * count])
-    return pickle.loads(rest[8 * count :], buffers=[await reader.readexactly(s) for s in sizes])
+    return pickle.loads(rest[8 * count :], buffers=[await reader.readexactly(buffer_size) for buffer_size in sizes])

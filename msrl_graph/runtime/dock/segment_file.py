@@ -1,0 +1,112 @@
+"""The file format of a segment: a header in MessagePack, then raw arrays.
+
+Invariant: reading does not trust a file: a damaged one raises RunError, and nothing in it is executed (no pickle).
+Readers get views of the file, which is mapped read-only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import struct
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from ..data import encoding
+from ..data.columns import Array, ColumnData, ColumnRows, Verdicts
+from ..process.task_report import RunError
+
+ALIGN = 64  # bytes to which each array is aligned
+HEADER_SIZE = struct.Struct("<Q")  # a file begins with the size of its header in bytes
+
+
+class ArrayPlace(msgspec.Struct, array_like=True):
+    """Where an array is behind the header of a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SegmentColumn(msgspec.Struct, array_like=True):
+    """A column of a segment."""
+
+    verdicts: bool
+    rows: ArrayPlace
+    values: ArrayPlace
+    offsets: ArrayPlace | None
+
+
+class SegmentHeader(msgspec.Struct, array_like=True):
+    """The header of a segment: the node that wrote it, and its columns."""
+
+    node: str
+    fields: dict[str, SegmentColumn]
+
+
+_header_decoder = msgspec.msgpack.Decoder(SegmentHeader)
+
+
+class Segment:
+    """The rows that one call wrote: pieces by column, as views.
+
+    Raises RunError for a file that no call wrote.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            # The lock lasts as long as the mapping or any view of it: until then nobody writes to this file.
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if not path.samefile(f"/proc/self/fd/{file.fileno()}"):  # dropped meanwhile
+                raise FileNotFoundError(path)
+            try:
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                size = HEADER_SIZE.unpack_from(self._memory)[0]
+                head = _header_decoder.decode(self._memory[HEADER_SIZE.size : HEADER_SIZE.size + size])
+                self._begin = arrays_begin(size)
+            except (ValueError, struct.error) as error:  # msgspec's errors are ValueErrors
+                raise damaged_file(path, error) from None
+        self.node = head.node
+        self._fields = head.fields
+
+    @cached_property
+    def pieces(self) -> dict[str, ColumnRows]:
+        """The pieces by column."""
+        return {name: self._piece(name, field) for name, field in self._fields.items()}
+
+    def _piece(self, name: str, field: SegmentColumn) -> ColumnRows:
+        try:
+            rows = self._array(field.rows)
+            values = self._array(field.values)
+            offsets = self._array(field.offsets) if field.offsets else None
+        except encoding.DecodeError as error:
+            raise damaged_file(self.path, error) from None
+        if not _fit_together(rows, values, offsets):
+            raise damaged_file(self.path, f"its column `{name}` does not fit together")
+        return (Verdicts if field.verdicts else ColumnRows)(rows, ColumnData(values, offsets))
+
+    def _array(self, place: ArrayPlace) -> Array:
+        return encoding.view(self._memory, place.dtype, place.shape, self._begin + place.offset)
+
+
+def _fit_together(rows: Array, values: Array, offsets: Array | None) -> bool:
+    """Return whether these can be the arrays of a piece."""
+    if rows.ndim != 1 or rows.dtype.kind != "i" or not values.ndim:
+        return False
+    if offsets is None:
+        return len(values) == len(rows)
+    right = offsets.shape == (len(rows) + 1,) and offsets.dtype.kind == "i"
+    return right and (offsets[0], offsets[-1]) == (0, len(values))
+
+
+def damaged_file(path: Path, why: object) -> RunError:
+    """Return the error for a damaged file."""
+    return RunError(f"the file {path} of the dock is damaged: {why}")
+
+
+def arrays_begin(head: int) -> int:
+    """Return where the arrays begin behind a header of `head` bytes."""
+    return -(-(HEADER_SIZE.size + head) // ALIGN) * ALIGN
