@@ -1,11 +1,13 @@
-"""msrl_graph: a small language and its compiler for reinforcement learning of large language models.
+"""msrl_graph: a language and compiler for reinforcement learning of LLMs.
 
-A program is an .rlg file, or is built in Python by `Algorithm`, `Cluster`, `Deploy` and `Imported` (docs/python.md).
-`compile` gives its Plan, `check` its Graph (the algorithm apart from where it runs), `parse` the syntax tree of a text,
-`to_rlg` the text of a tree or of what was built. `simulate` says what iterations of a plan take when rows differ, `run`
-trains by one (it needs the extra `run`), and `export` writes what it learnt as Hugging Face folders. What is wrong is
-told by a `Fault`, what is suspicious by a `ProgramWarning`. `function` and `loss_term` mark functions and terms of a
-loss in files of one's own (docs/functions.md).
+A program is an .rlg file, or is built in Python with `Algorithm`, `Cluster`, `Deploy` and `Imported` (docs/python.md).
+
+- `compile` returns its Plan, `check` its Graph (the algorithm without its placement), `parse` the syntax tree of a
+  text, and `to_rlg` the text of a tree or of what was built.
+- `simulate` predicts how long a plan's iterations take when rows differ.
+- `run` trains with a plan (it needs the extra `run`), and `export` writes the trained weights as Hugging Face folders.
+- Errors are raised as a `Fault`, suspicious things are reported as a `ProgramWarning`.
+- `function` and `loss_term` mark functions and loss terms in your own files (docs/functions.md).
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ __all__ = [
     "to_rlg",
 ]
 
-# Loaded on demand: torch and ray by those who train, the compiler by those who compile, which the processes of a run do
-# not.
+# Loaded on demand: torch and ray only for training, and the compiler only for compiling, which the processes of a run
+# do not do.
 _HOMES = {
     **dict.fromkeys(("check", "compile"), ".compiler.pipeline"),
     **dict.fromkeys(("Fault", "ProgramWarning"), ".diagnostics"),
@@ -57,7 +59,7 @@ _HOMES = {
     "simulate": ".simulation",
 }
 
-# What a graph or a plan shows of itself is made by a room above theirs.
+# How a graph or a plan is shown is the task of `emit`, a layer above `ir`.
 _views.emitter = lambda name: import_module(f".emit.{name}", __name__)
 
 

@@ -222,7 +222,7 @@ def test_what_is_not_trained_on_is_counted_and_told(alone, tmp_path, model):
     assert 16 <= sums["left_out_tokens"][0] <= 7 * 8
     assert written["mask"].values.sum() <= 32
     assert stage.told.remarks == [
-        "agents of `actor.generate` ask for `temperature`: how tokens are drawn, the program says"
+        "agents of `actor.generate` set `temperature`, which is ignored: the program says how tokens are drawn"
     ]
 
 
@@ -282,7 +282,7 @@ EVERY = range(8)  # rows, of which any may be told of first
 @pytest.mark.parametrize(
     ("body", "rows", "message"),
     [
-        ("return 1.0, ''", EVERY, "BadResult: it has had no answer of the policy, and a row needs one"),
+        ("return 1.0, ''", EVERY, "BadResult: it got no answer from the policy, and a row needs one"),
         (
             "said = ask(base_url, api_key, messages=[{'role': 'user', 'content': question}], max_tokens=2)",
             EVERY,
@@ -303,10 +303,10 @@ EVERY = range(8)  # rows, of which any may be told of first
             "if answer == '4': time.sleep(600)\n"
             "    ask(base_url, api_key, prompt='one', path='completions', max_tokens=2)\n    return 1.0, ''",
             (2, 3),
-            "TimeoutError: it takes longer than 10 s, its `timeout`",
+            "TimeoutError: it took longer than its `timeout` of 10 s",
         ),
         ("import os; os._exit(3)", range(8), "ProcessExit: it ends its process with status 3, at {path}:18"),
-        ("import os; os.kill(os.getpid(), 9)", (), "the process of its agents has ended, with signal SIGKILL"),
+        ("import os; os.kill(os.getpid(), 9)", (), "the process of its agents ended with signal SIGKILL"),
     ],
 )
 def test_what_goes_wrong_is_told_with_its_row(body, rows, message, alone, tmp_path, model):
@@ -361,9 +361,7 @@ def test_what_an_agent_asks_must_begin_with_what_the_model_reads(alone, tmp_path
     )
     stage = Stage(compile(CALCULATOR / "other.rlg", text=text.replace("5 min", "1 min"), sets={"prompts": "32"}))
     prompts = Tokens(stage.plan.model("actor.generate").path).encode(["37+48+5-"] * 32)
-    with pytest.raises(
-        RunError, match=r"what it asks begins with '1.37.48.5-', and the row's own prompt is '37.48.5-'"
-    ):
+    with pytest.raises(RunError, match=r"its requests begin with '1.37.48.5-', but the row's own prompt is '37.48.5-'"):
         stage.act("actor.generate", {"prompt": ragged(prompts, np.int32), "answer": texts(["90"] * 32)})
 
 

@@ -63,8 +63,8 @@ def test_a_script_that_its_own_processes_would_start_again_is_refused_at_its_lin
     assert err[err.index("error[") :] == (
         "error[unguarded-run]: the processes of the run load `score` from this file, and would each start a run\n"
         f"  --> {path}:13:1\n   |\n13 | run(compile(deploy), out='out')\n   | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^\n"
-        '   = help: put what starts the run under `if __name__ == "__main__":`, or the functions into a file of '
-        "their own\n"
+        '   = help: put the call that starts the run under `if __name__ == "__main__":`, or the functions into a '
+        "file of their own\n"
     ), err
     guarded = "if __name__ == '__main__':\n    run(compile(deploy), out='out', dry_run=True, iterations=7, seed=3)"
     code, out, err = script(tmp_path, start=guarded)
@@ -77,7 +77,7 @@ def test_a_script_that_its_own_processes_would_start_again_is_refused_at_its_lin
 def test_a_process_of_a_run_starts_none(tmp_path, monkeypatch):
     monkeypatch.setenv("MSRL_RUN", "/tmp/of-another")
     with pytest.raises(
-        Fault, match=r"error\[unguarded-run\]: a process of a run, which loads its functions, would start a run"
+        Fault, match=r"error\[unguarded-run\]: a process of a run, while loading its functions, would start another run"
     ):
         run(compile("grpo", model="tiny"))
 

@@ -155,7 +155,7 @@ def test_what_stands_between_two_answers_is_what_the_template_writes(speeches):
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
     answer, _ = made.ask([USER, message, result], "three")
-    told = answer.prefix[len(answer.before.whole) :]
+    told = answer.prefix[len(answer.before.all_tokens) :]
     assert speech.decode(told, special=True) == (
         "\n<|start|>user\n<tool_response>\n3\n</tool_response><|stop|>\n<|start|>assistant\n"
     )
@@ -257,11 +257,11 @@ def test_a_response_holds_what_its_bound_says_and_an_episode_its_turns(speeches)
     made = program(speech, bound=begin + 3)
     answer, message = made.ask([USER], "one two three")
     assert len(answer.tokens) == answer.most == 3
-    with pytest.raises(ContextOverflow, match=f"of a response that holds {begin + 3}, and leaves no room"):
+    with pytest.raises(ContextOverflow, match=f"of the {begin + 3} tokens of the response, which leaves no room"):
         made.ask([USER, message, USER], "more")
     twice = program(speech, turns=1)
     twice.ask([USER], "one")
-    with pytest.raises(ContextOverflow, match="row 7 has had its 1 answers"):
+    with pytest.raises(ContextOverflow, match="row 7 already has 1 answers"):
         twice.ask([USER], "one")
     assert len(program(speech, bound=begin + 3, context=speech.begun([USER])).ask([USER], "one")[0].tokens) == 4
 
@@ -280,8 +280,8 @@ def test_completions_go_on_by_text_and_by_tokens(speeches):
     first = drawn("one plus", " two is")
     second = drawn("one plus two is three", " and")
     assert second.before is first
-    assert np.array_equal(second.prefix[: len(first.whole)], first.whole)
-    third = drawn(np.append(second.whole, speech.encode(" four")).astype(np.int32), "one")
+    assert np.array_equal(second.prefix[: len(first.all_tokens)], first.all_tokens)
+    third = drawn(np.append(second.all_tokens, speech.encode(" four")).astype(np.int32), "one")
     assert third.before is second
     mask = made.spoken(third).mask
     assert mask.sum() == len(" two is") + len(" and") + len("one")

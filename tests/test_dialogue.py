@@ -154,8 +154,14 @@ THOUGHTS = "If the template leaves out earlier thoughts once a `user` message fo
         ),
         ("qwen", ASKS, "return 'so', 0.0, text, False", "one", "`step` returned the text 'so' in a conversation"),
         ("qwen", ASKS, "return None, 0.0, text, False", "one", "`step` returned nothing in a conversation of messages"),
-        ("qwen", ASKS, SAYS.replace("ROLE", "assistant"), "one", "`step` returned a message of the `assistant`, and"),
-        ("qwen", ASKS, 'return {"role": "user", "content": {1}}, 0.0, text, False', "one", "messages that are no JSON"),
+        ("qwen", ASKS, SAYS.replace("ROLE", "assistant"), "one", "`step` returned a message of the `assistant`, which"),
+        (
+            "qwen",
+            ASKS,
+            'return {"role": "user", "content": {1}}, 0.0, text, False',
+            "one",
+            "messages that are not JSON",
+        ),
         (
             "qwen",
             'return {"role": "user", "content": "\\ud83d"}',
@@ -168,7 +174,7 @@ THOUGHTS = "If the template leaves out earlier thoughts once a `user` message fo
             'return {"says": "user"}',
             USER,
             "one",
-            "it returned dict of 1, where the text belongs that it says, ",
+            "it returned dict of 1, where text, messages or None belong",
         ),
         (
             "qwen",

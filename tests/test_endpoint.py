@@ -23,7 +23,7 @@ USER = {"role": "user", "content": "what is one plus two"}
 CALL = 'so\n<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>'
 NONE = np.zeros(0, np.int32)
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "object"}}}
-RULES_OUT = "it would rule out tokens as they are drawn, and the row is trained on as the policy draws by itself"
+RULES_OUT = "it would rule out tokens while they are drawn, but training uses the policy's own, unconstrained draws"
 
 
 class Served:
@@ -190,7 +190,7 @@ def test_an_answer_is_as_long_as_may_be(served):
 @pytest.mark.parametrize(
     ("more", "error", "code", "says"),
     [
-        ({"n": 2}, openai.BadRequestError, "unsupported", "`n` = 2 is not there: one answer is drawn, freely"),
+        ({"n": 2}, openai.BadRequestError, "unsupported", "`n` = 2 is not supported: one answer is drawn"),
         ({"top_logprobs": 2, "logprobs": True}, openai.BadRequestError, "unsupported", "`top_logprobs` = 2"),
         ({"tool_choice": "required"}, openai.BadRequestError, "unsupported", '`tool_choice` = "required"'),
         ({"response_format": {"type": "json_object"}}, openai.BadRequestError, "unsupported", RULES_OUT),
@@ -211,14 +211,14 @@ def test_an_answer_is_as_long_as_may_be(served):
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             openai.BadRequestError,
             "unsupported",
-            "a message's content is text here",
+            "a message's content must be text",
         ),
-        ({"model": "gpt-5"}, openai.NotFoundError, "model_not_found", "there is no model 'gpt-5' here, but 'policy'"),
+        ({"model": "gpt-5"}, openai.NotFoundError, "model_not_found", "there is no model 'gpt-5' here, only 'policy'"),
         (
             {"extra_body": {"chat_template_kwargs": {"tokenize": True}}},
             openai.BadRequestError,
             "invalid_type",
-            "takes what the template knows",
+            "takes an object of the template's variables",
         ),
     ],
 )
@@ -252,8 +252,8 @@ def post(served, row, path, body, charset="utf-8"):
         (CHAT, b'"messages": [{"role": "user", "content": "x", "%s": 1}]', "invalid_text", "half a character (U+D83D)"),
         (CHAT, b'"messages": [{"role": "user", "content": "x"}], "stop": "%s"', "invalid_text", "half a character"),
         (COMPLETION, b'"prompt": "%s"', "invalid_text", "half a character (U+D83D)"),
-        (COMPLETION, b'"prompt": "\xed\xa0\xbd"', "invalid_json", "the body is no JSON: 'utf-8' codec"),
-        (COMPLETION, b'"prompt": ' + b"[" * 200_000, "invalid_json", "the body is no JSON: "),
+        (COMPLETION, b'"prompt": "\xed\xa0\xbd"', "invalid_json", "the body is not JSON: 'utf-8' codec"),
+        (COMPLETION, b'"prompt": ' + b"[" * 200_000, "invalid_json", "the body is not JSON: "),
         (COMPLETION, b'"prompt": [3, 1000000]', "invalid_token", "token 1000000 is not in the vocabulary"),
     ],
 )  # fmt: skip
@@ -289,7 +289,7 @@ def test_how_tokens_are_drawn_is_the_runs_and_what_a_request_says_of_it_is_noted
 
 def test_a_template_without_tools_says_so(serve):
     served = serve("plain")
-    with pytest.raises(openai.BadRequestError, match="the chat template of this model knows no tools"):
+    with pytest.raises(openai.BadRequestError, match="the chat template of this model does not support tools"):
         ask(served.client(served.row()), tools=[TOOL])
     served.texts = ["one"]
     assert ask(served.client(served.row()), tools=[TOOL], tool_choice="none").choices[0].message.content == "one"
@@ -306,7 +306,7 @@ def test_a_full_response_and_a_last_turn_are_told_as_openai_tells_them(serve):
     assert told.value.code == "context_length_exceeded"
     ask(client)
     ask(client)
-    with pytest.raises(openai.BadRequestError, match="row 3 has had its 3 answers, the `turns` of the program"):
+    with pytest.raises(openai.BadRequestError, match="row 3 already has 3 answers, the limit that `turns` sets"):
         ask(client)
     assert len(row.conversations.answers) == 3
 
@@ -320,7 +320,7 @@ def test_a_key_is_of_one_row_and_ends_with_it(served):
     assert [m.id for m in served.client(one).models.list()] == ["policy"]
     del served.endpoint.rows[one.api_key]
     for call in (lambda c: ask(c), lambda c: c.models.list()):
-        with pytest.raises(openai.AuthenticationError, match="this is the `api_key` of no row under way"):
+        with pytest.raises(openai.AuthenticationError, match="no row in progress has this `api_key`"):
             call(served.client(one))
     with pytest.raises(openai.NotFoundError, match="POST /v1/embeddings is not served here"):
         served.client(other).embeddings.create(model="policy", input="x")

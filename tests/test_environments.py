@@ -274,7 +274,7 @@ OVER = "where true or false belongs: whether the episode is over"
 @pytest.mark.parametrize(
     ("reset", "step", "message"),
     [
-        ("return 3", "pass", f"{FIRST}BadResult: it returned int 3, where the text belongs that it says, messages, or"),
+        ("return 3", "pass", f"{FIRST}BadResult: it returned int 3, where text, messages or None belong"),
         ("self.no", "pass", f"{FIRST}AttributeError: 'Tool' object has no attribute 'no', at {{path}}:7"),
         (
             "return '1' * 24",
@@ -298,7 +298,7 @@ OVER = "where true or false belongs: whether the episode is over"
         (
             "pass",
             "if self.answer == '7': time.sleep(0.7)",
-            "row 2, turn 1 of iteration 3: TimeoutError: it takes longer than 0.3 s, its",
+            "row 2, turn 1 of iteration 3: TimeoutError: it took longer than its `timeout` of 0.3 s",
         ),
     ],
 )

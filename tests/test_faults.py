@@ -138,9 +138,7 @@ def test_a_function_that_is_killed_twice_on_a_row_ends_the_run_with_it(place):
     ), err
     told = "error[run-failed]: `host.reward` (line 26 of p.rlg) failed on row 0 of iteration 0: ProcessDied: "
     assert (
-        f"{told}its process died in it 2 times without a word" in err
-        and "\n  response: '" in err
-        and "\n  answer: '" in err
+        f"{told}its process was killed in it 2 times" in err and "\n  response: '" in err and "\n  answer: '" in err
     ), err
     place.assert_clean()
 

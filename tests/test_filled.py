@@ -96,7 +96,7 @@ def test_a_weight_that_is_none_is_told_with_its_row(tmp_path: Path, value: str, 
         weigher(tmp_path, '"mine.py:f"', f"import numpy as np\ndef f(difficulty): return [1.0, {value}, 1.0]\n")(
             {}, Task("train", 0, 2)
         )
-    with pytest.raises(RunError, match=rf"returned {shown} for line 1 of .*rows.jsonl, and so of 1 more of 3, where"):
+    with pytest.raises(RunError, match=rf"returned {shown} for line 1 of .*rows.jsonl\(and for 1 more of 3 rows\), "):
         weigher(tmp_path, '"mine.py:f"', f"import numpy as np\ndef f(difficulty): return [{value}, 0, {value}]\n")(
             {}, Task("train", 0, 2)
         )
@@ -106,9 +106,7 @@ def test_rows_of_weight_0_are_told_where_they_are_taken_and_end_the_run_where_th
     tmp_path: Path,
 ) -> None:
     """Once an iteration: in its first round that takes some, not where a pass over all rows begins anew."""
-    with pytest.raises(
-        RunError, match="returned 0 for each of 3 rows of the data in iteration 4: there is none to draw"
-    ):
+    with pytest.raises(RunError, match="returned 0 for each of 3 rows of the data in iteration 4: no row can be drawn"):
         weigher(tmp_path, '"mine.py:f"', "def f(difficulty): return difficulty * 0\n")({}, Task("train", 4, 2))
     weigh = weigher(tmp_path, '"mine.py:f"', "def f(difficulty, *, iteration): return [0, 1, iteration]\n")
     told = [
@@ -119,7 +117,7 @@ def test_rows_of_weight_0_are_told_where_they_are_taken_and_end_the_run_where_th
     task = Task("train", 0, 2)
     (remark,) = scarce(weigh.source, task, weigh({}, task), 0)
     assert remark.endswith(
-        ": only 1 of 3 rows of the data have a weight above 0, so iteration 0 takes rows of weight 0 too"
+        ": only 1 of 3 rows of the data have a weight above 0, so iteration 0 also draws rows of weight 0"
     )
     assert not scarce(weigh.source, task, np.ones(3), 2)
 

@@ -414,7 +414,7 @@ def test_a_filter_says_how_often_each_row_goes_on(tmp_path, body, per, times):
         ("select: [0.5]", "prompt", "it returned list of 1: [0.5], where places from 0 to 1 belong"),
         ("select: [True, False]", "prompt", "where places from 0 to 1 belong"),
         ("select: None", "prompt", "it returned None, where places from 0 to 1 belong"),
-        ("select: [1] * 1025", "prompt", "it returned place 1 1,025 times, where a row may go on 1,024 times at most"),
+        ("select: [1] * 1025", "prompt", "it returned place 1 1,025 times, but a row may continue at most 1,024 times"),
         ("select: 1", "prompt", "it returned int 1, where places from 0 to 1 belong"),
         ("select: score.argmax()", "prompt", "it returned int64 "),
         ("select: [[0], [0, 1]]", "prompt", "it returned list of 2, where places from 0 to 1 belong"),

@@ -109,7 +109,7 @@ def test_those_that_wait_do_so_side_by_side_each_with_its_time(tmp_path):
 @pytest.mark.parametrize(
     ("step", "told"),
     [
-        ("return 3, 1.0, True, False, {}", "the observation is int 3, and a policy reads text: wrap the class"),
+        ("return 3, 1.0, True, False, {}", "the observation is int 3, but a policy reads text: wrap the class"),
         (
             "return '', 1.0, True, {}",
             "`step` returned tuple of 4, where a tuple of 5 belongs: the observation, reward,",

@@ -143,7 +143,7 @@ def left(folder, *deaths):
         (["os.kill(os.getpid(), 9)", "pass"], ""),  # once may be anybody's doing
         (
             ["os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 9)", "pass"],
-            "its process died in it 2 times without a word",
+            "its process was killed in it 2 times",
         ),
         (["os.kill(os.getpid(), 9)", "sys.exit(1)", "pass"], ""),  # it was well the second time
         ([CHILD.format("os._exit(1)"), "pass"], ""),  # a function's own children end as they like

@@ -108,7 +108,7 @@ async def waits(question, base_url, api_key):
     ("body", "told"),
     [
         ("os._exit(3)", "ProcessExit: it ends its process with status 3, at "),
-        ("(child := os.fork()) and os.waitpid(child, 0)", "BadResult: it has had no answer of the policy"),
+        ("(child := os.fork()) and os.waitpid(child, 0)", "BadResult: it got no answer from the policy"),
     ],
 )
 def test_an_agent_that_ends_or_forks_its_process_fails_alone(name, body, told, made, tmp_path):

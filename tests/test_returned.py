@@ -144,7 +144,7 @@ def test_half_a_character_is_told_with_node_and_row_and_the_help_helps(tmp_path)
     told = refused(tmp_path, source, ("kind",))
     assert told.startswith("`host.mine` (line 0) failed on row 2 of iteration 7: BadResult: it returned half a ")
     assert "half a character (U+D83D) for `kind`, where text belongs" in told
-    fix = told.partition("whole text is `")[2].partition("`")[0]
+    fix = told.partition("to replace it, return `")[2].partition("`")[0]
     made = call(tmp_path, source.replace("return text", f"return {fix}"), ("kind",))["kind"]
     assert [made.text(row) for row in range(4)] == ["ok", "ok", "?", "ok"]
 

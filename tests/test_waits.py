@@ -61,7 +61,7 @@ class Rows(ControllerRequest[int]):
     least: int
 
     def answer(self, controller):
-        count = int((controller.books[self.key].progress.where[self.column].get(np.arange(16)) >= 0).sum())
+        count = int((controller.states[self.key].progress.where[self.column].get(np.arange(16)) >= 0).sum())
         return count if count >= self.least else None
 
 

@@ -122,7 +122,7 @@ def test_a_worker_that_is_killed_once_is_replaced_and_its_rows_are_computed_agai
     [
         ("os._exit(3)", "it ended its process with status 3"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "it ended its process: Segmentation fault"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "its process died in it 2 times without a word"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "its process was killed in it 2 times"),
     ],
 )
 def test_a_call_that_ends_its_worker_is_named_and_not_made_again(die, told, tmp_path):

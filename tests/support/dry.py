@@ -152,7 +152,7 @@ class Computed:
     def spoilt(self, batch: Batch) -> Array:
         return np.zeros(len(batch.rows), bool)
 
-    def parts(self, batch: Batch, task: Task, often: float) -> Iterator[Results]:
+    def parts(self, batch: Batch, task: Task, part_seconds: float) -> Iterator[Results]:
         """All of a batch at once: no time passes."""
         yield self(batch, task)
 
@@ -557,7 +557,7 @@ class Dry:
             plan = zlib.compress(self.plan.to_json().encode())
             made = CLASSES[functions.FunctionHost](plan, host, called, "", "", self.way, False, {})
             made.start()
-        made._source = lambda *arguments: self._source(made, *arguments)
+        made._run_source = lambda *arguments: self._source(made, *arguments)
         return self.world.actor(called, made)
 
     def _source(self, host: Any, task: Task, round: int, tables: Any, report: Report) -> None:
@@ -577,9 +577,9 @@ class Dry:
             )
 
         with patch.object(host.client, "put", numbered):
-            CLASSES[functions.FunctionHost]._source(host, task, round, tables, report)
+            CLASSES[functions.FunctionHost]._run_source(host, task, round, tables, report)
         if task.trains:
-            self.chosen[task.number][round] = host._chosen(task, round, tables.draws).tolist()
+            self.chosen[task.number][round] = host._choose_rows(task, round, tables.draws).tolist()
 
     def _words(self) -> str:
         lines = []

@@ -1,1 +1,4 @@
-"""Agents: programs of the user's that ask the policy over an endpoint of the run, as they would ask OpenAI's."""
+"""Agents: user programs that send OpenAI-style requests to the policy.
+
+The run serves the requests at an endpoint of its own.
+"""

@@ -1,6 +1,8 @@
-"""The process of a node's agents, beside the first rank of a group: what the rank knows of it, and what it does.
+"""The process of a node's agents, next to the first rank of a group.
 
-Invariant: the user's code never runs in a rank, which it could hold up or end; a process that its rank has left ends.
+`AgentProcess` is the rank's side, `main` the process itself.
+
+Invariant: the user's code never runs in a rank, which it could block or end. A process whose rank has gone ends.
 """
 
 from __future__ import annotations
@@ -26,63 +28,71 @@ from .agent_runner import Agents
 from .rank_protocol import AgentsBroken, AgentsFinished, BatchStart, SampleReplies, SampleReply, SampleRequest, Setup
 
 ROOT = Path(__file__).parents[3]  # of the package
-FAREWELL = 5.0  # seconds that the process has to end when it is left
+EXIT_TIMEOUT = 5.0  # seconds that the process has to end by itself
 
 
 class AgentProcess:
-    """What a rank knows of the process of a node's agents; it is started here, and is ready when it first answers."""
+    """A rank's handle of the process of a node's agents.
+
+    The constructor starts the process, which is ready when it first answers.
+    """
 
     def __init__(self, plan: Plan, node: Node) -> None:
         self.node = node
-        ours, theirs = socket.socketpair()
+        own_end, process_end = socket.socketpair()
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{__package__}.agent_process", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-m", f"{__package__}.agent_process", str(process_end.fileno())],
+            pass_fds=[process_end.fileno()],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
         )
-        theirs.close()
+        process_end.close()
         self.process = process
-        self.line = Connection(ours.detach())
-        weakref.finalize(self, _leave, self.line, process)
+        self.line = Connection(own_end.detach())
+        weakref.finalize(self, _end_process, self.line, process)
         self.line.send(Setup(plan.to_json(), node.name, shipped_files.folder(), log.file()))
 
     def begin(self, batch: BatchStart) -> None:
-        """Starts an agent for each row of a batch."""
-        self._asked(batch)
+        """Start an agent for each row of a batch."""
+        self._ask(batch)
 
     def next(self, drawn: list[SampleReply]) -> list[SampleRequest] | AgentsFinished:
-        """What is to be drawn next, after what was drawn; nothing, where for a while nobody asks."""
-        found: list[SampleRequest] | AgentsFinished = self._asked(SampleReplies(drawn))
-        return found
+        """Return what to draw next, after what was drawn.
 
-    def _asked(self, question: BatchStart | SampleReplies) -> Any:
+        The list is empty if no agent has sent a request for a while.
+        """
+        answer: list[SampleRequest] | AgentsFinished = self._ask(SampleReplies(drawn))
+        return answer
+
+    def _ask(self, question: BatchStart | SampleReplies) -> Any:
         try:
             self.line.send(question)
-            found = self.line.recv()
+            answer = self.line.recv()
         except (EOFError, OSError):
             status = self.process.wait()
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            what = f"`{self.node.name}` ({place_of_call(self.node)}): the process of its agents has ended, with {how}"
-            raise (ProcessLost if status == -signal.SIGKILL else RunError)(what) from None
-        if isinstance(found, AgentsBroken):
-            raise RunError(found.message)
-        return found
+            message = f"`{self.node.name}` ({place_of_call(self.node)}): the process of its agents ended with {how}"
+            raise (ProcessLost if status == -signal.SIGKILL else RunError)(message) from None
+        if isinstance(answer, AgentsBroken):
+            raise RunError(answer.message)
+        return answer
 
 
-def _leave(line: Connection, process: subprocess.Popen[bytes]) -> None:
+def _end_process(line: Connection, process: subprocess.Popen[bytes]) -> None:
     line.close()
     try:
-        process.wait(FAREWELL)
+        process.wait(EXIT_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
 
 
 def main(descriptor: int) -> None:
-    """What the process does: answers its rank, one question after another, until that has left."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who stops a run by the keyboard stops its rank
+    """Answer the rank's questions, one after another, until the rank is gone."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # an interrupt from the keyboard stops the rank, which stops this process
     line = Connection(descriptor)
     setup: Setup = line.recv()
     if setup.log:
@@ -102,7 +112,7 @@ def main(descriptor: int) -> None:
         try:
             question = line.recv()
         except (EOFError, OSError):
-            os._exit(0)  # whatever the user's threads are at
+            os._exit(0)  # even if threads of the user still run
         if agents is None:
             line.send(AgentsBroken(failed))
             continue

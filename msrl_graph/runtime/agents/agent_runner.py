@@ -1,8 +1,10 @@
-"""The user's agents, as they run: a call for each row, many at once, each with its deadline.
+"""The user's agents while they run: one call per row, many at once.
 
-Invariant: what an agent's requests ask for is drawn in batches, and no batch changes what is drawn; an agent that
-fails, takes too long or returns what the columns do not hold fails with its row. When a row is through, its key opens
-nothing any more.
+Each call has its deadline.
+
+Invariant: the requests of agents are drawn in batches, and the batching never changes what is drawn. An agent fails
+together with its row if it raises, takes too long or returns what the columns cannot hold. When a row ends, its key
+becomes invalid.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ from .server import LOOPBACK, Endpoint, OpenRow
 from .template import ChatTemplate
 from .tool_calls import FORMATS, Calls
 
-AT_ONCE = 256  # agents that run side by side: they wait for answers more than they compute
-QUIET = 0.02  # seconds that a request waits for others at least, while other agents compute
+MAX_CONCURRENT_AGENTS = 256  # agents that run concurrently: they wait for answers more than they compute
+QUIET = 0.02  # minimum seconds that a request waits for others while other agents compute
 FIGURES = ("left_out_answers", "left_out_tokens", "strayed", "conversations")
-HEARTBEAT = 10.0  # seconds after which a rank hears that nobody asks: its neighbours wait with it
+HEARTBEAT = 10.0  # seconds after which a rank gets an empty answer if no request comes: its neighbours wait with it
 
 
 @dataclass(eq=False)
 class _Request:
-    """One that waits for its tokens, since `since`."""
+    """A request that waits for its tokens, since the time `since`."""
 
     wanted: SampleRequest
     since: float
@@ -55,48 +57,60 @@ class _Request:
 
 
 class Agents:
-    """Those of a node. All methods run in one event loop, but for the user's code."""
+    """The agents of a node. All methods run in one event loop, except the user's code."""
 
     def __init__(self, plan: Plan, node: Node) -> None:
         self.plan = plan
         self.node = node
-        self.said = GenerateAttributes.of(node)
-        call = self.said.agent
+        self.attributes = GenerateAttributes.of(node)
+        call = self.attributes.agent
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
         guard_exit()
         self.call = getattr(imported(path, call), name)
         self.signature = agents(shipped_files.found(path).read_text(encoding="utf-8-sig"))[name]
         columns = call.columns()
-        self.bound = [(p, columns.get(p, p)) for p in self.signature.columns if columns.get(p, p) in node.reads]
+        self.bound = [
+            (parameter, columns.get(parameter, parameter))
+            for parameter in self.signature.columns
+            if columns.get(parameter, parameter) in node.reads
+        ]
         self.options = options_of(call)
         self.filled = InjectedArguments(self.signature, node, plan)
-        texts = [c for p, c in self.bound if p in self.signature.text and is_tokens(plan.graph, c)]
-        self.tokens = {c: of_column(plan, c) for c in texts}
+        texts = [
+            column
+            for parameter, column in self.bound
+            if parameter in self.signature.text and is_tokens(plan.graph, column)
+        ]
+        self.tokens = {column: of_column(plan, column) for column in texts}
         self.response, as_drawn = numerics.drawn(plan.graph, node)
-        own = {self.response, as_drawn, *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
-        self.columns = tuple(c for c in node.writes if c not in own)
+        own_columns = {
+            self.response,
+            as_drawn,
+            *(of_response(plan.graph, node, element) for element in ("bool", "i32")),
+        }
+        self.columns = tuple(column for column in node.writes if column not in own_columns)
         self.returned = ReturnChecker(plan, self.columns)
-        self.speech = ChatTemplate(Tokens(plan.model(node.name).path), self._calls())
+        self.speech = ChatTemplate(Tokens(plan.model(node.name).path), self._tool_call_format())
         self.speech.prepare()
         self.model = plan.graph.worker(node.worker).model
-        self.endpoint = Endpoint(self.model, self.speech, self.said.stop, self._draw)
-        self.others = asyncio.new_event_loop()  # where agents with `async` run: they may block it, and nobody else
+        self.endpoint = Endpoint(self.model, self.speech, self.attributes.stop, self._draw)
+        self.others = asyncio.new_event_loop()  # of `async` agents, which may block it without blocking others
         threading.Thread(target=self.others.run_forever, daemon=True).start()
 
-    def _calls(self) -> Calls | None:
-        """What the program says of how calls of tools are written."""
-        stated = self.said.tool_calls
-        if stated is None:
+    def _tool_call_format(self) -> Calls | None:
+        """Return the format of tool calls that the program states."""
+        expression = self.attributes.tool_calls
+        if expression is None:
             return None
-        path, colon, name = str(stated.value).rpartition(":")
-        found: Calls = getattr(imported(path, stated), name) if colon else FORMATS[str(stated.value)]
-        return found
+        path, colon, name = str(expression.value).rpartition(":")
+        calls: Calls = getattr(imported(path, expression), name) if colon else FORMATS[str(expression.value)]
+        return calls
 
     # Batches
 
     async def begin(self, batch: BatchStart) -> None:
-        """Starts an agent for each row."""
+        """Start an agent for each row."""
         if not self.endpoint.base_url:
             await self.endpoint.start(address(self.plan.deploy.run.listen or LOOPBACK))
         self.batch = batch
@@ -106,48 +120,48 @@ class Agents:
         self.handed: dict[int, _Request] = {}
         self.number = 0
         self.failed: dict[int, tuple[Failure, dict[str, Any]]] = {}
-        self.began = self.took = 0.0  # when the last batch was handed out, and how long it took to draw
+        self.began = self.took = 0.0  # when the last batch was handed out, and how long drawing it took
         self.changed = asyncio.Event()
-        self.places = asyncio.Semaphore(AT_ONCE)
+        self.places = asyncio.Semaphore(MAX_CONCURRENT_AGENTS)
         self.spoken: list[AgentResponse | None] = [None] * len(batch.rows)
         self.values: list[tuple[Any, ...]] = [()] * len(batch.rows)
         self.answers = 0
         self.figures = dict.fromkeys(FIGURES, 0)
-        self.tasks = [asyncio.ensure_future(self._row(i)) for i in range(len(batch.rows))]
+        self.tasks = [asyncio.ensure_future(self._run_row(i)) for i in range(len(batch.rows))]
 
-    async def next(self, told: SampleReplies) -> list[SampleRequest] | AgentsFinished:
-        """What is to be drawn next."""
+    async def next(self, replies: SampleReplies) -> list[SampleRequest] | AgentsFinished:
+        """Return what to draw next."""
         clock = asyncio.get_running_loop().time
-        self.took = clock() - self.began if told.drawn else self.took
-        for drawn in told.drawn:
+        self.took = clock() - self.began if replies.drawn else self.took
+        for drawn in replies.drawn:
             future = self.handed.pop(drawn.number).future
-            if not future.done():  # its row may have failed
+            if not future.done():  # false if its row has failed
                 future.set_result((drawn.tokens, drawn.logps))
-        until = clock() + HEARTBEAT
-        while self.left and not (self.failed and self.said.on_failure == "stop"):
+        heartbeat_at = clock() + HEARTBEAT
+        while self.left and not (self.failed and self.attributes.on_failure == "stop"):
             patience = self._patience(clock())
             if patience <= 0:
                 wanted = self.waiting
                 self.waiting = []
                 self.began = clock()
-                self.handed |= {r.wanted.number: r for r in wanted}
-                return [r.wanted for r in wanted]
-            if clock() >= until:
+                self.handed |= {request.wanted.number: request for request in wanted}
+                return [request.wanted for request in wanted]
+            if clock() >= heartbeat_at:
                 return []
             self.changed.clear()
             try:
-                await asyncio.wait_for(self.changed.wait(), min(patience, until - clock()))
+                await asyncio.wait_for(self.changed.wait(), min(patience, heartbeat_at - clock()))
             except TimeoutError:
                 continue
-        return self._over()
+        return self._finish()
 
     def _patience(self, now: float) -> float:
-        """How long those that wait for tokens wait for others yet."""
+        """Return how long the waiting requests still wait for others, in seconds."""
         if not self.waiting:
             return math.inf
-        if len({r.wanted.place for r in self.waiting}) >= self.live:
+        if len({request.wanted.place for request in self.waiting}) >= self.live:
             return 0.0
-        # To wait as long as drawing takes costs twice the time at most, and there are as many more in a batch.
+        # Waiting as long as drawing takes at most doubles the time, and makes the batch larger.
         return self.waiting[0].since + max(QUIET, self.took) - now
 
     async def _draw(self, row: OpenRow, answer: DrawnAnswer, stop: tuple[str, ...]) -> tuple[Array, Array]:
@@ -162,91 +176,95 @@ class Agents:
 
     # Rows
 
-    async def _row(self, place: int) -> None:
+    async def _run_row(self, place: int) -> None:
         batch = self.batch
         async with self.places:
             row = int(batch.rows[place])
-            conversations = Conversations(row, batch.contexts[place], batch.bound, self.said.turns, self.speech)
-            one = OpenRow(place, conversations)
-            self.endpoint.rows[one.api_key] = one
+            conversations = Conversations(row, batch.contexts[place], batch.bound, self.attributes.turns, self.speech)
+            open_row = OpenRow(place, conversations)
+            self.endpoint.rows[open_row.api_key] = open_row
             self.live += 1
-            given: dict[str, Any] = {}
+            arguments: dict[str, Any] = {}
             try:
-                given = self._given(place)
-                limit = None if self.said.timeout == math.inf else self.said.timeout
-                call = asyncio.ensure_future(self._called({**given, **self._filled(one, place), **self.options}))
+                arguments = self._column_arguments(place)
+                limit = None if self.attributes.timeout == math.inf else self.attributes.timeout
+                call = asyncio.ensure_future(
+                    self._call_agent({**arguments, **self._injected_arguments(open_row, place), **self.options})
+                )
                 done, _ = await asyncio.wait([call], timeout=limit)
                 if not done:
                     call.cancel()
-                    late = TimeoutError(f"it takes longer than {limit:g} s, its `timeout`")
-                    self.failed[place] = Failure("timeout", ErrorSummary.of(late)), given
+                    late = TimeoutError(f"it took longer than its `timeout` of {limit:g} s")
+                    self.failed[place] = Failure("timeout", ErrorSummary.of(late)), arguments
                 else:
-                    self._took(place, conversations, call.result())
+                    self._store_result(place, conversations, call.result())
             except (Exception, SystemExit, ProcessExit) as error:
-                self.failed[place] = Failure.of(error), given
+                self.failed[place] = Failure.of(error), arguments
             finally:
-                del self.endpoint.rows[one.api_key]
+                del self.endpoint.rows[open_row.api_key]
                 self.live -= 1
                 self.left -= 1
                 self.changed.set()
 
-    async def _called(self, arguments: dict[str, Any]) -> Any:
-        """What the user's function returns."""
+    async def _call_agent(self, arguments: dict[str, Any]) -> Any:
+        """Call the user's function and return its result."""
         if inspect.iscoroutinefunction(self.call):
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._awaited(arguments), self.others))
+            return await asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(self._await_agent(arguments), self.others)
+            )
         loop = asyncio.get_running_loop()
         result: asyncio.Future[Any] = loop.create_future()
 
         def tell(value: Any, error: BaseException | None) -> None:
-            if not result.done():  # nobody waits for one that took too long
+            if not result.done():  # a call that took too long has no waiter
                 result.set_exception(error) if error else result.set_result(value)
 
         def work() -> None:
             try:
                 with call_of(os.getpid()):
-                    found = self.call(**arguments)
+                    returned = self.call(**arguments)
                     failed = None
             except BaseException as error:
-                found = None
-                failed = error if isinstance(error, Exception | ProcessExit) else _exit(error)
-            loop.call_soon_threadsafe(tell, found, failed)
+                returned = None
+                failed = error if isinstance(error, Exception | ProcessExit) else _exit_as_error(error)
+            loop.call_soon_threadsafe(tell, returned, failed)
 
-        # A thread of its own, not of a pool: one that hangs takes no other row's place.
+        # A thread of its own instead of a pool: a call that hangs does not block another row.
         threading.Thread(target=work, daemon=True).start()
         return await result
 
-    async def _awaited(self, arguments: dict[str, Any]) -> Any:
+    async def _await_agent(self, arguments: dict[str, Any]) -> Any:
         try:
             with call_of(os.getpid()):
                 return await self.call(**arguments)
         except (SystemExit, KeyboardInterrupt) as error:
-            raise _exit(error) from error
+            raise _exit_as_error(error) from error
 
-    def _given(self, place: int) -> dict[str, Any]:
-        """What the agent is given of the columns."""
+    def _column_arguments(self, place: int) -> dict[str, Any]:
+        """Return the agent's arguments that are columns."""
         batch = self.batch
         row = place // (len(self.batch.rows) // len(self.batch.batch.rows))
-        found = {}
+        arguments = {}
         for parameter, name in self.bound:
             element = self.plan.graph.column(name).element
             text = parameter in self.signature.text
             column = batch.batch.columns[name]
             rows = range(row, row + 1)
-            found[parameter] = seen(column, element, rows, text, self.tokens.get(name) if text else None)[0]
-        return found
+            arguments[parameter] = seen(column, element, rows, text, self.tokens.get(name) if text else None)[0]
+        return arguments
 
-    def _filled(self, row: OpenRow, place: int) -> dict[str, Any]:
-        """What it is given beside: by what it asks the policy, and what any function may have."""
-        asks = dict(zip(ENDPOINT, (self.endpoint.base_url, row.api_key, self.model), strict=True))
-        found = {name: asks[name] for name in self.signature.fills if name in asks}
-        return found | self.filled(self.batch.task, self.batch.iteration, int(self.batch.rows[place]))
+    def _injected_arguments(self, row: OpenRow, place: int) -> dict[str, Any]:
+        """Return the agent's other arguments: the endpoint's, and those of any function."""
+        endpoint_values = dict(zip(ENDPOINT, (self.endpoint.base_url, row.api_key, self.model), strict=True))
+        values = {name: endpoint_values[name] for name in self.signature.fills if name in endpoint_values}
+        return values | self.filled(self.batch.task, self.batch.iteration, int(self.batch.rows[place]))
 
-    def _took(self, place: int, conversations: Conversations, result: Any) -> None:
-        """Keeps what an agent leaves behind. Raises BadResult."""
+    def _store_result(self, place: int, conversations: Conversations, result: Any) -> None:
+        """Store the response and the returned values of an agent. Raises BadResult."""
         last = conversations.last
         if last is None:
-            raise BadResult(self._unheard(conversations))
-        spoken = conversations.spoken(last, self.said.conversations)
+            raise BadResult(self._explain_missing_response(conversations))
+        spoken = conversations.spoken(last, self.attributes.conversations)
         if len(self.columns) == 1:
             result = (result,)
         elif not self.columns:
@@ -260,48 +278,62 @@ class Agents:
         self.spoken[place] = spoken
         answers, tokens = conversations.aside(spoken)
         self.answers += len(conversations.answers)
-        told = (answers, tokens, conversations.strayed, int(spoken.begins.sum()))
-        for name, number in zip(self.figures, told, strict=True):
-            self.figures[name] += number
+        amounts = (answers, tokens, conversations.strayed, int(spoken.begins.sum()))
+        for name, amount in zip(self.figures, amounts, strict=True):
+            self.figures[name] += amount
 
-    def _unheard(self, conversations: Conversations) -> str:
-        """Why there is no response."""
-        if not any(a.got for a in conversations.answers):
-            return "it has had no answer of the policy, and a row needs one"
+    def _explain_missing_response(self, conversations: Conversations) -> str:
+        """Explain why an agent has no response."""
+        if not any(answer.got for answer in conversations.answers):
+            return "it got no answer from the policy, and a row needs one"
         first = conversations.answers[0]
         context = conversations.context
-        begins, belongs = (self.speech.decode(t[:40], special=True) for t in (first.prefix, context))
+        begins, belongs = (self.speech.decode(tokens[:40], special=True) for tokens in (first.prefix, context))
         return (
-            f"what it asks begins with {begins!r}, and the row's own prompt is {belongs!r}: let `{self.node.name}` "
-            "read it as text, or ask what the template makes of it"
+            f"its requests begin with {begins!r}, but the row's own prompt is {belongs!r}: let `{self.node.name}` "
+            "read the prompt as text, or send what the template makes of it"
         )
 
-    def _over(self) -> AgentsFinished:
+    def _finish(self) -> AgentsFinished:
         nothing = AgentResponse(NOTHING, NOTHING.astype(np.float32), NOTHING.astype(np.bool_), NOTHING.astype(np.bool_))
-        spoken = [s or nothing for s in self.spoken]
+        row_responses = [row_response or nothing for row_response in self.spoken]
         response = (
-            ragged([s.tokens for s in spoken], np.int32),
-            ragged([s.logps for s in spoken], np.float32),
-            ragged([s.mask for s in spoken], np.bool_),
-            ragged([s.begins for s in spoken], np.bool_),
+            ragged([row_response.tokens for row_response in row_responses], np.int32),
+            ragged([row_response.logps for row_response in row_responses], np.float32),
+            ragged([row_response.mask for row_response in row_responses], np.bool_),
+            ragged([row_response.begins for row_response in row_responses], np.bool_),
         )
         remarks = []
         if self.endpoint.left_out:
             names = ", ".join(f"`{name}`" for name in self.endpoint.left_out)
-            remarks = [f"agents of `{self.node.name}` ask for {names}: how tokens are drawn, the program says"]
+            remarks = [
+                f"agents of `{self.node.name}` set {names}, which is ignored: the program says how tokens are drawn"
+            ]
             self.endpoint.left_out.clear()
-        values = {name: [v[i] if v else None for v in self.values] for i, name in enumerate(self.columns)}
+        values = {
+            name: [row_values[i] if row_values else None for row_values in self.values]
+            for i, name in enumerate(self.columns)
+        }
         return AgentsFinished(
-            response, [s.last for s in spoken], values, self.failed, self.answers, self.figures, remarks
+            response,
+            [row_response.last for row_response in row_responses],
+            values,
+            self.failed,
+            self.answers,
+            self.figures,
+            remarks,
         )
 
 
-def _exit(error: BaseException) -> Exception:
-    """An exit that a row asks for, as an error: as it is it would end the event loop, and all rows with it."""
+def _exit_as_error(error: BaseException) -> Exception:
+    """Turn an exit of a row's code into an error.
+
+    An exit would end the event loop and all rows with it.
+    """
     return RuntimeError(repr(error)).with_traceback(error.__traceback__)
 
 
 def address(name: str) -> str:
-    """The address of this host that an interface has, or the address itself."""
-    found = psutil.net_if_addrs().get(name, [])
-    return next((str(a.address) for a in found if a.family == socket.AF_INET), name)
+    """Return the IPv4 address of an interface of this host; else the argument itself."""
+    addresses = psutil.net_if_addrs().get(name, [])
+    return next((str(entry.address) for entry in addresses if entry.family == socket.AF_INET), name)

@@ -1,7 +1,7 @@
-"""What is asked of the endpoint, and what it answers, in the shapes of OpenAI's API.
+"""Requests to the endpoint and its answers, in the shapes of OpenAI's API.
 
-Invariant: what cannot be kept to is refused, by name, in OpenAI's form of an error; what the run decides (how tokens
-are drawn) is not the program's to say, and what it says of that is left out, and told.
+Invariant: a request that cannot be served is refused with an OpenAI error that names the reason. The run decides how
+tokens are drawn, not the agent: what a request says about it is ignored and reported.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ...data.chat import Messages, are_messages
 from ..data.columns import Array
 from .tool_calls import Call
 
-# What changes nothing of what is drawn here.
+# Parameters that do not change what is drawn here.
 NOTED = {
     *("model", "messages", "prompt", "tools", "max_tokens", "max_completion_tokens", "stop", "stream"),
     *("stream_options", "logprobs", "chat_template_kwargs", "return_token_ids", "n", "best_of", "top_logprobs"),
     *("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "service_tier", "parallel_tool_calls"),
     *("tool_choice", "response_format", "echo", "suffix", "logit_bias", "frequency_penalty", "presence_penalty"),
 }
-# What rules tokens out by a schema or a grammar, OpenAI's way and vLLM's.
+# Parameters that rule out tokens by a schema or a grammar, of OpenAI and of vLLM.
 FORMATS = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("guided_decoding_backend", "guided_whitespace_pattern", "structural_tag"),
 )
-# What would change it and is not there, with the values that ask for nothing.
+# Unsupported parameters that would change what is drawn, with the values that have no effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 
 
 class RequestRefused(Exception):
-    """A request that is not answered, and why."""
+    """A request that is not answered, with the reason."""
 
     def __init__(self, message: str, code: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -64,8 +64,10 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request: `messages`, or a `prompt` as text or tokens. `more` is for the template, `left_out` what it says of
-    how tokens are drawn."""
+    """A request: `messages`, or a `prompt` as text or tokens.
+
+    `more` are arguments of the template, `left_out` the ignored parameters on how tokens are drawn.
+    """
 
     messages: Messages = field(default_factory=list)
     prompt: str | Array = ""
@@ -81,61 +83,67 @@ class CompletionRequest:
 
 
 def read(body: Any, chat: bool, model: str) -> CompletionRequest:
-    """A request of the chat or of the completions. Raises Refused."""
+    """Parse a request for a chat answer or a completion. Raises RequestRefused."""
     if not isinstance(body, dict):
-        raise RequestRefused("the body is no JSON object", "invalid_json")
+        raise RequestRefused("the body is not a JSON object", "invalid_json")
     if body.get("model") != model:
         raise RequestRefused(
-            f"there is no model {body.get('model')!r} here, but {model!r}", "model_not_found", "model", 404
+            f"there is no model {body.get('model')!r} here, only {model!r}", "model_not_found", "model", 404
         )
-    given = {k: v for k, v in body.items() if v is not None}
+    fields = {key: value for key, value in body.items() if value is not None}
     for name, values in REFUSED.items():
-        if name in given and given[name] not in values:
-            asks = f"`{name}` = {json.dumps(given[name])}"
-            raise RequestRefused(f"{asks} is not there: {_reason(name)}", "unsupported", name)
-    stop = given.get("stop", ())
+        if name in fields and fields[name] not in values:
+            asks = f"`{name}` = {json.dumps(fields[name])}"
+            raise RequestRefused(f"{asks} is not supported: {_refusal_reason(name)}", "unsupported", name)
+    stop = fields.get("stop", ())
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else ()
-    if not all(isinstance(s, str) and s for s in stops) or (stop and not stops):
+    if not all(isinstance(text, str) and text for text in stops) or (stop and not stops):
         raise RequestRefused("`stop` takes a string, or a list of strings", "invalid_type", "stop")
-    most = given.get("max_completion_tokens", given.get("max_tokens"))
+    most = fields.get("max_completion_tokens", fields.get("max_tokens"))
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         raise RequestRefused("`max_tokens` takes a whole number of 1 or more", "invalid_type", "max_tokens")
-    logprobs = given.get("logprobs", False)
+    logprobs = fields.get("logprobs", False)
     if not chat and logprobs not in (False, 0):
-        what = "`logprobs` of more than the token that was drawn are not there: 0 asks for its own"
-        raise RequestRefused(what, "unsupported", "logprobs")
-    tools = given.get("tools", []) if given.get("tool_choice") != "none" else []
-    if not isinstance(tools, list) or not all(_is_tool(t) for t in tools):
+        message = "`logprobs` of other tokens than the drawn one are not supported: 0 returns those of the drawn token"
+        raise RequestRefused(message, "unsupported", "logprobs")
+    tools = fields.get("tools", []) if fields.get("tool_choice") != "none" else []
+    if not isinstance(tools, list) or not all(_is_tool(tool) for tool in tools):
         raise RequestRefused("`tools` takes a list of functions, each with a name", "invalid_type", "tools")
-    more = given.get("chat_template_kwargs", {})
-    if not isinstance(more, dict) or more.keys() & {"messages", "tokenize", "add_generation_prompt", "tools"}:
+    template_arguments = fields.get("chat_template_kwargs", {})
+    if not isinstance(template_arguments, dict) or template_arguments.keys() & {
+        "messages",
+        "tokenize",
+        "add_generation_prompt",
+        "tools",
+    }:
         raise RequestRefused(
-            "`chat_template_kwargs` takes what the template knows", "invalid_type", "chat_template_kwargs"
+            "`chat_template_kwargs` takes an object of the template's variables", "invalid_type", "chat_template_kwargs"
         )
-    options = given.get("stream_options", {})
+    options = fields.get("stream_options", {})
     return CompletionRequest(
-        messages=templated(given.get("messages")) if chat else [],
-        prompt="" if chat else _prompt(given.get("prompt")),
+        messages=templated(fields.get("messages")) if chat else [],
+        prompt="" if chat else _parse_prompt(fields.get("prompt")),
         tools=tuple(tools),
-        more={**more, **({"tools": tools} if tools else {})},
+        more={**template_arguments, **({"tools": tools} if tools else {})},
         most=most,
         stop=stops,
         logprobs=logprobs is True or (not chat and logprobs == 0 and logprobs is not False),
-        stream=given.get("stream") is True,
+        stream=fields.get("stream") is True,
         usage=isinstance(options, dict) and options.get("include_usage") is True,
-        ids=given.get("return_token_ids") is True,
-        left_out=tuple(sorted(given.keys() - NOTED)),
+        ids=fields.get("return_token_ids") is True,
+        left_out=tuple(sorted(fields.keys() - NOTED)),
     )
 
 
-def _reason(name: str) -> str:
-    """Why a parameter is refused, and what to do."""
+def _refusal_reason(name: str) -> str:
+    """Return why a parameter is refused, and what to do instead."""
     if name not in FORMATS:
-        return "one answer is drawn, freely, as the run's program says"
+        return "one answer is drawn, without constraints, as the run's program says"
     return (
-        "it would rule out tokens as they are drawn, and the row is trained on as the policy draws by itself, with the "
-        "log-probabilities of that. Say in `messages` what form the answer has, read it in the agent, and give a low "
-        "reward to what does not fit; or describe it as a function in `tools`, which the policy may call"
+        "it would rule out tokens while they are drawn, but training uses the policy's own, unconstrained draws with "
+        "their log-probabilities. Describe the format in `messages`, parse the answer in the agent, and give a low "
+        "reward to answers that do not fit; or describe the format as a function in `tools`, which the policy may "
+        "call"
     )
 
 
@@ -145,56 +153,61 @@ def _is_tool(tool: Any) -> bool:
 
 
 def templated(value: Any) -> Messages:
-    """Messages as templates want them: content as text, the arguments of calls as objects."""
+    """Return messages as templates expect them.
+
+    Content becomes text, the arguments of calls become objects.
+    """
     if not are_messages(value):
         raise RequestRefused(
             "`messages` takes a list of messages, each with a role and content", "invalid_type", "messages"
         )
-    found = []
+    messages = []
     for message in value:
-        made = {k: v for k, v in message.items() if v is not None}
-        made["role"] = "system" if made["role"] == "developer" else made["role"]
-        made["content"] = _text(message.get("content"))
-        if calls := made.pop("tool_calls", None):
-            made["tool_calls"] = [_call(call) for call in calls]
-        found.append(made)
-    return found
+        fields = {key: item for key, item in message.items() if item is not None}
+        fields["role"] = "system" if fields["role"] == "developer" else fields["role"]
+        fields["content"] = _content_text(message.get("content"))
+        if calls := fields.pop("tool_calls", None):
+            fields["tool_calls"] = [_normalize_call(call) for call in calls]
+        messages.append(fields)
+    return messages
 
 
-def _text(content: Any) -> str:
+def _content_text(content: Any) -> str:
     if isinstance(content, str) or content is None:
         return content or ""
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(p["text"] for p in content)
-    raise RequestRefused("a message's content is text here, or parts of text", "unsupported", "messages")
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    raise RequestRefused("a message's content must be text, or parts of text", "unsupported", "messages")
 
 
-def _call(call: Any) -> dict[str, Any]:
+def _normalize_call(call: Any) -> dict[str, Any]:
     if not _is_tool(call):
         raise RequestRefused(
-            "each of `tool_calls` has a function with a name and arguments", "invalid_type", "messages"
+            "each of `tool_calls` needs a function with a name and arguments", "invalid_type", "messages"
         )
     arguments = call["function"].get("arguments", "")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # a template renders what is no JSON as it is
+        with suppress(ValueError, RecursionError):  # a template renders text that is not JSON unchanged
             read = json.loads(arguments)
             arguments = arguments if half_character_within(read) else read
     return {**call, "type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}}
 
 
-def _prompt(value: Any) -> str | Array:
+def _parse_prompt(value: Any) -> str | Array:
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(type(t) is int and 0 <= t < 2**31 for t in value):
+    if isinstance(value, list) and value and all(type(token) is int and 0 <= token < 2**31 for token in value):
         return np.array(value, np.int32)
     raise RequestRefused("`prompt` takes one text, or a list of tokens", "invalid_type", "prompt")
 
 
 @dataclass(frozen=True)
 class ChatReply:
-    """An answer: its text, the calls of tools in it, why it ended, and its tokens."""
+    """An answer: its text, its tool calls, the reason why it ended, and its tokens."""
 
     text: str
     calls: tuple[Call, ...]
@@ -207,36 +220,39 @@ class ChatReply:
     number: int  # among the row's answers
 
     def message(self) -> dict[str, Any]:
-        """As a message of the assistant's."""
-        found: dict[str, Any] = {"role": "assistant", "content": self.text or (None if self.calls else "")}
+        """Return the answer as a message of the assistant."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text or (None if self.calls else "")}
         if self.calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {
-                    "id": f"{self.number:06}{i:03}",  # nine letters or digits, as some templates want them
+                    "id": f"{self.number:06}{i:03}",  # nine letters or digits, as some templates require
                     "type": "function",
                     "function": {"name": name, "arguments": json.dumps(arguments)},
                 }
                 for i, (name, arguments) in enumerate(self.calls)
             ]
-        return found
+        return message
 
-    def body(self, asked: CompletionRequest, model: str) -> dict[str, Any]:
-        """The answer in one."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": self.ended, "logprobs": self._logprobs(asked)}
-        if asked.messages:
+    def body(self, request: CompletionRequest, model: str) -> dict[str, Any]:
+        """Return the whole answer as one object."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": self.ended, "logprobs": self._logprobs(request)}
+        if request.messages:
             choice["message"] = {**self.message(), "refusal": None}
         else:
             choice["text"] = self.text
-        if asked.ids:
+        if request.ids:
             choice |= {"token_ids": self.tokens.tolist(), "prompt_token_ids": self.prompt.tolist()}
-        kind = "chat.completion" if asked.messages else "text_completion"
-        return {**self._head(kind, model), "choices": [choice], "usage": self._usage()}
+        kind = "chat.completion" if request.messages else "text_completion"
+        return {**self._header(kind, model), "choices": [choice], "usage": self._usage()}
 
-    def chunks(self, asked: CompletionRequest, model: str) -> Iterator[dict[str, Any]]:
-        """The answer in pieces: a generation gives whole answers, so that all of them come at once."""
-        head = self._head("chat.completion.chunk" if asked.messages else "text_completion", model)
+    def chunks(self, request: CompletionRequest, model: str) -> Iterator[dict[str, Any]]:
+        """Yield the answer as a stream of chunks.
+
+        A generation returns whole answers, so all chunks come at once.
+        """
+        header = self._header("chat.completion.chunk" if request.messages else "text_completion", model)
         parts: list[dict[str, Any]] = [{"text": self.text}]
-        if asked.messages:
+        if request.messages:
             message = self.message()
             parts = [{"delta": {"role": "assistant", "content": message["content"] or ""}}]
             parts += [
@@ -244,14 +260,14 @@ class ChatReply:
                 for i, call in enumerate(message.get("tool_calls", ()))
             ]
         for i, part in enumerate(parts):
-            logprobs = None if i else self._logprobs(asked)
-            yield {**head, "choices": [{"index": 0, "finish_reason": None, "logprobs": logprobs, **part}]}
-        last: dict[str, Any] = {"delta": {}} if asked.messages else {"text": ""}
-        yield {**head, "choices": [{"index": 0, "finish_reason": self.ended, "logprobs": None, **last}]}
-        if asked.usage:
-            yield {**head, "choices": [], "usage": self._usage()}
+            logprobs = None if i else self._logprobs(request)
+            yield {**header, "choices": [{"index": 0, "finish_reason": None, "logprobs": logprobs, **part}]}
+        last: dict[str, Any] = {"delta": {}} if request.messages else {"text": ""}
+        yield {**header, "choices": [{"index": 0, "finish_reason": self.ended, "logprobs": None, **last}]}
+        if request.usage:
+            yield {**header, "choices": [], "usage": self._usage()}
 
-    def _head(self, kind: str, model: str) -> dict[str, Any]:
+    def _header(self, kind: str, model: str) -> dict[str, Any]:
         return {"id": f"chatcmpl-{self.row}-{self.number}", "object": kind, "created": int(time.time()), "model": model}
 
     def _usage(self) -> dict[str, int]:
@@ -259,12 +275,14 @@ class ChatReply:
         drawn = len(self.tokens)
         return {"prompt_tokens": before, "completion_tokens": drawn, "total_tokens": before + drawn}
 
-    def _logprobs(self, asked: CompletionRequest) -> dict[str, Any] | None:
-        """Of the tokens that were drawn, at the temperature that they were drawn at."""
-        if not asked.logprobs:
+    def _logprobs(self, request: CompletionRequest) -> dict[str, Any] | None:
+        """Return the log-probabilities of the drawn tokens, at their temperature."""
+        if not request.logprobs:
             return None
-        numbers = [float(x) if np.isfinite(x) else -9999.0 for x in self.logps]  # OpenAI's stand-in for what JSON lacks
-        if not asked.messages:
+        numbers = [
+            float(logprob) if np.isfinite(logprob) else -9999.0 for logprob in self.logps
+        ]  # OpenAI's value for -inf, which JSON lacks
+        if not request.messages:
             ends = np.cumsum([0, *map(len, self.pieces)]).tolist()
             return {
                 "tokens": [*self.pieces],
@@ -273,7 +291,7 @@ class ChatReply:
                 "text_offset": ends[:-1],
             }
         content = [
-            {"token": t, "logprob": x, "bytes": [*t.encode()], "top_logprobs": []}
-            for t, x in zip(self.pieces, numbers, strict=True)
+            {"token": piece, "logprob": logprob, "bytes": [*piece.encode()], "top_logprobs": []}
+            for piece, logprob in zip(self.pieces, numbers, strict=True)
         ]
         return {"content": content, "refusal": None}

@@ -1,14 +1,16 @@
-"""The conversations that a program has with the policy for one row, as tokens.
+"""The conversations that an agent has with the policy for one row, as tokens.
 
-Invariant: an answer's tokens are those that were drawn, after exactly the tokens that they were drawn from. Whatever a
-program asks is a node of a tree: it goes on from the latest answer that its messages (or its text) begin with, or it
-begins a conversation; what repeats a request whose answer never reached the program gets that answer. Of the tree a row
-is trained on paths to the last answers that the program got, of those conversations that begin with the row's own
-prompt: the latest of them, as many as the program says. An answer that several have in common counts in the latest.
+Invariant: an answer consists of exactly the tokens that were drawn, after exactly the tokens that they were drawn from.
 
-The noise of a draw: what goes on from an answer for the first time has its key, and the row's first conversation the
-row's, so that a program that asks in turn draws what an environment would. Whatever else begins, or is asked again,
-has a key of its own, by its tokens and how often they were asked for.
+Each request is a node of a tree. It continues the latest answer that its messages (or its text) begin with, or begins a
+new conversation. A repeated request whose answer never reached the agent gets that answer. A row is trained on the
+paths of the tree to the last answers that the agent received, of the conversations that begin with the row's own
+prompt: the latest ones, as many as the program says. An answer that several conversations share counts in the latest
+one.
+
+The noise of a draw is keyed as follows. The first continuation of an answer has the answer's key, and the row's first
+conversation has the row's, so an agent that sends one request after another draws what an environment would. Any other
+beginning or repetition has a key of its own, made from its tokens and the number of earlier requests for them.
 """
 
 from __future__ import annotations
@@ -29,14 +31,17 @@ NOTHING: Array = np.zeros(0, np.int32)
 
 
 class ContextOverflow(Exception):
-    """There is no room for an answer, or no turn left; says why."""
+    """There is no room for an answer, or no turn left; the message says why."""
 
 
 @dataclass(eq=False)
 class DrawnAnswer:
-    """What the policy draws for a request: `prefix` are all tokens before it, of which the first `base` are no part of
-    a response, `key` is that of its noise, `most` how many tokens it may have. `number` counts the requests of a row.
-    `got`: the program has it."""
+    """The answer that the policy draws for a request.
+
+    - `prefix`: all tokens before it, of which the first `base` do not belong to a response.
+    - `key`: the key of its noise; `most`: the maximum number of its tokens.
+    - `number`: counts the requests of a row; `got`: the agent has received the answer.
+    """
 
     before: DrawnAnswer | None
     prefix: Array
@@ -50,11 +55,11 @@ class DrawnAnswer:
     got: bool = False
 
     @property
-    def whole(self) -> Array:
+    def all_tokens(self) -> Array:
         return np.concatenate([self.prefix, self.tokens])
 
     def path(self) -> Iterator[DrawnAnswer]:
-        """The answers from this one back to the first."""
+        """Yield the answers from this one back to the first."""
         node: DrawnAnswer | None = self
         while node is not None:
             yield node
@@ -63,9 +68,11 @@ class DrawnAnswer:
 
 @dataclass(frozen=True)
 class AgentResponse:
-    """A response: its tokens, their log-probabilities (NaN where they were not drawn), which were drawn, at which of
-    them a conversation `begins`, and at which token its `last` answer does. `kept` are the answers that were drawn in
-    it."""
+    """The response of a row.
+
+    Its tokens, their log-probabilities (NaN if they were not drawn), which were drawn (`mask`), at which of them a
+    conversation `begins`, and at which token its `last` answer begins. `kept` are the answers drawn in it.
+    """
 
     tokens: Array
     logps: Array
@@ -76,8 +83,11 @@ class AgentResponse:
 
 
 class Conversations:
-    """Those of a row: `context` are the tokens that its response stands after, `bound` is how many that may have,
-    `turns` how many answers there may be (None: any number)."""
+    """The conversations of a row.
+
+    `context` are the tokens before its response, `bound` is the maximum number of tokens of the response, `turns` the
+    maximum number of answers (None: any number).
+    """
 
     def __init__(self, row: int, context: Array, bound: int, turns: int | None, speech: ChatTemplate) -> None:
         self.row = row
@@ -86,102 +96,111 @@ class Conversations:
         self.turns = turns
         self.speech = speech
         self.answers: list[DrawnAnswer] = []
-        self.strayed = 0  # requests with answers of the policy in them that are not continued token for token
-        self._by_messages: dict[str, DrawnAnswer] = {}  # by the messages up to an answer and that itself
+        self.strayed = 0  # requests that contain answers of the policy but do not continue them token for token
+        self._by_messages: dict[str, DrawnAnswer] = {}  # by the messages up to and including an answer
         self._by_text: dict[str, DrawnAnswer] = {}
         self._asked: dict[bytes, int] = {}
         self._lost: dict[bytes, DrawnAnswer] = {}
 
-    # What is asked
+    # Requests
 
     def chat(self, messages: Messages, most: int | None, more: Mapping[str, Any]) -> DrawnAnswer:
-        """What is to be drawn for messages; `more` is for the template. Raises Full, and BadMessages."""
-        places = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-        known = keys(messages, more)
+        """Return the answer to draw for messages; `more` are arguments of the template.
+
+        Raises ContextOverflow and BadMessages.
+        """
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        message_keys = keys(messages, more)
         for i in reversed(places):
-            before = self._by_messages.get(known[i])
+            before = self._by_messages.get(message_keys[i])
             rest = self.speech.after(messages, i, before.tokens, **more) if before else None
             if before and rest is not None:
                 self.strayed += i != places[-1]
-                return self._ask(before, np.concatenate([before.whole, rest]), most)
+                return self._ask(before, np.concatenate([before.all_tokens, rest]), most)
         self.strayed += bool(places)
         return self._ask(None, self.speech.begun(messages, **more), most)
 
     def completion(self, prompt: str | Array, most: int | None) -> DrawnAnswer:
-        """What is to be drawn after a text, or after tokens. Raises Full."""
+        """Return the answer to draw after a text or tokens. Raises ContextOverflow."""
         if isinstance(prompt, str):
-            known = max((t for t in self._by_text if prompt.startswith(t)), key=len, default=None)
-            if known is None:
+            known_text = max((text for text in self._by_text if prompt.startswith(text)), key=len, default=None)
+            if known_text is None:
                 return self._ask(None, self.speech.encode(prompt), most)
-            before: DrawnAnswer | None = self._by_text[known]
-            rest = self.speech.following(prompt[len(known) :])
+            before: DrawnAnswer | None = self._by_text[known_text]
+            rest = self.speech.following(prompt[len(known_text) :])
         else:
-            found = [a for a in self.answers if a.got and np.array_equal(prompt[: len(a.whole)], a.whole)]
-            before = max(found, key=lambda a: len(a.whole), default=None)
-            rest = prompt[len(before.whole) :] if before else prompt
-        return self._ask(before, np.concatenate([before.whole, rest]) if before else rest, most)
+            candidates = [
+                answer
+                for answer in self.answers
+                if answer.got and np.array_equal(prompt[: len(answer.all_tokens)], answer.all_tokens)
+            ]
+            before = max(candidates, key=lambda answer: len(answer.all_tokens), default=None)
+            rest = prompt[len(before.all_tokens) :] if before else prompt
+        return self._ask(before, np.concatenate([before.all_tokens, rest]) if before else rest, most)
 
     def _ask(self, before: DrawnAnswer | None, prefix: Array, most: int | None) -> DrawnAnswer:
-        lost = self._lost.pop(name := prefix.tobytes(), None)
+        lost = self._lost.pop(prefix_bytes := prefix.tobytes(), None)
         if lost is not None and most in (None, lost.most):
             return lost
         if self.turns is not None and len(self.answers) >= self.turns:
-            raise ContextOverflow(f"row {self.row} has had its {self.turns} answers, the `turns` of the program")
+            raise ContextOverflow(f"row {self.row} already has {self.turns} answers, the limit that `turns` sets")
         if not len(prefix):
-            raise ContextOverflow("there is no token to go on from")
+            raise ContextOverflow("the prompt has no tokens")
         owned = np.array_equal(prefix[: len(self.context)], self.context)
         base = before.base if before else len(self.context) * owned
         room = self.bound - (len(prefix) - base)
         if room < 1:
             raise ContextOverflow(
-                f"what is asked takes {len(prefix) - base} tokens of a response that holds {self.bound}, and leaves no "
+                f"the request takes {len(prefix) - base} of the {self.bound} tokens of the response, which leaves no "
                 "room for an answer"
             )
-        times = self._asked[name] = self._asked.get(name, -1) + 1
+        times = self._asked[prefix_bytes] = self._asked.get(prefix_bytes, -1) + 1
         inherits = not before.continued if before else not self.answers
-        key = (before.key if before else self.row) if inherits else _key(self.row, prefix, times)
+        key = (before.key if before else self.row) if inherits else _noise_key(self.row, prefix, times)
         if before:
             before.continued = True
         answer = DrawnAnswer(before, prefix, base, key, len(self.answers), min(room, most or room))
         self.answers.append(answer)
         return answer
 
-    # What was drawn
+    # Answers
 
     def chatted(
         self, answer: DrawnAnswer, messages: Messages, message: dict[str, Any], more: Mapping[str, Any]
     ) -> None:
-        """The program has an answer to messages, as this message."""
+        """Record that the agent has received an answer to messages, as this message."""
         answer.got = True
         self._by_messages[keys([*messages, message], more)[-1]] = answer
 
     def completed(self, answer: DrawnAnswer, prompt: str | Array, text: str) -> None:
-        """The program has an answer to a prompt, as this text."""
+        """Record that the agent has received an answer to a prompt, as this text."""
         answer.got = True
         if isinstance(prompt, str):
             self._by_text[prompt + text] = answer
 
     def lost(self, answer: DrawnAnswer) -> None:
-        """The program has gone away from a request, as it does before it makes the request again."""
+        """Record that the agent has dropped a request, which it may repeat."""
         self._lost[answer.prefix.tobytes()] = answer
 
-    # What it comes to
+    # The response
 
     @property
     def last(self) -> DrawnAnswer | None:
         """The answer that the row's response ends with."""
-        got = [a for a in self.answers if a.got]
-        owned = [a for a in got if a.base == len(self.context)]
-        return max(owned, key=lambda a: a.number, default=None)
+        got = [answer for answer in self.answers if answer.got]
+        owned = [answer for answer in got if answer.base == len(self.context)]
+        return max(owned, key=lambda answer: answer.number, default=None)
 
     def spoken(self, last: DrawnAnswer, most: int = 1) -> AgentResponse:
-        """The response that ends with an answer, of at most so many conversations: before that answer's the latest
-        others that there is room for, in the order of their last answers."""
+        """Return the response that ends with an answer, of at most `most` conversations.
+
+        Before the conversation of that answer it has the latest others that fit, in the order of their last answers.
+        """
         ends = [last]
-        room = self.bound - (len(last.whole) - last.base)
-        continued = {id(a.before) for a in self.answers if a.got}
+        room = self.bound - (len(last.all_tokens) - last.base)
+        continued = {id(received.before) for received in self.answers if received.got}
         for answer in reversed(self.answers):
-            own = len(answer.whole) - answer.base
+            own = len(answer.all_tokens) - answer.base
             if len(ends) == most:
                 break
             ended = answer.got and id(answer) not in continued and answer is not last and len(answer.tokens)
@@ -190,47 +209,54 @@ class Conversations:
                 room -= own
         kept: dict[int, DrawnAnswer] = {}
         parts = [self._conversation(end, kept) for end in ends][::-1]
-        tokens, logps, mask, begins = (np.concatenate(each) for each in zip(*parts, strict=True))
+        tokens, logps, mask, begins = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return AgentResponse(tokens, logps, mask, begins, len(tokens) - len(last.tokens), tuple(kept.values()))
 
     def _conversation(self, end: DrawnAnswer, kept: dict[int, DrawnAnswer]) -> tuple[Array, Array, Array, Array]:
-        """A conversation's tokens, their log-probabilities, which were drawn and where it begins; answers that are
-        `kept` elsewhere were not drawn here."""
-        whole = end.whole
-        logps = np.full(len(whole), np.nan, np.float32)
-        mask = np.zeros(len(whole), bool)
+        """Return a conversation's tokens, log-probabilities, mask and beginning.
+
+        Answers that are `kept` elsewhere count as not drawn here.
+        """
+        tokens = end.all_tokens
+        logps = np.full(len(tokens), np.nan, np.float32)
+        mask = np.zeros(len(tokens), bool)
         for answer in end.path():
             if id(answer) not in kept:
                 kept[id(answer)] = answer
-                here = slice(len(answer.prefix), len(answer.prefix) + len(answer.tokens))
-                logps[here] = np.where(np.isfinite(answer.logps), answer.logps, -np.inf)
-                mask[here] = True
-        begins = np.arange(len(whole)) == end.base
+                drawn_span = slice(len(answer.prefix), len(answer.prefix) + len(answer.tokens))
+                logps[drawn_span] = np.where(np.isfinite(answer.logps), answer.logps, -np.inf)
+                mask[drawn_span] = True
+        begins = np.arange(len(tokens)) == end.base
         own = slice(end.base, None)
-        return whole[own], logps[own], mask[own], begins[own]
+        return tokens[own], logps[own], mask[own], begins[own]
 
     def aside(self, spoken: AgentResponse) -> tuple[int, int]:
-        """How many answers a response leaves out, and how many tokens of the policy."""
-        kept = {id(a) for a in spoken.kept}
-        left = [len(a.tokens) for a in self.answers if id(a) not in kept and len(a.tokens)]
-        return len(left), sum(left)
+        """Return how many answers a response leaves out, and how many policy tokens."""
+        kept = {id(answer) for answer in spoken.kept}
+        left_out_lengths = [
+            len(answer.tokens) for answer in self.answers if id(answer) not in kept and len(answer.tokens)
+        ]
+        return len(left_out_lengths), sum(left_out_lengths)
 
 
 def keys(messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[str]:
-    """Of each message a key of the conversation up to it. Programs hand messages back in their own way: what is no part
-    of what was said, and blanks around it, make no difference."""
-    found = []
+    """Return for each message a key of the conversation up to it.
+
+    Programs send messages back in their own way: fields that are not part of what was said, and surrounding blanks, do
+    not change the key.
+    """
+    message_keys = []
     key = json.dumps(more, sort_keys=True)
     for message in messages:
-        said = {k: message.get(k) for k in ("role", "name", "tool_call_id")}
-        said["content"] = str(message.get("content") or "").strip()
-        said["tool_calls"] = [(c.get("id"), c.get("function")) for c in message.get("tool_calls") or []]
-        key = hashlib.sha256((key + json.dumps(said, sort_keys=True)).encode()).hexdigest()
-        found.append(key)
-    return found
+        fields = {field_name: message.get(field_name) for field_name in ("role", "name", "tool_call_id")}
+        fields["content"] = str(message.get("content") or "").strip()
+        fields["tool_calls"] = [(call.get("id"), call.get("function")) for call in message.get("tool_calls") or []]
+        key = hashlib.sha256((key + json.dumps(fields, sort_keys=True)).encode()).hexdigest()
+        message_keys.append(key)
+    return message_keys
 
 
-def _key(row: int, prefix: Array, times: int) -> int:
-    """A key that is no row's: beyond all of them."""
+def _noise_key(row: int, prefix: Array, times: int) -> int:
+    """Return a key beyond the keys of all rows."""
     digest = hashlib.blake2b(f"{row} {times} ".encode() + prefix.tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2 | 1 << 61

@@ -1,7 +1,8 @@
-"""What a rank and the process of its agents say to each other: the rank begins a batch, and then asks again and again
-what it is to draw, with what it has drawn, until all agents are through.
+"""Messages between a rank and the process of its agents.
 
-Invariant: one question, one answer, in turn. Rows go by their places in the batch.
+The rank begins a batch. Then it asks what to draw next, sending what was drawn, until all agents have finished.
+
+Invariant: one answer to each question, in turn. Rows are identified by their places in the batch.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from ..functions.instances import Failure
 
 @dataclass(frozen=True)
 class Setup:
-    """What the process begins with: the plan and a node of it; `files`: the folder of what was shipped, `log`: the file
-    in which the rank writes."""
+    """What the process begins with: the plan, and a node of it.
+
+    `files` is the folder of the shipped files, `log` the file to which the rank logs.
+    """
 
     plan: str
     node: str
@@ -27,8 +30,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class BatchStart:
-    """A batch of an iteration of a task (by its name). Each of its rows has equally many of `rows`; `contexts` are the
-    tokens that their responses stand after; a response has room for `bound` tokens."""
+    """A batch of an iteration of a task (by the task's name).
+
+    Each row of the batch has the same number of `rows`. `contexts` are the tokens before their responses; a response
+    has room for `bound` tokens.
+    """
 
     task: str
     iteration: int
@@ -40,8 +46,10 @@ class BatchStart:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What is to be drawn for the row at `place`: after `tokens`, of which `begun` count as its response, at most
-    `most` more; `key` numbers the noise."""
+    """What to draw for the row at `place`: at most `most` tokens after `tokens`.
+
+    The last `begun` of `tokens` count as its response. `key` is the key of the noise.
+    """
 
     number: int
     place: int
@@ -54,7 +62,7 @@ class SampleRequest:
 
 @dataclass(frozen=True)
 class SampleReply:
-    """What was drawn for a number."""
+    """What was drawn for a request, by its number."""
 
     number: int
     tokens: Array
@@ -63,19 +71,22 @@ class SampleReply:
 
 @dataclass(frozen=True)
 class SampleReplies:
-    """What has been drawn; the answer is what is wanted next: nothing, if for a while nobody asks, or Over."""
+    """The replies to the requests.
+
+    The answer is the list of next requests, empty if none came for a while, or AgentsFinished.
+    """
 
     drawn: list[SampleReply] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class AgentsFinished:
-    """All agents are through, or one has failed where that ends the run.
+    """All agents have finished, or one has failed and ends the run.
 
-    - Of each row, nothing of those that failed: the `response`, its log-probabilities, its mask and where its
-      conversations begin, the token of it at which its `last` answer begins, and by column the other `values` that the
-      node writes. `failed`: by place the failure, and what the agent had been given.
-    - Of all together: how many `answers` the policy gave, other `figures`, and what a person should hear of.
+    - By row, empty for failed rows: the `response` (tokens, log-probabilities, mask, beginnings of conversations), the
+      token at which its `last` answer begins, and by column the other `values` that the node writes.
+    - `failed`: by place, the failure and the agent's arguments.
+    - Of all rows together: the number of `answers` of the policy, other `figures`, and `remarks` for the user.
     """
 
     response: tuple[ColumnData, ColumnData, ColumnData, ColumnData]
@@ -89,6 +100,6 @@ class AgentsFinished:
 
 @dataclass(frozen=True)
 class AgentsBroken:
-    """The process cannot run these agents; why."""
+    """The process cannot run these agents, for this reason."""
 
     message: str

@@ -1,8 +1,8 @@
-"""The endpoint: an HTTP server that takes OpenAI's requests and has the policy answer them.
+"""The endpoint: an HTTP server for OpenAI's requests, which the policy answers.
 
-Invariant: a request belongs to the row whose key it bears, and to no other; who bears no key of a row that is under way
-is refused, and keeps no connection for long (process/connection_gate.py). All runs in one event loop, so that a row's
-conversations change at one place at a time.
+Invariant: a request belongs to the row whose key it has, and to no other. A client without the key of a row in progress
+is refused and keeps no connection for long (process/connection_gate.py). Everything runs in one event loop, so a row's
+conversations change in one place at a time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .conversations import ContextOverflow, Conversations, DrawnAnswer
 from .template import ChatTemplate
 
 LOOPBACK = "127.0.0.1"
-LARGEST = 64 << 20  # bytes of a request
+MAX_REQUEST_BYTES = 64 << 20  # bytes of a request
 
 
 @dataclass(eq=False)
 class OpenRow:
-    """A row that is under way: its place among those of a batch, and its conversations."""
+    """A row in progress: its place among the rows of a batch, and its conversations."""
 
     place: int
     conversations: Conversations
@@ -43,7 +43,10 @@ Draw = Callable[[OpenRow, DrawnAnswer, tuple[str, ...]], Awaitable[tuple[Array, 
 
 
 class Endpoint:
-    """Serves one model under a name; `draw` gives the tokens of an answer and their log-probabilities."""
+    """A server of one model under a name.
+
+    `draw` returns the tokens of an answer and their log-probabilities.
+    """
 
     def __init__(self, model: str, speech: ChatTemplate, stops: tuple[str, ...], draw: Draw) -> None:
         self.model = model
@@ -51,18 +54,18 @@ class Endpoint:
         self.stops = stops
         self.draw = draw
         self.rows: dict[str, OpenRow] = {}
-        self.left_out: dict[str, None] = {}  # what requests say and the run decides
+        self.left_out: dict[str, None] = {}  # ignored parameters of requests, which the run decides
         self.base_url = ""
         self.gate = Gate()
 
     async def start(self, address: str = LOOPBACK) -> None:
-        """Listens at an address of this host, at a port that the system chooses."""
-        app = web.Application(client_max_size=LARGEST)
+        """Listen at an address of this host, at a port that the kernel chooses."""
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completion)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_route("*", "/{rest:.*}", self._nothing)
-        # A request whose program has gone away is to be known of.
+        app.router.add_route("*", "/{rest:.*}", self._not_found)
+        # handler_cancellation: a handler must notice when its client is gone.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
         await self._runner.setup()
         self._listening = listen(address)
@@ -79,124 +82,126 @@ class Endpoint:
         self._listening.close()
         await self._runner.cleanup()
 
-    def _row(self, request: web.Request) -> OpenRow:
-        bears = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        row = self.rows.get(bears)
+    def _find_row(self, request: web.Request) -> OpenRow:
+        api_key = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        row = self.rows.get(api_key)
         if row is None:
-            what = "this is the `api_key` of no row under way: an agent is given its own, which ends with it"
-            raise RequestRefused(what, "invalid_api_key", status=401)
+            message = "no row in progress has this `api_key`: an agent gets a key of its own, which ends with the agent"
+            raise RequestRefused(message, "invalid_api_key", status=401)
         if request.transport is not None:
             self.gate.prove(request.transport.get_extra_info("socket").fileno())
         return row
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
-            self._row(request)
+            self._find_row(request)
         except RequestRefused as refused:
             return web.json_response(refused.body(), status=refused.status)
-        one = {"id": self.model, "object": "model", "created": 0, "owned_by": "msrl_graph"}
-        return web.json_response({"object": "list", "data": [one]})
+        model_entry = {"id": self.model, "object": "model", "created": 0, "owned_by": "msrl_graph"}
+        return web.json_response({"object": "list", "data": [model_entry]})
 
-    async def _nothing(self, request: web.Request) -> web.StreamResponse:
+    async def _not_found(self, request: web.Request) -> web.StreamResponse:
         refused = RequestRefused(f"{request.method} {request.path} is not served here", "not_found", status=404)
         return web.json_response(refused.body(), status=404)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, True)
+        return await self._answer(request, True)
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, False)
+        return await self._answer(request, False)
 
-    async def _answered(self, request: web.Request, chat: bool) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
         try:
-            row = self._row(request)
-            asked = await self._asked(request, chat)
-            answer = self._begun(row.conversations, asked)
+            row = self._find_row(request)
+            parsed = await self._parse_request(request, chat)
+            answer = self._start_answer(row.conversations, parsed)
         except RequestRefused as refused:
             return web.json_response(refused.body(), status=refused.status)
         try:
-            said = await self._said(row, answer, asked)
-            if not asked.stream:
-                response: web.StreamResponse = web.json_response(said.body(asked, self.model))
+            reply = await self._wait_for_reply(row, answer, parsed)
+            if not parsed.stream:
+                response: web.StreamResponse = web.json_response(reply.body(parsed, self.model))
             else:
-                response = await self._streamed(request, said, asked)
+                response = await self._stream(request, reply, parsed)
         except (asyncio.CancelledError, ConnectionError):
             row.conversations.lost(answer)
             raise
-        if asked.messages:
-            row.conversations.chatted(answer, asked.messages, templated([said.message()])[0], asked.more)
+        if parsed.messages:
+            row.conversations.chatted(answer, parsed.messages, templated([reply.message()])[0], parsed.more)
         else:
-            row.conversations.completed(answer, asked.prompt, said.text)
+            row.conversations.completed(answer, parsed.prompt, reply.text)
         return response
 
-    async def _asked(self, request: web.Request, chat: bool) -> CompletionRequest:
+    async def _parse_request(self, request: web.Request, chat: bool) -> CompletionRequest:
         try:
-            text = (await request.read()).decode("utf-8")  # as JSON always is, whatever the request's head says
+            text = (await request.read()).decode("utf-8")  # JSON is always UTF-8, whatever the request's header says
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise RequestRefused(f"the body is no JSON: {error}", "invalid_json") from None
+            raise RequestRefused(f"the body is not JSON: {error}", "invalid_json") from None
         if "\\u" in text and (half := half_character_within(body)):
             fix = 'send `text.encode("utf-8", "replace").decode()`'
-            raise RequestRefused(f"there is {half} in the request, which has no tokens: {fix}", "invalid_text")
-        asked = read(body, chat, self.model)
-        self.left_out |= dict.fromkeys(asked.left_out)
-        return asked
+            raise RequestRefused(f"the request has {half}, which has no tokens: {fix}", "invalid_text")
+        parsed = read(body, chat, self.model)
+        self.left_out |= dict.fromkeys(parsed.left_out)
+        return parsed
 
-    def _begun(self, conversations: Conversations, asked: CompletionRequest) -> DrawnAnswer:
-        """What is to be drawn."""
+    def _start_answer(self, conversations: Conversations, parsed: CompletionRequest) -> DrawnAnswer:
+        """Return the answer to draw."""
         try:
-            if not asked.messages:
-                self._known(asked.prompt)
-                return conversations.completion(asked.prompt, asked.most)
-            if asked.tools and not self.speech.takes_tools:
-                raise RequestRefused("the chat template of this model knows no tools", "unsupported", "tools")
-            if asked.tools and self.speech.calls is None:
-                what = "nobody knows how this model writes calls of tools: say it by `tool_calls` in the program"
-                raise RequestRefused(what, "unsupported", "tools")
-            return conversations.chat(asked.messages, asked.most, asked.more)
+            if not parsed.messages:
+                self._check_tokens(parsed.prompt)
+                return conversations.completion(parsed.prompt, parsed.most)
+            if parsed.tools and not self.speech.takes_tools:
+                raise RequestRefused("the chat template of this model does not support tools", "unsupported", "tools")
+            if parsed.tools and self.speech.calls is None:
+                message = "the format of this model's tool calls is unknown: state it with `tool_calls` in the program"
+                raise RequestRefused(message, "unsupported", "tools")
+            return conversations.chat(parsed.messages, parsed.most, parsed.more)
         except (BadMessages, BadPieceError) as error:
             raise RequestRefused(str(error), "template", "messages") from None
         except ContextOverflow as full:
             raise RequestRefused(
-                str(full), "context_length_exceeded", "messages" if asked.messages else "prompt"
+                str(full), "context_length_exceeded", "messages" if parsed.messages else "prompt"
             ) from None
 
-    def _known(self, prompt: str | Array) -> None:
-        """Refuses token ids that the model has no embedding for."""
+    def _check_tokens(self, prompt: str | Array) -> None:
+        """Refuse token ids that the model has no embedding for."""
         size = self.speech.tokens.tokenizer.get_vocab_size()
-        if not isinstance(prompt, str) and (strange := prompt[prompt >= size]).size:
-            what = f"the token {strange[0]} is not in the vocabulary of {size} of this model's tokenizer"
-            raise RequestRefused(what, "invalid_token", "prompt")
+        if not isinstance(prompt, str) and (unknown_tokens := prompt[prompt >= size]).size:
+            message = (
+                f"token {unknown_tokens[0]} is not in the vocabulary of this model's tokenizer, which has {size} tokens"
+            )
+            raise RequestRefused(message, "invalid_token", "prompt")
 
-    async def _said(self, row: OpenRow, answer: DrawnAnswer, asked: CompletionRequest) -> ChatReply:
+    async def _wait_for_reply(self, row: OpenRow, answer: DrawnAnswer, parsed: CompletionRequest) -> ChatReply:
         if answer.number not in row.drawing:
-            row.drawing[answer.number] = asyncio.ensure_future(self.draw(row, answer, asked.stop))
-        # It goes on where the program goes away: who asks again gets it.
+            row.drawing[answer.number] = asyncio.ensure_future(self.draw(row, answer, parsed.stop))
+        # Drawing continues when the client goes away: a repeated request gets the answer.
         tokens, logps = await asyncio.shield(row.drawing[answer.number])
         answer.tokens = tokens
         answer.logps = logps
-        text, calls = self.speech.read(tokens, asked.tools)
-        for stop in asked.stop:
+        text, calls = self.speech.read(tokens, parsed.tools)
+        for stop in parsed.stop:
             text = text.partition(stop)[0] if stop not in self.stops else text
-        whole = self.speech.decode(tokens, special=True)
-        full = len(tokens) >= answer.most and int(tokens[-1]) not in self.speech.tokens.ends
-        full = full and not any(s in whole for s in (*self.stops, *asked.stop))
+        full_text = self.speech.decode(tokens, special=True)
+        is_full = len(tokens) >= answer.most and int(tokens[-1]) not in self.speech.tokens.ends
+        is_full = is_full and not any(end_text in full_text for end_text in (*self.stops, *parsed.stop))
         return ChatReply(
             text=text,
             calls=tuple(calls),
-            ended="length" if full else "tool_calls" if calls else "stop",
+            ended="length" if is_full else "tool_calls" if calls else "stop",
             tokens=tokens,
-            pieces=tuple(self.speech.pieces(tokens)) if asked.logprobs else (),
+            pieces=tuple(self.speech.pieces(tokens)) if parsed.logprobs else (),
             logps=logps,
             prompt=answer.prefix,
             row=row.conversations.row,
             number=answer.number,
         )
 
-    async def _streamed(self, request: web.Request, said: ChatReply, asked: CompletionRequest) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, reply: ChatReply, parsed: CompletionRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        for chunk in said.chunks(asked, self.model):
+        for chunk in reply.chunks(parsed, self.model):
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response

@@ -1,8 +1,8 @@
-"""What a model's chat template writes of a conversation, and where in it the policy's own words end.
+"""What a model's chat template writes, and where in it the policy's own text ends.
 
-Invariant: what the policy drew is never tokenised again. A conversation that goes on is what was drawn, token for
-token, and after it what the template writes there; where the template writes the beginning otherwise than it did, the
-conversation does not go on: it begins anew.
+Invariant: what the policy drew is never tokenized again. A conversation that continues consists of what was drawn,
+token for token, followed by what the template writes there. If the template now writes the earlier part differently,
+the conversation does not continue: a new one begins.
 """
 
 from __future__ import annotations
@@ -21,56 +21,66 @@ from .tool_calls import Call, Calls, taught
 
 
 class ChatTemplate:
-    """The tokenizer and the template of the policy's folder; `calls` finds calls of tools, where the template's own
-    format is not to be looked for."""
+    """The tokenizer and the template of the policy's folder.
+
+    `calls` finds tool calls, if they are not in the template's own format.
+    """
 
     def __init__(self, tokens: Tokens, calls: Calls | None = None) -> None:
         self.tokens = tokens
         self._calls = calls
-        self.ends = {e: t for e in tokens.ends if (t := tokens.tokenizer.id_to_token(e))}
+        self.ends = {end_id: end_text for end_id in tokens.ends if (end_text := tokens.tokenizer.id_to_token(end_id))}
 
     def prepare(self) -> None:
-        """Start what renders: a first request that waited for it would hold up all others."""
-        with suppress(BadMessages):  # whoever asks hears of it
+        """Start the renderer before the first request, which would delay all others."""
+        with suppress(BadMessages):  # a request reports it
             rendering.template(self.tokens.folder)
 
     @cached_property
     def calls(self) -> Calls | None:
-        """What finds calls of tools; None where nobody knows how the policy would write them. Raises BadMessages."""
+        """The parser of tool calls; None if the policy's format is unknown.
+
+        Raises BadMessages.
+        """
         return self._calls or taught(rendering.with_tools(rendering.template(self.tokens.folder)))
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template does anything with tools. Raises BadMessages."""
+        """Whether the template uses tools. Raises BadMessages."""
         return rendering.takes_tools(self.tokens.folder)
 
     def begun(self, messages: Messages, **more: Any) -> Array:
-        """The tokens that ask for an answer to messages. Raises BadMessages."""
+        """Return the tokens of the prompt for an answer to messages. Raises BadMessages."""
         return self.encode(self.tokens.rendered(messages, True, **more))
 
     def after(self, messages: Messages, last: int, drawn: Array, **more: Any) -> Array | None:
-        """The tokens that stand between what was `drawn`, which the message at `last` was made of, and the next answer
-        to all messages; None where the template writes what comes before them otherwise than it did. Raises
-        BadMessages."""
+        """Return the tokens between what was `drawn` and the next answer to all messages.
+
+        The message at `last` was made from `drawn`. None if the template now writes the earlier part differently.
+        Raises BadMessages.
+        """
         asked = self.tokens.rendered(messages[:last], True, **more)
-        whole = self.tokens.rendered(messages, True, **more)
+        full_text = self.tokens.rendered(messages, True, **more)
         end = self.ends.get(int(drawn[-1]), "") if len(drawn) else ""
         text = self.decode(drawn[:-1] if end else drawn, special=True)
         before = asked + text
-        if whole.startswith(before) and whole[len(before) :].startswith(self._closers):
-            # The turn alone need not be written as it is in the whole: Qwen3 adds empty thoughts to a last one.
-            return self.following(whole[len(before) :].removeprefix(end))
-        said = self.tokens.rendered(messages[: last + 1], False, **more)
-        if not (whole.startswith(said) and said.startswith(asked)):
+        if full_text.startswith(before) and full_text[len(before) :].startswith(self._closers):
+            # Alone, a turn may be written differently than among others: Qwen3 adds empty thoughts to a last turn.
+            return self.following(full_text[len(before) :].removeprefix(end))
+        through_turn = self.tokens.rendered(messages[: last + 1], False, **more)
+        if not (full_text.startswith(through_turn) and through_turn.startswith(asked)):
             return None
-        rest = self._rest(said[len(asked) :], text)
-        return None if rest is None else self.following((rest + whole[len(said) :]).removeprefix(end))
+        rest = self._text_after_answer(through_turn[len(asked) :], text)
+        return None if rest is None else self.following((rest + full_text[len(through_turn) :]).removeprefix(end))
 
-    def _rest(self, turn: str, text: str) -> str | None:
-        """What a template writes of a turn after the text that was drawn in it; None where that cannot be told."""
+    def _text_after_answer(self, turn: str, text: str) -> str | None:
+        """Return what a template writes in a turn after the drawn text.
+
+        None if that cannot be determined.
+        """
         closes = max((turn.rfind(closer) for closer in self._closers), default=-1)
         if closes >= 0:
-            # Templates write calls in their own way, and strip or add blanks: the end token is where the turn ends.
+            # Templates write calls in their own way, and strip or add blanks: the turn ends at the end token.
             return turn[closes:]
         own = text if turn.startswith(text) else text.strip()
         if own not in turn or (text and not own):
@@ -86,23 +96,23 @@ class ChatTemplate:
         return self.tokens.encode([text])[0]
 
     def following(self, text: str) -> Array:
-        """The tokens of a text that comes after others. Raises BadPieceError."""
+        """Return the tokens of a text that comes after others. Raises BadPieceError."""
         return self.tokens.following([text])[0]
 
     def decode(self, tokens: Array, special: bool = False) -> str:
         return self.tokens.decode([tokens], special)[0]
 
     def pieces(self, tokens: Array) -> list[str]:
-        """The text of each token by itself."""
+        """Return the text of each token by itself."""
         return self.tokens.decode([tokens[i : i + 1] for i in range(len(tokens))], special=True)
 
     def read(self, drawn: Array, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-        """What the policy says in what it drew, and which of the tools it calls."""
+        """Return what the policy says in what it drew, and which of the tools it calls."""
         end = len(drawn) and int(drawn[-1]) in self.tokens.ends
         own = drawn[:-1] if end else drawn
         if tools and self.calls is not None:
-            said, found = self.calls(self.decode(own, special=True))
-            if found:
-                # What stands beside the calls, less the special tokens in it.
-                return self.decode(self.encode(said)) if said else "", found
+            text, calls = self.calls(self.decode(own, special=True))
+            if calls:
+                # The text around the calls, without special tokens.
+                return self.decode(self.encode(text)) if text else "", calls
         return self.decode(own), []

@@ -1,7 +1,7 @@
-"""Calls of tools in what a policy wrote, by the format that its chat template teaches it.
+"""Parsing of tool calls in what a policy wrote, in its chat template's format.
 
-Invariant: what stands here only reads; how calls are written again is the template's. A text that holds no whole call
-is an answer like any other.
+Invariant: this module only parses; the template writes calls. A text without a complete call is an answer like any
+other.
 """
 
 from __future__ import annotations
@@ -16,30 +16,33 @@ from typing import Any
 from ...data.characters import half_character_within
 
 Call = tuple[str, dict[str, Any]]  # the name of a tool, and its arguments
-Calls = Callable[[str], tuple[str, list[Call]]]  # from a text to what is said beside the calls, and these
+Calls = Callable[[str], tuple[str, list[Call]]]  # from a text to the text around the calls, and the calls
 
 
 @dataclass(frozen=True)
 class Format:
-    """How calls are written: `mark` is what a template that teaches it holds; each match of `pattern` is JSON of one
-    call, or of a list of them, with the arguments under the key `arguments`."""
+    """A format of tool calls.
+
+    `mark` is a text that occurs in a template of this format. Each match of `pattern` is JSON of one call or of a list
+    of calls, with the arguments under the key `arguments`.
+    """
 
     mark: str
     pattern: re.Pattern[str]
     arguments: str = "arguments"
 
     def __call__(self, text: str) -> tuple[str, list[Call]]:
-        found: list[Call] = []
+        all_calls: list[Call] = []
         for match in self.pattern.finditer(text):
-            calls = list(self._read(match[1]))
+            calls = list(self._parse_calls(match[1]))
             if not calls:
-                return text, []  # one that is no JSON: the policy said something, and called nothing
-            found += calls
-        said = self.pattern.sub("", text).strip() if found else text
-        return said, found
+                return text, []  # not JSON: the policy wrote text and called nothing
+            all_calls += calls
+        rest = self.pattern.sub("", text).strip() if all_calls else text
+        return rest, all_calls
 
-    def _read(self, text: str) -> Iterator[Call]:
-        with suppress(ValueError, RecursionError):  # whatever a policy wrote
+    def _parse_calls(self, text: str) -> Iterator[Call]:
+        with suppress(ValueError, RecursionError):  # text that the policy wrote may be anything
             value = json.loads(text)
             if half_character_within(value):
                 return
@@ -50,7 +53,7 @@ class Format:
                 yield call["name"], arguments
 
 
-# Another one is a line. Of a template that holds several marks the first counts.
+# A new format is one more line. If a template contains several marks, the first counts.
 FORMATS = {
     "hermes": Format("<tool_call>", re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.S)),  # Qwen2.5, Qwen3
     "mistral": Format("[TOOL_CALLS]", re.compile(r"\[TOOL_CALLS\]\s*(\[.*\])", re.S)),
@@ -61,5 +64,5 @@ FORMATS = {
 
 
 def taught(template: str) -> Format | None:
-    """The format that a chat template teaches; None where it is none of these."""
-    return next((f for f in FORMATS.values() if f.mark in template), None)
+    """Return the format that a chat template teaches; None if it is none of these."""
+    return next((format_ for format_ in FORMATS.values() if format_.mark in template), None)

@@ -30,7 +30,7 @@ from .segments import Activity, Room, Segments
 from .warehouse import SPLIT, payload, taken
 
 T = TypeVar("T")
-OFTEN = 1.0  # seconds between two messages about progress
+PROGRESS_INTERVAL = 1.0  # seconds between two messages about progress
 DOCK = "dock"  # the trace track for a process's traffic with the dock, next to its work
 
 
@@ -91,7 +91,7 @@ class Client:
         """Report how many rows of its share this process has computed."""
         if self.activity is not None:
             self.activity.computed(rows, total, where)
-        elif self._activity and time.monotonic() - self._sent_at >= OFTEN:
+        elif self._activity and time.monotonic() - self._sent_at >= PROGRESS_INTERVAL:
             self._sent_at = time.monotonic()
             self.pending.append(
                 self._connection(self.home).send("at", self.process, self._activity, rows, total, where)

@@ -109,7 +109,7 @@ class Controller:
 
     def __init__(self, reader: NodeReads) -> None:
         self.reader = reader
-        self.books: dict[str, IterationState] = {}
+        self.states: dict[str, IterationState] = {}
 
     @property
     def keeps(self) -> bool:
@@ -126,31 +126,31 @@ class Controller:
 
         A node that reads only states, and no column, waits for no row: its rounds are decided now.
         """
-        if task.key in self.books:
+        if task.key in self.states:
             return []
         self._begin(task)
-        return self._deal(self.books[task.key])
+        return self._deal(self.states[task.key])
 
     def _begin(self, task: Task) -> None:
         groups = len(self.reader.at)
-        self.books[task.key] = IterationState(
+        self.states[task.key] = IterationState(
             task, Progress(self.reader, task), [[] for _ in range(groups)], [0.0] * groups
         )
 
     def close(self, key: str) -> None:
-        self.books.pop(key, None)
+        self.states.pop(key, None)
 
     def heard(self, key: str, news: Iterable[RowsReady]) -> list[Round]:
         """Take in the news that a warehouse has new rows."""
-        if (book := self.books.get(key)) is None or not self._record_news(book, news):
+        if (state := self.states.get(key)) is None or not self._record_news(state, news):
             return []
-        return self._deal(book)
+        return self._deal(state)
 
-    def _record_news(self, book: IterationState, news: Iterable[RowsReady]) -> bool:
+    def _record_news(self, state: IterationState, news: Iterable[RowsReady]) -> bool:
         """Record the news; return whether any of it concerns the node."""
         relevant = [entry for entry in news if entry.column in self.reader.hears]
         for entry in relevant:
-            book.progress.note(entry)
+            state.progress.note(entry)
         return bool(relevant)
 
     def restore(self, task: Task, news: Iterable[RowsReady], rounds: Iterable[Round]) -> list[Round]:
@@ -159,29 +159,29 @@ class Controller:
         `rounds` are its stored decisions. Returns the rounds that are decided in addition.
         """
         self._begin(task)
-        book = self.books[task.key]
-        self._record_news(book, news)
+        state = self.states[task.key]
+        self._record_news(state, news)
         for round in rounds:
             for group, part in enumerate(round.parts):
-                book.progress.deal(part.units)
-                book.had[group] += self._weigh_units(book, part.rows, part.sizes).load(range(len(part.units)))
+                state.progress.deal(part.units)
+                state.had[group] += self._weigh_units(state, part.rows, part.sizes).load(range(len(part.units)))
             if round.last:
-                book.progress.end()
+                state.progress.end()
             self.hand(task.key, round)
-        return self._deal(book)
+        return self._deal(state)
 
     def hand(self, key: str, round: Round) -> None:
         """Make the shares of a round, for `decided`; a closed iteration gets none."""
-        if (book := self.books.get(key)) is None:
+        if (state := self.states.get(key)) is None:
             return
-        progress = book.progress
+        progress = state.progress
         columns = [(read.column, read.rows) for read in self.reader.reads]
         all_rows = np.concatenate([share_of_round.rows for share_of_round in round.parts])
         largest = max(len(share_of_round.rows) for share_of_round in round.parts)
         elements = {
             column: int(progress.heard[column].get(progress.above(all_rows, rows)).sum()) for column, rows in columns
         }
-        for shares, part in zip(book.shares, round.parts, strict=True):
+        for shares, part in zip(state.shares, round.parts, strict=True):
             above = {rows: np.unique(progress.above(part.rows, rows)) for rows in {rows for _, rows in columns}}
             places = {column: progress.where[column].get(above[rows]) for column, rows in columns}
             used_places = np.unique(np.concatenate([*places.values(), part.rows[:0]]))
@@ -205,29 +205,29 @@ class Controller:
 
     def decided(self, key: str, group: int) -> list[Share]:
         """Return the group's shares so far."""
-        return self.books[key].shares[group]
+        return self.states[key].shares[group]
 
     def again(self, key: str, rounds: int) -> bool | None:
         """Return whether the refilling filter needs another round after `rounds` rounds.
 
         None while that is not known. Raises RunError when the maximum number of rounds is reached.
         """
-        book = self.books[key]
+        state = self.states[key]
         filter = self.reader.refilling
         assert filter is not None
-        _, decided, count = book.progress.surviving(rounds)
+        _, decided, count = state.progress.surviving(rounds)
         if not decided.all():
             return None
-        if count >= book.task.target:
+        if count >= state.task.target:
             return False
-        if rounds >= book.task.rounds(filter.refill):
-            prompts_drawn = rounds * book.task.prompts
+        if rounds >= state.task.rounds(filter.refill):
+            prompts_drawn = rounds * state.task.prompts
             message = (
                 f"{count} of {prompts_drawn} prompts in {rounds} rounds have rows that pass the filter, "
-                f"{book.task.target} are needed"
+                f"{state.task.target} are needed"
             )
             raise RunError(
-                f"`{filter.node}` in iteration {book.task.number}: {message}; raise `refill`, ask for fewer prompts, "
+                f"`{filter.node}` in iteration {state.task.number}: {message}; raise `refill`, ask for fewer prompts, "
                 "or check the filter"
             )
         return True
@@ -237,13 +237,13 @@ class Controller:
 
         Both count a row once per epoch.
         """
-        book = self.books[key]
-        handed = sum(len(share.rows) for shares in book.shares for share in shares)
-        return handed, max(handed, len(book.progress.every[0]) * self.reader.epochs)
+        state = self.states[key]
+        handed = sum(len(share.rows) for shares in state.shares for share in shares)
+        return handed, max(handed, len(state.progress.every[0]) * self.reader.epochs)
 
     def missing(self, key: str) -> str:
         """Describe what the node waits for."""
-        progress = self.books[key].progress
+        progress = self.states[key].progress
         reader = self.reader
         parts = list[str]()
         if progress.ended and not reader.loops:  # later news does not concern the node
@@ -264,82 +264,82 @@ class Controller:
             )
         return "; ".join(parts) or ALL
 
-    def _deal(self, book: IterationState) -> list[Round]:
+    def _deal(self, state: IterationState) -> list[Round]:
         if self.reader.update:
-            return self._deal_update(book)
+            return self._deal_update(state)
         rounds: list[Round] = []
-        progress = book.progress
+        progress = state.progress
         while progress.ended < (progress.opened if self.reader.loops else 1):
-            self._add_ready_tokens(book, progress.look(), 1)
-            new_rounds = self._deal_units(book)
+            self._add_ready_tokens(state, progress.look(), 1)
+            new_rounds = self._deal_units(state)
             rounds += new_rounds
             if not new_rounds or not new_rounds[-1].last:
                 break
             progress.end()
         return rounds
 
-    def _deal_units(self, book: IterationState) -> list[Round]:
+    def _deal_units(self, state: IterationState) -> list[Round]:
         """Cut batches from the ready units, until the units of the round are used up."""
-        progress = book.progress
+        progress = state.progress
         rounds = list[Round]()
         while progress.left or not progress.complete:
-            if not (count := self._next_batch_size(book)):
+            if not (count := self._next_batch_size(state)):
                 return rounds
             last = progress.complete and progress.left == count
             units = progress.next(count)
-            self._add_ready_tokens(book, units, -1)
-            rounds.append(self._assign_round(book, 0, units, last))
+            self._add_ready_tokens(state, units, -1)
+            rounds.append(self._assign_round(state, 0, units, last))
         # The units that were handed out before may have been all of them.
-        return rounds or [self._assign_round(book, 0, progress.next(0), True)]
+        return rounds or [self._assign_round(state, 0, progress.next(0), True)]
 
-    def _next_batch_size(self, book: IterationState) -> int:
+    def _next_batch_size(self, state: IterationState) -> int:
         """Return how many of the ready units make a batch; 0 if they do not make one yet."""
-        progress = book.progress
+        progress = state.progress
         reader = self.reader
         counts = list[int]()
         if 0 < reader.chunk <= progress.fresh:
             counts.append(reader.chunk)
-        if 0 < reader.chunk_tokens <= book.tokens:
-            cumulative_tokens = np.cumsum(self._count_tokens(book, *progress.rows_of(progress.first)))
+        if 0 < reader.chunk_tokens <= state.tokens:
+            cumulative_tokens = np.cumsum(self._count_tokens(state, *progress.rows_of(progress.first)))
             counts.append(int(np.searchsorted(cumulative_tokens, reader.chunk_tokens)) + 1)
         rest = progress.fresh if progress.complete and progress.left == progress.fresh else 0
         return min(counts, default=rest)
 
-    def _add_ready_tokens(self, book: IterationState, units: Array, sign: int) -> None:
+    def _add_ready_tokens(self, state: IterationState, units: Array, sign: int) -> None:
         """Count the tokens of units that became ready (`sign` 1) or were handed out (-1)."""
         if self.reader.chunk_tokens and len(units):
-            book.tokens += sign * float(self._count_tokens(book, *book.progress.rows_of(units)).sum())
+            state.tokens += sign * float(self._count_tokens(state, *state.progress.rows_of(units)).sum())
 
-    def _deal_update(self, book: IterationState) -> list[Round]:
-        progress = book.progress
+    def _deal_update(self, state: IterationState) -> list[Round]:
+        progress = state.progress
         rows = progress.look()
-        if book.mini_batches is None:
+        if state.mini_batches is None:
             if not progress.complete:
                 return []
-            book.mini_batches = MiniBatches.cut(self.reader, book.task.number, np.sort(progress.every[0]))
+            state.mini_batches = MiniBatches.cut(self.reader, state.task.number, np.sort(progress.every[0]))
             rows = np.concatenate([*progress.ready, rows[:0]])
-        ready = book.mini_batches.ready(rows)
-        last = 0 if book.mini_batches.todo else len(ready)
-        return [self._assign_round(book, epoch, units, i == last) for i, (epoch, units) in enumerate(ready, 1)]
+        ready = state.mini_batches.ready(rows)
+        last = 0 if state.mini_batches.todo else len(ready)
+        return [self._assign_round(state, epoch, units, i == last) for i, (epoch, units) in enumerate(ready, 1)]
 
-    def _assign_round(self, book: IterationState, epoch: int, units: Array, last: bool) -> Round:
+    def _assign_round(self, state: IterationState, epoch: int, units: Array, last: bool) -> Round:
         """Assign units to the groups."""
         reader = self.reader
-        rows, sizes = book.progress.rows_of(units)
+        rows, sizes = state.progress.rows_of(units)
         starts = np.cumsum(sizes) - sizes
         parts = []
-        weighted_units = self._weigh_units(book, rows, sizes)
-        for group, positions in enumerate(deal(weighted_units, reader.at, reader.imbalance, book.had)):
+        weighted_units = self._weigh_units(state, rows, sizes)
+        for group, positions in enumerate(deal(weighted_units, reader.at, reader.imbalance, state.had)):
             unit_rows = [rows[starts[i] : starts[i] + sizes[i]] for i in positions]
             indices = np.array(positions, np.int64)
             parts.append(WorkShare(units[indices], sizes[indices], np.concatenate([*unit_rows, rows[:0]])))
-            book.had[group] += weighted_units.load(positions)
+            state.had[group] += weighted_units.load(positions)
         return Round(epoch, tuple(parts), last)
 
-    def _weigh_units(self, book: IterationState, rows: Array, sizes: Array) -> Units:
+    def _weigh_units(self, state: IterationState, rows: Array, sizes: Array) -> Units:
         """Return what the assignment of units, given unit by unit, to groups depends on."""
-        progress = book.progress
-        warehouses = book.progress.warehouses
+        progress = state.progress
+        warehouses = state.progress.warehouses
         unit = np.repeat(np.arange(len(sizes)), sizes)
         lengths = np.zeros((len(sizes), int(warehouses.max()) + 1))
         for read in self.reader.reads:
@@ -351,13 +351,13 @@ class Controller:
         return Units(
             progress.above(rows, 0)[first[first < len(rows)]].tolist(),
             lengths.argmax(1).tolist(),
-            self._count_tokens(book, rows, sizes).tolist() if self.reader.balance else None,
+            self._count_tokens(state, rows, sizes).tolist() if self.reader.balance else None,
             lengths.sum(1).tolist(),
         )
 
-    def _count_tokens(self, book: IterationState, rows: Array, sizes: Array) -> Array:
+    def _count_tokens(self, state: IterationState, rows: Array, sizes: Array) -> Array:
         """Return the number of tokens of each unit."""
-        progress = book.progress
+        progress = state.progress
         unit = np.repeat(np.arange(len(sizes)), sizes)
         tokens = np.zeros(len(sizes))
         for read in self.reader.reads:

@@ -26,7 +26,7 @@ def look(
     """Take a snapshot of the dock of a host."""
     rows: dict[str, dict[str, tuple[int, int]]] = {}
     for node, controller in controllers.items():
-        for key in controller.books:
+        for key in controller.states:
             rows.setdefault(key, {})[node] = controller.counts(key)
     done = {key: warehouse.written(key) for key in warehouse.tasks} if warehouse else {}
     for status in statuses.values():

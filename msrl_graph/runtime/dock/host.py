@@ -41,7 +41,7 @@ from .segments import Room, Segments
 from .warehouse import SPLIT, Warehouse
 
 T = TypeVar("T")
-REACH = 3.0  # seconds that other hosts have to report when a row last moved there
+PEER_TIMEOUT = 3.0  # seconds that other hosts have to report when a row last moved there
 SERVED = ("ask", "at", "folder", "free", "get", "heard", "known", "leave", "place", "promise", "put", "still", "whole")
 
 
@@ -115,13 +115,15 @@ class DockHost:
         async with self.restoring:
             if self.stale:
                 requests = [post.send("known") for member, post in self.others if member.warehouse >= 0]
-                here = await self.known()
-                books: list[dict[str, WarehouseInventory]] = [here, *(await asyncio.gather(*requests))]
-                for key, known in here.items():
-                    news = [entry for book in books if key in book for entry in book[key].news]
+                own_inventories = await self.known()
+                inventories: list[dict[str, WarehouseInventory]] = [own_inventories, *(await asyncio.gather(*requests))]
+                for key, own_inventory in own_inventories.items():
+                    news = [entry for inventory in inventories if key in inventory for entry in inventory[key].news]
                     for node, controller in self.controllers.items():
-                        self._hand_out(key, node, controller.restore(known.task, news, known.rounds.get(node, [])))
-                    self._announce_to_others(key, known.news)  # which others may not have received
+                        self._hand_out(
+                            key, node, controller.restore(own_inventory.task, news, own_inventory.rounds.get(node, []))
+                        )
+                    self._announce_to_others(key, own_inventory.news)  # which others may not have received
                 self.stale = False
 
     async def _announce(self, key: str, news: Sequence[RowsReady]) -> None:
@@ -335,7 +337,7 @@ class DockHost:
             requests = [asyncio.ensure_future(post.send("still")) for _, post in self.others]
             reports = [await self.still()]
             if requests:
-                answered, unanswered = await asyncio.wait(requests, timeout=min(REACH, self.deadline))
+                answered, unanswered = await asyncio.wait(requests, timeout=min(PEER_TIMEOUT, self.deadline))
                 reports += [future.result() for future in answered if future.exception() is None]
                 for future in unanswered:  # of processes that do not answer in time
                     future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

@@ -85,7 +85,7 @@ class Segment:
         except encoding.DecodeError as error:
             raise damaged_file(self.path, error) from None
         if not _fit_together(rows, values, offsets):
-            raise damaged_file(self.path, f"its column `{name}` does not fit together")
+            raise damaged_file(self.path, f"the arrays of its column `{name}` do not fit together")
         return (Verdicts if field.verdicts else ColumnRows)(rows, ColumnData(values, offsets))
 
     def _array(self, place: ArrayPlace) -> Array:

@@ -1,1 +1,1 @@
-"""Function nodes and environments: the user's Python, called on rows of the dock."""
+"""Function nodes and environments: user Python code, called on rows of the dock."""

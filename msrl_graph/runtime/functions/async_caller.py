@@ -20,6 +20,8 @@ from .user_traceback import blame
 
 
 class AsyncCaller:
+    """A caller of an `async def` function, with an event loop of its own."""
+
     def __init__(self, function: UnitFunction) -> None:
         guard_exit()  # before the user's file is imported: it may copy functions of `os` under names of its own
         self.function = function

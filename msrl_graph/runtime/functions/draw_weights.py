@@ -1,5 +1,7 @@
-"""The function of the source's `weights`: from the states and the columns of all rows of the data to how likely each is
-drawn."""
+"""The function of the source's `weights`, which weights the rows of the data.
+
+Its input is the states and the columns of all rows of the data; its output is how likely each row is drawn.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from .values import InjectedArguments, NotNumbers, brief, called, pure_numbers, 
 
 
 class DrawWeights:
-    """What draws prompts: from the states and the columns of all rows of the data to a weight for each."""
+    """The weights of all rows of the data, computed by the user's function."""
 
     def __init__(self, plan: Plan, data: Dataset) -> None:
         self.source = source = plan.graph.node("source")
@@ -35,8 +37,8 @@ class DrawWeights:
         self.filled = InjectedArguments(signature, source, plan)
         self.data = data
         self.rows = len(data)
-        self.bound = [(p, renamed.get(p, p)) for p in signature.columns]
-        self.columns: dict[str, Callable[[], Any]] = {}  # of the data, by parameter: each call gets values of its own
+        self.bound = [(argument, renamed.get(argument, argument)) for argument in signature.columns]
+        self.columns: dict[str, Callable[[], Any]] = {}  # of the data, by parameter: each call gets its own values
         for parameter, name in self.bound:
             if name in source.weighs:
                 text = parameter in signature.text
@@ -45,53 +47,59 @@ class DrawWeights:
                 element = plan.graph.column(name).element
                 if column.offsets is None:
                     self.columns[parameter] = column.values.copy
-                elif text or element == "text":  # what takes long to decode, and nobody can change
+                elif text or element == "text":  # slow to decode, and immutable
                     self.columns[parameter] = seen(column, element, range(self.rows), text, tokens).copy
                 else:
                     self.columns[parameter] = partial(seen, column, element, range(self.rows), text, tokens)
 
     def __call__(self, tables: Mapping[str, Array], task: Task) -> Array:
-        """The weights of an iteration, finite, none below 0 and some above it; `tables` are the states of each row."""
+        """Return the weights of an iteration: finite, at least 0, and some above 0.
+
+        `tables` are the states of each row.
+        """
         states = {**task.draws, **{name: np.array(table) for name, table in tables.items()}}
-        given = {p: states[name] for p, name in self.bound if name in states}
-        given |= {parameter: values() for parameter, values in self.columns.items()}
+        arguments = {argument: states[name] for argument, name in self.bound if name in states}
+        arguments |= {parameter: values() for parameter, values in self.columns.items()}
         try:
-            result = self.call(**given, **self.options, **self.filled(task.name, task.number, 0))
+            result = self.call(**arguments, **self.options, **self.filled(task.name, task.number, 0))
         except Exception as error:
-            raise RunError(blame(self.source, error, "what `weights` reads", given.items())) from error
+            raise RunError(blame(self.source, error, "the call of `weights`", arguments.items())) from error
         try:
-            found = pure_numbers(result, np.float64)
+            weights = pure_numbers(result, np.float64)
         except NotNumbers:
-            found = np.zeros(0)
-        what = f"`weights` of the source ({self.source.span.place})"
-        if found.shape != (self.rows,):
+            weights = np.zeros(0)
+        label = f"`weights` of the source ({self.source.span.place})"
+        if weights.shape != (self.rows,):
             raise RunError(
-                f"{what} returned {brief(result)}, where a number of 0 or more belongs for each of {self.rows} rows "
-                "of the data"
+                f"{label} returned {brief(result)}, where a number of 0 or more belongs for each of {self.rows} "
+                "rows of the data"
             )
-        if len(wrong := np.flatnonzero(~(np.isfinite(found) & (found >= 0)))):
-            row = self.data.where(int(wrong[0]))
-            more = f", and so of {len(wrong) - 1} more of {self.rows}" if len(wrong) > 1 else ""
+        if len(bad_rows := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))):
+            row = self.data.where(int(bad_rows[0]))
+            more = f" (and for {len(bad_rows) - 1} more of {self.rows} rows)" if len(bad_rows) > 1 else ""
             raise RunError(
-                f"{what} returned {found[wrong[0]]:g} for {row}{more}, where a finite number of 0 or more belongs"
+                f"{label} returned {weights[bad_rows[0]]:g} for {row}{more}, where a finite number of 0 or more belongs"
             )
-        if not found.any():
+        if not weights.any():
             raise RunError(
-                f"{what} returned 0 for each of {self.rows} rows of the data in iteration {task.number}: there is "
-                "none to draw"
+                f"{label} returned 0 for each of {self.rows} rows of the data in iteration {task.number}: no row can "
+                "be drawn"
             )
-        return found
+        return weights
 
 
 def scarce(source: Node, task: Task, weights: Array, first: int) -> list[str]:
-    """What to tell of an iteration whose prompts from `first` on are the first of it that only rows of weight 0 were
-    left for."""
-    some = np.count_nonzero(weights)
-    if not first <= some < min(first + task.prompts, len(weights)):
+    """Return a remark for the first round in which only rows of weight 0 are left.
+
+    `first` is the number of prompts that the iteration drew before.
+    """
+    positive_count = np.count_nonzero(weights)
+    if not first <= positive_count < min(first + task.prompts, len(weights)):
         return []
-    few = f"only {some} of {len(weights)} rows of the data have a weight above 0"
+    message = f"only {positive_count} of {len(weights)} rows of the data have a weight above 0"
     return [
-        f"`weights` of the source ({source.span.place}): {few}, so iteration {task.number} takes rows of weight 0 too"
+        f"`weights` of the source ({source.span.place}): {message}, so iteration {task.number} also draws rows of "
+        "weight 0"
     ]
 
 

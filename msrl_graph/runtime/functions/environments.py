@@ -1,8 +1,10 @@
-"""Environments: the user's class that answers a policy over several turns, one instance a row.
+"""Environments: the user's class that answers a policy over several turns.
 
-Invariant: a row whose environment fails is never taken for one that has an answer. Under `on_failure = stop` it ends
-the run with the node, its line, the row, the turn and what went wrong; else its episode is over, and it leaves the
-iteration, with its group under `drop_group`. What stays fits the columns that the node writes.
+There is one instance per row.
+
+Invariant: a row whose environment fails is never treated as answered. With `on_failure = stop` it ends the run with the
+node, its line, the row, the turn and the error. Otherwise its episode is over and the row leaves the iteration,
+together with its group under `drop_group`. The values of the remaining rows fit the columns that the node writes.
 """
 
 from __future__ import annotations
@@ -33,86 +35,104 @@ from .surviving_rows import SurvivingRows
 from .user_traceback import BadResult
 from .values import InjectedArguments, ReturnChecker, imported, seen
 
-AT_ONCE = 64  # instances that are asked side by side: they wait for networks and processes more than they compute
+MAX_CONCURRENT_CALLS = 64  # concurrent calls of instances, which wait for networks and processes more than they compute
 
 
 class EnvironmentClass:
-    """The class that a generation names. `columns` are those that it writes beside the response, its log-probabilities
-    and its mask; `verdicts` the dock's name for which rows failed, "" where they end the run."""
+    """The environment class that a generation names.
+
+    `columns` are the columns that it writes in addition to the response, the log-probabilities and the mask. `verdicts`
+    is the dock's column for which rows failed, "" if failures end the run.
+    """
 
     def __init__(self, node: Node, plan: Plan) -> None:
         self.node = node
         self.plan = plan
         self.graph = plan.graph
-        said = GenerateAttributes.of(node)
-        call = said.environment
+        attributes = GenerateAttributes.of(node)
+        call = attributes.environment
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
         self.call = call
         self.path = path
         self.name = name
         self.signature = classes(shipped_files.found(path).read_text(encoding="utf-8-sig"))[name]["reset"]
-        # As gymnasium has it, all that the node reads are options, tokens as text.
+        # A gymnasium class gets everything that the node reads as options, tokens as text.
         seeded = self.signature.seeded
         signature = self.signature
-        self.reads = [c for c in (node.reads if seeded else signature.columns) if c in node.reads]
-        self.text = frozenset(c for c in self.reads if is_tokens(plan.graph, c)) if seeded else signature.text
-        self.tokens = {c: of_column(plan, c) for c in self.reads if c in self.text and is_tokens(plan.graph, c)}
+        self.reads = [column for column in (node.reads if seeded else signature.columns) if column in node.reads]
+        self.text = (
+            frozenset(column for column in self.reads if is_tokens(plan.graph, column)) if seeded else signature.text
+        )
+        self.tokens = {
+            column: of_column(plan, column)
+            for column in self.reads
+            if column in self.text and is_tokens(plan.graph, column)
+        }
         self.filled = InjectedArguments(self.signature, node, plan)
-        own = {*numerics.drawn(plan.graph, node), *(of_response(plan.graph, node, e) for e in ("bool", "i32"))}
-        self.columns = tuple(c for c in node.writes if c not in own)
+        own_columns = {
+            *numerics.drawn(plan.graph, node),
+            *(of_response(plan.graph, node, element) for element in ("bool", "i32")),
+        }
+        self.columns = tuple(column for column in node.writes if column not in own_columns)
         self.returned = ReturnChecker(plan, self.columns)
-        self.timeout = said.timeout
-        self.on_failure = said.on_failure
-        self.memory = said.memory
-        reward = next((c for c in plan.graph.columns if c.name == "reward"), None)
+        self.timeout = attributes.timeout
+        self.on_failure = attributes.on_failure
+        self.memory = attributes.memory
+        reward = next((column for column in plan.graph.columns if column.name == "reward"), None)
         self.gym: Literal["", "sum", "each"] = "" if not seeded else "each" if reward and reward.dims else "sum"
         sieve = rowsets(plan.graph).sieves.get(node.name)
         self.verdicts = sieve.column if sieve else ""
 
     def start(self) -> None:
-        """Imports the user's file: here, or where it cannot harm this process."""
+        """Import the user's file: in this process, or in one that it cannot harm."""
         if self.verdicts:
             folder = shipped_files.folder()
-            of = (self.filled, self.columns, self.timeout, self.gym)
-            self.nest = Nest(EnvironmentSpec(folder, self.path, self.name, self.call, *of))
+            settings = (self.filled, self.columns, self.timeout, self.gym)
+            self.nest = Nest(EnvironmentSpec(folder, self.path, self.name, self.call, *settings))
         else:
-            guard_exit()  # first: the file may have a name of its own for what it takes from `os`
+            guard_exit()  # before the import: the file may copy functions of `os`
             make = getattr(imported(self.path, self.call), self.name)
             self.called = ClassSignature(make, self.filled, self.columns, self.timeout, self.gym)
 
     def instances(self, rows: int, fan: int) -> Instances | IsolatedInstances:
-        """Of so many rows, `fan` of which belong together."""
+        """Make the instances for `rows` rows, `fan` of which belong together."""
         if not self.verdicts:
-            return Instances(self.called, AT_ONCE)
+            return Instances(self.called, MAX_CONCURRENT_CALLS)
         return IsolatedInstances(self.nest, parts(rows, fan if self.on_failure == "drop_group" else 1), self.memory)
 
     def begin(self, batch: Batch, rows: Array, task: Task) -> Episodes:
-        """An instance for each of the rows, of which equally many belong to each row of the batch."""
+        """Begin an episode for each of the rows.
+
+        Each row of the batch has the same number of them.
+        """
         return Episodes(self, batch, rows, task)
 
     def given(self, batch: Batch, fan: int) -> list[dict[str, Any]]:
-        """What `reset` is given in each episode, `fan` of which belong to each row of a batch: values of its own, which
-        an environment may change."""
-        found: list[dict[str, Any]] = [{} for _ in range(len(batch.rows) * fan)]
+        """Return the arguments of `reset` for each episode; each row of a batch has `fan`.
+
+        Each episode has its own values, which an environment may change.
+        """
+        episodes: list[dict[str, Any]] = [{} for _ in range(len(batch.rows) * fan)]
         for name in self.reads:
             text = name in self.text
             element = self.graph.column(name).element
             column = batch.columns[name]
             times = 1
-            if not text and element != "text":  # texts cannot be changed, and may take long to decode
+            if not text and element != "text":  # text is immutable, and may be slow to decode
                 column = column.take(np.repeat(np.arange(len(column)), fan))
                 times = fan
             values = seen(column, element, range(len(column)), text, self.tokens.get(name))
-            for i, episode in enumerate(found):
+            for i, episode in enumerate(episodes):
                 episode[name] = values[i * times // fan]
-        return found
+        return episodes
 
 
 class Episodes:
-    """The episodes of some rows, which are called by their positions.
+    """The episodes of some rows, identified by their positions.
 
-    `standing` says which are lost: these are over."""
+    `standing` records which rows are lost; their episodes are over.
+    """
 
     def __init__(self, environment: EnvironmentClass, batch: Batch, rows: Array, task: Task) -> None:
         self.environment = environment
@@ -120,77 +140,90 @@ class Episodes:
         self.task = task
         self.batch = batch
         self.fan = len(rows) // len(batch.rows)
-        self.values: list[tuple[Any, ...]] = [()] * len(rows)  # of the other columns, as the last step returned them
+        self.values: list[tuple[Any, ...]] = [()] * len(rows)  # of the additional columns, from the last step
         self.checked: dict[str, list[Any]] = {}
         self.standing = SurvivingRows(environment.node, environment.plan, rows, self.fan, task.number)
         self.instances: Instances | IsolatedInstances | None = None  # until the first rank of its group begins
 
     def reset(self) -> list[tuple[Utterance, bool]]:
-        """What the environment says first in each row, and whether the episode is over already."""
+        """Return the environment's first text in each row, and whether the row is over."""
         self.instances = self.environment.instances(len(self.rows), self.fan)
-        given = self.environment.given(self.batch, self.fan)
+        arguments = self.environment.given(self.batch, self.fan)
         task = self.task
-        asked: dict[int, Ask] = {
-            i: EpisodeStart(task.name, task.number, int(row), given[i]) for i, row in enumerate(self.rows)
+        requests: dict[int, Ask] = {
+            i: EpisodeStart(task.name, task.number, int(row), arguments[i]) for i, row in enumerate(self.rows)
         }
-        return self._asked(asked, "the beginning")
+        return self._ask(requests, "the beginning")
 
     def step(self, positions: Array, texts: list[str], turn: int) -> list[tuple[Utterance, bool]]:
-        """What the environment says to what the policy wrote in these rows in a turn, the first is 1, and whether that
-        ends the episode."""
-        return self._asked(dict(zip(positions.tolist(), texts, strict=True)), f"turn {turn}")
+        """Return the environment's answers to the policy's texts in a turn.
 
-    def refuse(self, position: int, what: str, when: str) -> None:
-        """What the environment said there cannot go on."""
-        self._fail(position, Failure.of(BadResult(what)), when)
+        The first turn is 1. Each answer comes with whether it ends the episode.
+        """
+        return self._ask(dict(zip(positions.tolist(), texts, strict=True)), f"turn {turn}")
+
+    def refuse(self, position: int, reason: str, when: str) -> None:
+        """Fail a row whose environment returned something unusable."""
+        self._fail(position, Failure.of(BadResult(reason)), when)
 
     def end(self, lengths: Mapping[str, Array]) -> Array:
-        """Ends the instances; which rows stay, True. `lengths` are those of what the generation wrote."""
+        """End the instances; return which rows stay (True).
+
+        `lengths` are the lengths of the columns that the generation wrote.
+        """
         try:
-            return self._checked(lengths)
-        finally:  # only now: an instance that is closed may change what it returned
+            return self._check_values(lengths)
+        finally:  # only now: an instance may change its returned values when it is closed
             if self.instances is not None:
                 self.instances.end()
 
-    def _checked(self, lengths: Mapping[str, Array]) -> Array:
-        """Which rows have values that fit their columns."""
+    def _check_values(self, lengths: Mapping[str, Array]) -> Array:
+        """Return which rows have values that fit their columns."""
         returned = self.environment.returned
-        for place, name in enumerate(self.environment.columns):
+        for index, name in enumerate(self.environment.columns):
             values = self.checked[name] = [None] * len(self.rows)
             for i in np.flatnonzero(~self.standing.lost).tolist():
                 try:
-                    own = {column: int(n[i]) for column, n in lengths.items()}
-                    values[i] = returned.checked(name, self.values[i][place], own)
+                    own_lengths = {column: int(length[i]) for column, length in lengths.items()}
+                    values[i] = returned.checked(name, self.values[i][index], own_lengths)
                 except (BadResult, TypeError, ValueError) as error:
                     self._fail(i, Failure("rubbish", Failure.of(error).told), "the last turn")
         return ~self.standing.lost
 
     def columns(self) -> dict[str, ColumnData]:
-        """The other columns that the node writes, of the rows that stay."""
+        """Return the additional columns that the node writes, of the rows that stay."""
         stay = np.flatnonzero(~self.standing.lost)
-        return {name: self.environment.returned.column(name, [v[i] for i in stay]) for name, v in self.checked.items()}
+        return {
+            name: self.environment.returned.column(name, [values[i] for i in stay])
+            for name, values in self.checked.items()
+        }
 
-    def verdicts(self, report: Report, head: str) -> dict[str, Verdicts]:
-        """Which rows stay, for the dock, where rows may fail; counts and tells of those that do not."""
-        return self.standing.verdicts(report, head)
+    def verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
+        """Return which rows stay, for the dock, if rows may fail.
 
-    def _asked(self, asked: Mapping[int, Ask], when: str) -> list[tuple[Utterance, bool]]:
-        """What each of these rows is told; nothing more where it is lost."""
-        alive = {position: ask for position, ask in asked.items() if not self.standing.lost[position]}
-        said: dict[int, tuple[Utterance, bool]] = {}
+        Counts and reports the rows that do not stay.
+        """
+        return self.standing.verdicts(report, metric_prefix)
+
+    def _ask(self, requests: Mapping[int, Ask], when: str) -> list[tuple[Utterance, bool]]:
+        """Return the environment's reply to each row, an empty one if the row is lost."""
+        alive = {position: request for position, request in requests.items() if not self.standing.lost[position]}
+        replies: dict[int, tuple[Utterance, bool]] = {}
         stops = not self.environment.verdicts
         assert self.instances is not None
         where = f"`{self.environment.name}` in {when} of {numerics.listed(self.rows[[*alive]])}"
         for position, answer in self.instances.answers(alive, stops, where).items():
             if isinstance(answer, EnvironmentReply):
-                said[position] = (answer.said, answer.over)
+                replies[position] = (answer.said, answer.over)
                 self.values[position] = answer.values
             else:
-                ask = asked[position]
-                self._fail(position, answer, when, ask.given if isinstance(ask, EpisodeStart) else {"text": ask})
-        return [("", True) if self.standing.lost[i] else said[i] for i in asked]
+                request = requests[position]
+                self._fail(
+                    position, answer, when, request.given if isinstance(request, EpisodeStart) else {"text": request}
+                )
+        return [("", True) if self.standing.lost[i] else replies[i] for i in requests]
 
     def _fail(self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None) -> None:
-        gone = self.standing.fail(position, failure, when, given)
+        lost_positions = self.standing.fail(position, failure, when, given)
         if isinstance(self.instances, IsolatedInstances):
-            self.instances.lose(gone)
+            self.instances.lose(lost_positions)

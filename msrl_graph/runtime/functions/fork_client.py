@@ -1,6 +1,6 @@
-"""The caller's side of processes that are forked from one that has imported a user's code (fork_server.py).
+"""The client of a fork server (fork_server.py), which has imported a user's code.
 
-Invariant: no forked process outlives the process that asked for it. Its parent, the nest, knows how it ended.
+Invariant: no forked process outlives the process that requested it. Its parent, the fork server, knows how it ended.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ S = TypeVar("S", bound=Spec)
 
 
 class Nest(Generic[S]):
-    """The process that forks others to run a user's code. Raises RunError if that code cannot be imported."""
+    """A fork server for a user's code.
+
+    Raises RunError if that code cannot be imported.
+    """
 
     def __init__(self, spec: S) -> None:
         self.spec = spec
         self._begin()
 
     def _begin(self) -> None:
-        self.orders, there = socket.socketpair()
+        self.orders, server_end = socket.socketpair()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-P", "-m", PROGRAM, str(there.fileno())]
+        command = [sys.executable, "-P", "-m", PROGRAM, str(server_end.fileno())]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()], env=environment, start_new_session=True
+            command, stdin=subprocess.DEVNULL, pass_fds=[server_end.fileno()], env=environment, start_new_session=True
         )
-        there.close()
-        weakref.finalize(self, _over, self.orders, self.process)
-        why = "a process that imports files of yours ended before it had; its log says more"
+        server_end.close()
+        weakref.finalize(self, _end_nest, self.orders, self.process)
+        why = "a process that imports your files ended during the import; see its log"
         with suppress(OSError, EOFError):
             send(self.orders, self.spec)
             why = receive(self.orders)
@@ -48,31 +51,34 @@ class Nest(Generic[S]):
             raise RunError(why)
 
     def fork(self, memory: int) -> tuple[int, socket.socket]:
-        """Fork a process that may use `memory` bytes (0: any number); return its id and a socket to it."""
-        here, there = socket.socketpair()
-        with there:
+        """Fork a process and return its id and a socket to it.
+
+        The process may use `memory` bytes (0: any number).
+        """
+        client_end, server_end = socket.socketpair()
+        with server_end:
             try:
-                pid = self._ordered(FORK, memory, there)
-            except (OSError, EOFError):  # somebody has killed it
+                pid = self._send_order(FORK, memory, server_end)
+            except (OSError, EOFError):  # the fork server was killed
                 self._begin()
-                pid = self._ordered(FORK, memory, there)
-        return pid, here
+                pid = self._send_order(FORK, memory, server_end)
+        return pid, client_end
 
     def status(self, pid: int) -> int | None:
         """Wait until a process has ended and return its status; None if it is unknown."""
         with suppress(OSError, EOFError):
-            return self._ordered(WAIT, pid)
+            return self._send_order(WAIT, pid)
         return None
 
-    def _ordered(self, kind: bytes, number: int, handed: socket.socket | None = None) -> int:
-        fds = [handed.fileno()] if handed else []
+    def _send_order(self, kind: bytes, number: int, passed_socket: socket.socket | None = None) -> int:
+        fds = [passed_socket.fileno()] if passed_socket else []
         socket.send_fds(self.orders, [ORDER.pack(kind, number)], fds)
         (answer,) = PID.unpack(exactly(self.orders, PID.size))
         return int(answer)
 
 
-def _over(orders: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End a nest and the processes that it has forked."""
+def _end_nest(orders: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """End a fork server and the processes that it has forked."""
     orders.close()
     process.wait()
 
@@ -81,7 +87,10 @@ PROCESS_GONE = Failure("exited", ErrorSummary("its process is gone"))
 
 
 def exits_within(pid: int, seconds: float) -> bool:
-    """Return whether a process ends by itself within `seconds`. Its status can still be asked for afterwards."""
+    """Return whether a process ends by itself within `seconds`.
+
+    Its status can still be requested afterwards.
+    """
     try:
         handle = os.pidfd_open(pid)
     except OSError:
@@ -99,9 +108,9 @@ def death_reason(status: int | None) -> Failure:
     if not os.WIFSIGNALED(status):
         return Failure("exited", ErrorSummary(f"it ended its process with status {os.WEXITSTATUS(status)}"))
     number = os.WTERMSIG(status)
-    words = f"its process was ended by {signal.Signals(number).name}"
+    words = f"its process was killed by {signal.Signals(number).name}"
     if number == signal.SIGKILL:
-        return Failure("memory", ErrorSummary(f"{words}, as the system does where memory runs out"))
+        return Failure("memory", ErrorSummary(f"{words}, as when memory runs out"))
     return Failure("exited", ErrorSummary(words))
 
 

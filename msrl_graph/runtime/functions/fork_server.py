@@ -1,10 +1,11 @@
-"""The program in which a user's code runs that may do harm, or that runs side by side: a *nest*, which has imported the
-user's files, and the processes that it forks.
+"""A program that runs a user's code which may do harm, or which runs in parallel.
 
-Invariant: whatever the code does, it does to its own process. A forked process has so much memory beside what the
-import took, is the first that the system ends where memory runs out, and ends with its nest, and that with the process
-that began it. Messages are pickles behind their length: who writes the code is trusted, though its processes may break
-off anywhere.
+It is a fork server (a *nest*) that has imported the user's files, and the processes that it forks.
+
+Invariant: the code can only harm its own process. A forked process has a memory limit on top of the memory of the
+import, is the first to be killed when memory runs out, and ends with its nest; the nest ends with the process that
+started it. Messages are pickles preceded by their length: the author of the code is trusted, although its processes may
+break off anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..process.task_report import RunError
 from .own_process import call_of
 from .user_traceback import reason
 
-ORDER = struct.Struct("<cq")  # to a nest: FORK with the bytes that may be taken, or WAIT for a process of it
+ORDER = struct.Struct("<cq")  # to a nest: FORK with the memory limit in bytes, or WAIT with the id of a process
 PID = struct.Struct("<q")
 FORK = b"f"
 WAIT = b"w"
@@ -37,44 +38,46 @@ _LENGTH = struct.Struct("<q")
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
-Serve = Callable[[socket.socket], None]  # what a forked process does: it answers until nobody asks any more
+Serve = Callable[[socket.socket], None]  # the work of a forked process: answer until the connection ends
 
 
 class Spec(Protocol):
-    """What a nest is told to be. `folder` is where the run's shipped files lie."""
+    """What a nest loads. `folder` has the run's shipped files."""
 
     @property
     def folder(self) -> str: ...
 
     def load(self) -> Serve:
-        """Imports the user's files."""
+        """Import the user's files."""
 
 
-def send(to: socket.socket, message: Any) -> None:
+def send(connection: socket.socket, message: Any) -> None:
     data = pickle.dumps(message)
-    to.sendall(_LENGTH.pack(len(data)) + data)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def receive(of: socket.socket) -> Any:
-    """EOFError where it has ended."""
-    (length,) = _LENGTH.unpack(exactly(of, _LENGTH.size))
-    return pickle.loads(exactly(of, length))
+def receive(connection: socket.socket) -> Any:
+    """Return the next message; EOFError if the connection has ended."""
+    (length,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
+    return pickle.loads(exactly(connection, length))
 
 
-def exactly(of: socket.socket, length: int) -> bytes:
-    found = bytearray()
-    while len(found) < length:
-        if not (part := of.recv(min(length - len(found), 1 << 20))):
+def exactly(connection: socket.socket, length: int) -> bytes:
+    data = bytearray()
+    while len(data) < length:
+        if not (part := connection.recv(min(length - len(data), 1 << 20))):
             raise EOFError
-        found += part
-    return bytes(found)
+        data += part
+    return bytes(data)
 
 
 def main() -> None:
-    """Hears its spec, says why the import failed ("": it did not), and does what it is ordered until nobody is there
-    any more."""
+    """Import the user's files and follow orders until the client is gone.
+
+    The first message is the spec, the reply is the reason why the import failed ("": it did not).
+    """
     orders = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, meant for the run
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal, meant for the run
     faulthandler.enable()
     spec: Spec = receive(orders)
     if spec.folder:
@@ -87,7 +90,7 @@ def main() -> None:
         return
     send(orders, "")
     living: set[int] = set()
-    while order := _order(orders):
+    while order := _receive_order(orders):
         kind, number, fds = order
         if kind == WAIT:
             status = os.waitpid(number, 0)[1]
@@ -97,11 +100,11 @@ def main() -> None:
         if not (pid := os.fork()):
             orders.close()
             with suppress(EOFError, OSError):
-                _prepare(number)
+                _prepare_child(number)
                 serve(socket.socket(fileno=fds[0]))
             os._exit(0)
         os.close(fds[0])
-        with suppress(OSError):  # as it does itself: whoever is told of it may end it at once
+        with suppress(OSError):  # the child does it too, but the client may kill its group at once
             os.setpgid(pid, pid)
         living.add(pid)
         orders.sendall(PID.pack(pid))
@@ -110,20 +113,20 @@ def main() -> None:
             os.killpg(pid, signal.SIGKILL)
 
 
-def _order(orders: socket.socket) -> tuple[bytes, int, list[int]] | None:
-    """An order, and what is handed over with it."""
+def _receive_order(orders: socket.socket) -> tuple[bytes, int, list[int]] | None:
+    """Return an order and the file descriptors passed with it; None at the end."""
     data, fds, _, _ = socket.recv_fds(orders, ORDER.size, 1)
     return (*ORDER.unpack(data), fds) if len(data) == ORDER.size else None
 
 
-def _prepare(memory: int) -> None:
-    """A forked process, which may take so many bytes of memory; 0: as many as there are."""
-    os.setpgid(0, 0)  # so that whatever it starts can be ended with it
+def _prepare_child(memory: int) -> None:
+    """Set up a forked process, which may use `memory` bytes (0: any number)."""
+    os.setpgid(0, 0)  # so that the processes that it starts can be ended with it
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    with suppress(ValueError, OSError):  # a lower limit holds already
+    with suppress(ValueError, OSError):  # a lower limit is already set
         most = data_bytes() + memory
         resource.setrlimit(resource.RLIMIT_DATA, (most, most) if memory else resource.getrlimit(resource.RLIMIT_DATA))
 

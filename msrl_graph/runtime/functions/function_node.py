@@ -1,8 +1,8 @@
-"""Function nodes made callable: from the rows of a batch to units, and from what is made of these to rows.
+"""Function nodes made callable: from a batch's rows to units, and back to rows.
 
-Invariant: a function sees the rows of its scope and nothing else; what it returns fits its columns, or the run ends
-with the node, its line, the row and what was returned. Neither the host, nor the order of arrival, nor how many units
-are at work at once changes what comes out.
+Invariant: a function sees the rows of its scope and nothing else. What it returns fits its columns, or the run ends
+with the node, its line, the row and the returned value. The host, the order of arrival and the number of concurrent
+calls do not change the results.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
 
 @dataclass
 class Results:
-    """What a node made of a batch, or of a part of its `rows`: rows by column (of a filter its verdicts), and next
-    values by state; by the unit what failed and left, and its rows. `last`: nothing comes after it."""
+    """The results of a node for a batch, or for a part of its `rows`.
+
+    - `columns`: rows by column (of a filter, its verdicts); `states`: next values by state.
+    - `failed`: by unit that failed and left, the failure and its number of rows.
+    - `last`: no part comes after this one.
+    """
 
     columns: dict[str, ColumnRows] = field(default_factory=dict)
     states: dict[str, NextValues] = field(default_factory=dict)
@@ -60,26 +64,29 @@ class Results:
 
     @classmethod
     def joined(cls, parts: Sequence[Results]) -> Results:
-        """The results of all parts of a batch."""
-        found = cls(rows=sum(part.rows for part in parts))
+        """Merge the results of all parts of a batch."""
+        merged = cls(rows=sum(part.rows for part in parts))
         for name in parts[0].columns:
-            found.columns[name] = joined([part.columns[name] for part in parts])
+            merged.columns[name] = joined([part.columns[name] for part in parts])
         for part in parts:
-            found.failed |= part.failed
-            for name, some in part.states.items():
-                values = found.states.setdefault(name, NextValues())
-                values.units += some.units
-                values.values += some.values
-        return found
+            merged.failed |= part.failed
+            for name, next_values in part.states.items():
+                values = merged.states.setdefault(name, NextValues())
+                values.units += next_values.units
+                values.values += next_values.values
+        return merged
 
 
 class _OfUnit(list[Any]):
-    """Values of which all rows of a unit have the same."""
+    """Values that all rows of a unit share."""
 
 
 class FunctionNode:
-    """A function node of a plan. `reader` is what the dock knows of it, `note` where it tells which call it is in;
-    `workers` call it for single rows or groups side by side, unless it wants to be called here."""
+    """A function node of a plan.
+
+    `reader` is the dock's description of the node, `note` records its current call. `workers` call the function for
+    rows or groups in parallel, unless it must run in this process.
+    """
 
     def __init__(
         self,
@@ -95,9 +102,13 @@ class FunctionNode:
         self.note = note or CrashJournal()
         self.returned = ReturnChecker(plan, node.writes)
         sieve = rowsets(plan.graph).sieves.get(node.name)
-        self.drops = sieve.column if sieve is not None and sieve.failures else ""  # the dock's name for which rows stay
+        self.drops = (
+            sieve.column if sieve is not None and sieve.failures else ""
+        )  # the dock's column for which rows stay
         self.sieve = row_filter(sieve)
-        self.per_row = {s.name for s in plan.graph.states if s.per}  # states that come with the rows, as columns do
+        self.per_row = {
+            state.name for state in plan.graph.states if state.per
+        }  # states that come with the rows, as columns do
         call = CallAttributes.of(node).functions[0]
         self.comparison = call if call.kind != "call" else None
         if self.comparison is None:
@@ -111,72 +122,84 @@ class FunctionNode:
             renamed = call.columns()
             # Parameters and their columns or states, where the node reads them.
             known = (*node.reads, *node.states)
-            self.bound = [(p, renamed.get(p, p)) for p in signature.columns if renamed.get(p, p) in known]
+            self.bound = [
+                (parameter, renamed.get(parameter, parameter))
+                for parameter in signature.columns
+                if renamed.get(parameter, parameter) in known
+            ]
             if signature.rest:
-                taken = {c for _, c in self.bound}
-                self.bound += [(signature.rest, c) for c in node.reads if c not in taken]
-            ids = {c.name for c in plan.graph.columns if c.element == "i32" and c.dims}
-            self.tokens = {c: of_column(plan, c) for p, c in self.bound if p in signature.text and c in ids}
+                bound_columns = {column for _, column in self.bound}
+                self.bound += [(signature.rest, column) for column in node.reads if column not in bound_columns]
+            ids = {column.name for column in plan.graph.columns if column.element == "i32" and column.dims}
+            self.tokens = {
+                column: of_column(plan, column)
+                for parameter, column in self.bound
+                if parameter in signature.text and column in ids
+            }
             # For each written column, the columns whose length it must have.
-            self.like = {c: [d.like for d in self.graph.column(c).dims if d.like] for c in node.writes}
+            self.like = {
+                column: [dim.like for dim in self.graph.column(column).dims if dim.like] for column in node.writes
+            }
 
     def spoilt(self, batch: Batch) -> Array:
-        """The rows whose result may be wrong because something that the function saw was."""
-        bad = np.zeros(len(batch.rows), bool)
+        """Return the rows whose result may be wrong because an input was not finite."""
+        spoilt_rows = np.zeros(len(batch.rows), bool)
         for name in self.node.reads:
-            bad |= not_finite(batch.columns[name])
-        if self.node.per == "row" or not len(bad):
-            return bad
+            spoilt_rows |= not_finite(batch.columns[name])
+        if self.node.per == "row" or not len(spoilt_rows):
+            return spoilt_rows
         return np.repeat(
-            np.logical_or.reduceat(bad, np.cumsum(batch.share.sizes) - batch.share.sizes), batch.share.sizes
+            np.logical_or.reduceat(spoilt_rows, np.cumsum(batch.share.sizes) - batch.share.sizes), batch.share.sizes
         )
 
     def __call__(self, batch: Batch, task: Task) -> Results:
-        """What it makes of a batch."""
+        """Return the results for a batch."""
         return Results.joined([*self.parts(batch, task)])
 
-    def parts(self, batch: Batch, task: Task, often: float = math.inf) -> Iterator[Results]:
-        """What it makes of a batch, in parts of so many seconds: rows that are done do not wait for those that are not.
-        How a batch is parted changes no value."""
+    def parts(self, batch: Batch, task: Task, part_seconds: float = math.inf) -> Iterator[Results]:
+        """Yield the results for a batch in parts of about `part_seconds` each.
+
+        Finished rows thus do not wait for the others. The split changes no value.
+        """
         if self.comparison is not None:
-            yield self._verdicts(batch.rows, self._compare(batch, task).astype(np.int32))
+            yield self._make_verdicts(batch.rows, self._compare(batch, task).astype(np.int32))
             return
         part = _Part(self)
         done = 0
-        all_ = len(batch.rows)
-        row_progress.report(0, all_)
+        row_count = len(batch.rows)
+        row_progress.report(0, row_count)
         with closing(self._call_units(batch, task)) as outcomes:  # an error leaves no call in progress
             for unit, outcome in outcomes:
                 if isinstance(outcome, UnitFailure):
-                    told = blame(
+                    message = blame(
                         self.node, outcome.failure.told, f"{outcome.where} of iteration {task.number}", unit.given
                     )
                     if not self.drops:
-                        raise RunError(told)
+                        raise RunError(message)
                     part.fail(outcome.where, unit.rows, outcome.failure)
                 else:
                     part.add(outcome)
-                row_progress.report(done := unit.rows.stop, all_)
-                if done < all_ and time.monotonic() - part.since >= often:
+                row_progress.report(done := unit.rows.stop, row_count)
+                if done < row_count and time.monotonic() - part.since >= part_seconds:
                     yield part.results(batch, done, last=False)
                     part = _Part(self, done)
-        yield part.results(batch, all_, last=True)
+        yield part.results(batch, row_count, last=True)
 
     def _call_units(self, batch: Batch, task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
         """Yield each unit with its outcome, in order."""
-        units = self._units(batch, task, seen := self._seen(batch, task))
+        units = self._units(batch, task, arguments := self._arguments(batch, task))
         if self.workers is not None:
             return self.workers.map_units(self.node.name, units, task)
         if self.async_caller is not None:
             return self.async_caller.map_units(units, task)
         if self.many and (self.node.per == "row" or (batch.share.sizes == 1).all()):
-            results = self._at_once(batch, task, seen)
+            results = self._call_many(batch, task, arguments)
             return (
                 (unit, self.of_unit.check_result(unit, result)) for unit, result in zip(units, results, strict=True)
             )
         return ((unit, self.of_unit(unit, task)) for unit in units)
 
-    def _units(self, batch: Batch, task: Task, seen: list[tuple[str, Any]]) -> Iterator[Unit]:
+    def _units(self, batch: Batch, task: Task, arguments: list[tuple[str, Any]]) -> Iterator[Unit]:
         grouped = self.node.per != "row"
         numbers = self.reader.numbers(task)
         start = 0
@@ -189,23 +212,30 @@ class FunctionNode:
             rows = slice(start, start := start + size)
             targets: dict[str, list[int]] = {}
             lengths: dict[str, list[dict[str, int]]] = {}
-            for name, of in self.of_unit.written.items():
+            for name, row_set in self.of_unit.written.items():
                 positions: Sequence[int] = range(rows.start, rows.stop)
-                if of == self.reader.rows:
+                if row_set == self.reader.rows:
                     targets[name] = batch_rows[rows]
                 else:
-                    wanted, first = np.unique(numbers.above(batch.rows[rows], self.reader.rows, of), return_index=True)
+                    wanted, first = np.unique(
+                        numbers.above(batch.rows[rows], self.reader.rows, row_set), return_index=True
+                    )
                     targets[name] = wanted.tolist()
                     positions = (rows.start + first).tolist()
                 like = self.like[name]
-                lengths[name] = [self._lengths(like, batch, p) if like else {} for p in positions]
-            given = [(p, self._of_unit(values, rows)) for p, values in seen]
-            yield Unit(unit, f"{scope} {unit}", given, rows, targets, lengths, most)
+                lengths[name] = [self._lengths(like, batch, position) if like else {} for position in positions]
+            unit_arguments = [(parameter, self._unit_argument(values, rows)) for parameter, values in arguments]
+            yield Unit(unit, f"{scope} {unit}", unit_arguments, rows, targets, lengths, most)
 
-    def _seen(self, batch: Batch, task: Task) -> list[tuple[str, Any]]:
-        """Each parameter, or column of `*columns`, with what the function sees there: a value for each row, or one
-        number, a state's."""
-        return [(c if p == self.signature.rest else p, self._argument(batch, task, c, p)) for p, c in self.bound]
+    def _arguments(self, batch: Batch, task: Task) -> list[tuple[str, Any]]:
+        """Return each parameter, or column of `*columns`, with its values.
+
+        The values are a list with one value per row, or one number of a state.
+        """
+        return [
+            (column if parameter == self.signature.rest else parameter, self._argument(batch, task, column, parameter))
+            for parameter, column in self.bound
+        ]
 
     def _argument(self, batch: Batch, task: Task, name: str, parameter: str) -> Any:
         if name in self.node.states and name not in self.per_row:
@@ -219,23 +249,26 @@ class FunctionNode:
         tokens = self.tokens.get(name) if text else None
         return seen(column, self.graph.column(name).element, range(len(column)), text, tokens)
 
-    def _of_unit(self, values: Any, rows: slice) -> Any:
-        """The argument for the rows of a unit: one value where the unit is a row, or where there is one."""
+    def _unit_argument(self, values: Any, rows: slice) -> Any:
+        """Return the argument for the rows of a unit.
+
+        It is a single value if the unit is a row, or if there is only one value.
+        """
         if not isinstance(values, (list, np.ndarray)):
             return values
         return values[rows.start] if self.of_unit.single or isinstance(values, _OfUnit) else values[rows]
 
-    def _at_once(self, batch: Batch, task: Task, seen: list[tuple[str, Any]]) -> Iterator[Any]:
-        """The results for all rows, of a function that takes many."""
+    def _call_many(self, batch: Batch, task: Task, arguments: list[tuple[str, Any]]) -> Iterator[Any]:
+        """Return the results for all rows, of a function that takes many at once."""
         assert self.many is not None
         where = f"{len(batch.rows)} rows"
         options = {
             **(self.of_unit.call.__kwdefaults__ or {}),
             **self.of_unit.options,
-        }  # the defaults stand where a row's function is
+        }  # the defaults are those of the function for one row
         try:
             with self.note.at(f"{self.node.name}: {where} of {task.key}"):
-                return iter(self.many(**dict(seen), **options))
+                return iter(self.many(**dict(arguments), **options))
         except (Exception, SystemExit) as error:
             raise RunError(blame(self.node, error, f"{where} of iteration {task.number}")) from error
 
@@ -246,12 +279,12 @@ class FunctionNode:
         left = task.states[str(side.value)] if run_state else batch.columns[str(side.value)].values
         return np.broadcast_to(COMPARISONS[self.comparison.kind](left, number.literal()), len(batch.rows))
 
-    def _verdicts(self, rows: Array, times: Array) -> Results:
+    def _make_verdicts(self, rows: Array, times: Array) -> Results:
         assert self.sieve is not None
         return Results({self.sieve.column: Verdicts(rows, ColumnData(times))}, rows=len(rows))
 
     def _lengths(self, columns: Sequence[str], batch: Batch, position: int) -> dict[str, int]:
-        """Return the lengths of some columns in one row, without those that the batch lacks."""
+        """Return the lengths of those columns in one row that the batch has."""
         return {name: len(batch.columns[name][position]) for name in columns if name in batch.columns}
 
 
@@ -286,20 +319,22 @@ class _Part:
         self.dropped.append(rows)
 
     def results(self, batch: Batch, end: int, last: bool) -> Results:
-        """As results, of the rows before the position `end`."""
+        """Return the results of the rows before the position `end`."""
         function = self.function
         rows = batch.rows[self.begin : end]
         if function.sieve is not None:
-            found = function._verdicts(rows, np.concatenate([*self.times, np.zeros(0, np.int32)]))
-            return replace(found, last=last)
+            filter_results = function._make_verdicts(rows, np.concatenate([*self.times, np.zeros(0, np.int32)]))
+            return replace(filter_results, last=last)
         columns = {
-            c: ColumnRows(np.asarray(self.values[c][0], np.int64), function.returned.column(c, self.values[c][1]))
-            for c in function.node.writes
+            column: ColumnRows(
+                np.asarray(self.values[column][0], np.int64), function.returned.column(column, self.values[column][1])
+            )
+            for column in function.node.writes
         }
         if function.drops:
             stay = np.ones(len(batch.rows), np.int32)
-            for some in self.dropped:
-                stay[some] = 0
+            for dropped_rows in self.dropped:
+                stay[dropped_rows] = 0
             columns[function.drops] = Verdicts(rows, ColumnData(stay[self.begin : end]))
         states = {name: NextValues(*self.values[name]) for name in function.node.sets}
         return Results(columns, states, self.failed, len(rows), last)

@@ -1,8 +1,7 @@
-"""The pool of function nodes: the source and the Python functions, on the hosts' CPUs.
+"""The pool of function nodes: the source and the Python functions, on CPUs.
 
-Invariant: what a process of it keeps between tasks is what a new one in its place loads or finds again: data,
-functions, the rows that a task draws, nothing else that a task left. The values that outlive an iteration come with the
-task, and go back in the report.
+Invariant: what a process keeps between tasks is what a replacement would load or find again: data, functions and the
+rows that a task draws. The values that outlive an iteration come with the task and return in the report.
 """
 
 from __future__ import annotations
@@ -48,13 +47,17 @@ from .function_node import FunctionNode, Results
 from .user_traceback import blame
 from .workers import Workers, WorkerSpec, uses_workers
 
-OFTEN = 1.0  # seconds after which rows that are done are written, though others of their share are not
+PARTIAL_WRITE_INTERVAL = (
+    1.0  # seconds after which finished rows are written, although others of their share are not finished
+)
 
 
 @dataclass
 class _Calls(Walker):
-    """What a function host does at the instructions of a task: it calls, and has no weights. `drawn`: rounds of prompts
-    so far."""
+    """The walker of a function host: it calls functions, and has no weights.
+
+    `drawn` counts the rounds of prompts so far.
+    """
 
     host: FunctionHost
     functions: Mapping[str, FunctionNode]
@@ -65,26 +68,29 @@ class _Calls(Walker):
 
     def run(self, pool: str, node: str) -> None:
         if node != "source":
-            self.host._function(self.functions[node], self.task, self.report)
+            self.host._run_function(self.functions[node], self.task, self.report)
         elif self.host.host == 0:
             self.host.client.at(f"source in {self.task.key}")
             with self.report.phase("source"):
-                self.host._source(self.task, self.drawn, self.tables, self.report)
+                self.host._run_source(self.task, self.drawn, self.tables, self.report)
             self.drawn += 1
 
     def again(self, pool: str, node: str, rounds: int) -> bool:
         return self.host.client.again(node, self.task, rounds)
 
-    def _nothing(self, *names: object) -> None:
+    def _refuse(self, *names: object) -> None:
         raise AssertionError("a function has no weights")
 
-    reshard = release = swap_in = wait = _nothing
+    reshard = release = swap_in = wait = _refuse
 
 
 @ray.remote(num_cpus=0)
 class FunctionHost:
-    """The function nodes of one host, in a process that is `called` so; host 0 also runs the source. `again`: in the
-    place of a process that died. `digests`: those of the data as the run began, of sampled blocks."""
+    """The function nodes of one host, in a process with the name `called`.
+
+    Host 0 also runs the source. `again` means that this process replaces one that died. `digests` are the digests of
+    sampled blocks of the data when the run began.
+    """
 
     def __init__(
         self,
@@ -93,7 +99,7 @@ class FunctionHost:
         called: str,
         folder: str,
         logs: str,
-        way: DockAddress,
+        dock_address: DockAddress,
         again: bool,
         digests: Mapping[str, str],
         deadline: float = 0.0,
@@ -104,20 +110,22 @@ class FunctionHost:
         self.host = host
         self.called = called
         self.digests = digests
-        self.readers = {r.node: r for r in readers(self.plan)}
-        found = list(self.readers.values())
-        self.client = Client(called, found, way, host)
+        self.readers = {reader.node: reader for reader in readers(self.plan)}
+        node_reads = list(self.readers.values())
+        self.client = Client(called, node_reads, dock_address, host)
         self.functions: dict[str, FunctionNode] | None = None
         graph = self.plan.graph
-        nodes = [n for n in self.plan.graph.nodes if n.verb != "source"]
-        # The states of each prompt that some node reads, by their names in the dock.
-        each = {s.name: s for s in graph.states if s.per}
-        self.read = {s: each[s] for n in nodes for s in latest(graph, n) if s in each}
-        self.drawing = {as_drawn(s): each[s] for n in nodes for s in heating(graph, n) if s in each}
+        nodes = [node for node in self.plan.graph.nodes if node.verb != "source"]
+        # The states per prompt that some node reads, by their names in the dock.
+        per_prompt = {state.name: state for state in graph.states if state.per}
+        self.read = {name: per_prompt[name] for node in nodes for name in latest(graph, node) if name in per_prompt}
+        self.drawing = {
+            as_drawn(name): per_prompt[name] for node in nodes for name in heating(graph, node) if name in per_prompt
+        }
         self.drawn: dict[tuple[str, int], Array] = {}  # by task and round, rows of the data
 
     def fetch(self) -> tuple[str, tuple[Diagnostic, ...]]:
-        """This host's address, and what keeps it from having copies of what lies at URLs."""
+        """Return this host's address, and the errors of copying files from URLs to it."""
         try:
             here(self.plan, data=self.host == 0)
         except Fault as fault:
@@ -125,59 +133,65 @@ class FunctionHost:
         return ray.util.get_node_ip_address(), ()
 
     def start(self) -> dict[str, Loaded]:
-        """Loads functions and data."""
+        """Load functions and data."""
         plan = self.plan = here(self.plan, data=self.host == 0)
         files = plan.deploy.data if self.host == 0 else {}
-        for name, file in files.items():  # one that takes a dead one's place must not read other rows
+        for name, file in files.items():  # a replacement must not read other rows
             digest = self.digests.get(name)
             if digest and digest != sampled(file.path):
                 raise RunError(f"the data {file.path} ({file.span.place}) were changed after the run began")
-        self.data = {n: Dataset(d, plan) for n, d in files.items()}
+        self.data = {dataset_name: Dataset(dataset, plan) for dataset_name, dataset in files.items()}
         self.watch = NumericsWatch(plan)
         self.means = ColumnMeans(plan)
         source = plan.graph.node("source")
-        self.refilling = next((r.refilling for r in self.readers.values()), None)
-        with self._noted(source, "its import"):
+        self.refilling = next((reader.refilling for reader in self.readers.values()), None)
+        with self._journal_call(source, "its import"):
             self.weigh = (
                 DrawWeights(plan, self.data["source"])
                 if SourceAttributes.of(source).weights is not None and "source" in self.data
                 else None
             )
         functions = {}
-        called = [n for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"]
-        workers = self._workers([n for n in called if uses_workers(n)])
-        for node in called:
-            with self._noted(node, "its import"):
+        function_nodes = [
+            candidate
+            for candidate in plan.graph.nodes
+            if plan.placement(candidate.name).pool == FUNCTIONS and candidate.verb != "source"
+        ]
+        workers = self._start_workers([candidate for candidate in function_nodes if uses_workers(candidate)])
+        for node in function_nodes:
+            with self._journal_call(node, "its import"):
                 functions[node.name] = FunctionNode(node, plan, self.readers[node.name], self.note, workers)
         self.functions = functions
         left_out = {
-            name: f"{d.too_long} of {d.too_long + len(d)} rows are left out: {d.why}"
-            for name, d in self.data.items()
-            if d.too_long
+            name: f"{dataset.too_long} of {dataset.too_long + len(dataset)} rows are left out: {dataset.why}"
+            for name, dataset in self.data.items()
+            if dataset.too_long
         }
-        return {name: Loaded(len(d), left_out.get(name, "")) for name, d in self.data.items()}
+        return {name: Loaded(len(dataset), left_out.get(name, "")) for name, dataset in self.data.items()}
 
-    def _workers(self, nodes: Sequence[Node]) -> Workers | None:
-        """What calls the functions of these nodes, if not this process."""
+    def _start_workers(self, nodes: Sequence[Node]) -> Workers | None:
+        """Start workers for the functions of these nodes; None if this process calls them."""
         count = self.plan.deploy.run.function_workers
         if count == 1 or not nodes:
             return None
-        readers_ = {n.name: self.readers[n.name] for n in nodes}
+        node_readers = {node.name: self.readers[node.name] for node in nodes}
         return Workers(
-            count, WorkerSpec(shipped_files.folder(), self.plan.to_json(), readers_, f"{self.note.path}.worker")
+            count, WorkerSpec(shipped_files.folder(), self.plan.to_json(), node_readers, f"{self.note.path}.worker")
         )
 
     def run(self, task: Task, tables: Tables) -> Report:
-        """Does this pool's stream for one task, or a part of it.
+        """Walk through this pool's stream for one task, or a part of it.
 
-        A process that takes a dead one's place does all of the task again, and nothing changes by it: its shares are
-        the same, functions are pure, and rows that are written twice replace themselves.
+        A replacement of a dead process does the whole task again, which changes nothing: its shares are the same,
+        functions are pure, and rows that are written twice replace themselves.
         """
         if self.functions is None:
             self.start()
         assert self.functions is not None
         report = Report(self.called)
-        stream = next(s for s in self.plan.schedule if s.pool == FUNCTIONS and s.task == task.name)
+        stream = next(
+            candidate for candidate in self.plan.schedule if candidate.pool == FUNCTIONS and candidate.task == task.name
+        )
         calls = _Calls(self, self.functions, task, tables, report)
         early = opening(self.plan, stream)
         begin = 0
@@ -186,11 +200,13 @@ class FunctionHost:
             steps = steps[:early]
         elif task.part == "rest":
             begin = early
-            calls.drawn = self._rounds(steps[:early], task)
-            self._states(task, range(calls.drawn), tables)
+            calls.drawn = self._count_rounds(steps[:early], task)
+            self._put_states(task, range(calls.drawn), tables)
         self.client.walk(FUNCTIONS, steps, task, calls, begin=begin)
         if self.host == 0 and task.trains and task.part != "opening":
-            report.drawn = np.concatenate([self._chosen(task, round, tables.draws) for round in range(calls.drawn)])
+            report.drawn = np.concatenate(
+                [self._choose_rows(task, round, tables.draws) for round in range(calls.drawn)]
+            )
             if self.refilling is not None:
                 report.count("refills", calls.drawn - 1, 0)
                 report.count("prompts_drawn", calls.drawn * task.prompts, 0)
@@ -198,7 +214,7 @@ class FunctionHost:
         return report
 
     def record(self, task: Task, folder: str) -> str:
-        """Writes the rows of a task that has ended into a run's folder; what went wrong."""
+        """Write the rows of a finished task into a run's folder; return the error, or ""."""
         if self.functions is None:
             self.start()
         try:
@@ -209,7 +225,7 @@ class FunctionHost:
         return ""
 
     def figures(self, task: Task) -> dict[str, float]:
-        """What an evaluation that has ended reports beside the means of its columns."""
+        """Return the figures of a finished evaluation, except the means of its columns."""
         if self.functions is None:
             self.start()
         evaluation = self.plan.deploy.evaluation(task.name)
@@ -217,25 +233,27 @@ class FunctionHost:
         pieces = self.client.whole(task, evaluation.columns)
         return evaluation_figures(self.plan, evaluation, task, pieces)
 
-    def _rounds(self, steps: Sequence[Instruction], task: Task) -> int:
-        """How many rounds of prompts an opening that has ended has drawn."""
-        filter = next((x.node for x in steps if x.op == "AGAIN"), "")
-        return next(n for n in count(1) if not filter or not self.client.again(filter, task, n))
+    def _count_rounds(self, steps: Sequence[Instruction], task: Task) -> int:
+        """Return how many rounds of prompts a finished opening has drawn."""
+        filter = next((step.node for step in steps if step.op == "AGAIN"), "")
+        return next(
+            round_count for round_count in count(1) if not filter or not self.client.again(filter, task, round_count)
+        )
 
-    def _source(self, task: Task, round: int, tables: Tables, report: Report) -> None:
-        """Puts the prompts of a round, and their states as far as they are known."""
-        chosen = self._chosen(task, round, tables.draws, report)
+    def _run_source(self, task: Task, round: int, tables: Tables, report: Report) -> None:
+        """Put the prompts of a round, and those of their states that are known."""
+        chosen = self._choose_rows(task, round, tables.draws, report)
         columns = self._dataset(task).take(chosen)
-        columns |= self._values(task, chosen, tables.draws, self.drawing)
+        columns |= self._state_columns(task, chosen, tables.draws, self.drawing)
         if task.part != "opening":
-            columns |= self._values(task, chosen, tables.states, self.read)
+            columns |= self._state_columns(task, chosen, tables.states, self.read)
         self._put(task, round, columns)
 
-    def _states(self, task: Task, rounds: Iterable[int], tables: Tables) -> None:
-        """Puts the states of prompts that were put before they were known."""
+    def _put_states(self, task: Task, rounds: Iterable[int], tables: Tables) -> None:
+        """Put the states of prompts that were put before their states were known."""
         for round in rounds if self.host == 0 and self.read else ():
-            chosen = self._chosen(task, round, tables.draws)
-            self._put(task, round, self._values(task, chosen, tables.states, self.read))
+            chosen = self._choose_rows(task, round, tables.draws)
+            self._put(task, round, self._state_columns(task, chosen, tables.states, self.read))
 
     def _put(self, task: Task, round: int, columns: Mapping[str, ColumnData]) -> None:
         numbers = np.arange(round * task.prompts, (round + 1) * task.prompts)
@@ -243,10 +261,10 @@ class FunctionHost:
             "source", task, {name: ColumnRows(numbers, column) for name, column in columns.items()}, asks=True
         )
 
-    def _values(
+    def _state_columns(
         self, task: Task, chosen: Array, tables: Mapping[str, Array], named: Mapping[str, State]
     ) -> dict[str, ColumnData]:
-        """The states of some rows of the data, by the names that they have in the dock."""
+        """Return the states of some rows of the data, by their names in the dock."""
         return {
             name: ColumnData(
                 tables[state.name][chosen].astype(np.float64)
@@ -256,96 +274,98 @@ class FunctionHost:
             for name, state in named.items()
         }
 
-    def _chosen(self, task: Task, round: int, draws: Mapping[str, Array], report: Report | None = None) -> Array:
-        """The rows of the data that a round draws: a function of the task. They are kept for the part of it that comes
-        after its opening."""
+    def _choose_rows(self, task: Task, round: int, draws: Mapping[str, Array], report: Report | None = None) -> Array:
+        """Return the rows of the data that a round draws, a function of the task.
+
+        They are stored for the part of the task after its opening.
+        """
         if (task.key, round) in self.drawn:
             return self.drawn[task.key, round]
         self.drawn = {key: rows for key, rows in self.drawn.items() if key[0] == task.key}
-        self.drawn[task.key, round] = chosen = self._draw(task, round * task.prompts, draws, report)
+        self.drawn[task.key, round] = chosen = self._draw_rows(task, round * task.prompts, draws, report)
         return chosen
 
-    def _draw(self, task: Task, first: int, draws: Mapping[str, Array], report: Report | None) -> Array:
+    def _draw_rows(self, task: Task, first: int, draws: Mapping[str, Array], report: Report | None) -> Array:
         dataset = self._dataset(task)
         source = self.plan.graph.node("source")
         if not task.trains:
             return np.arange(len(dataset))
         if self.weigh is not None:
-            with self._noted(source, f"what `weights` reads in {task.key}"):
+            with self._journal_call(source, f"the call of `weights` in {task.key}"):
                 weights = self.weigh(draws, task)
             if report is not None:
                 report.remarks += scarce(source, task, weights, first)
             return dataset.drawn(weights, task.number, first, task.prompts)
-        went_on = [dataset.indices(c.position, 1) for c in task.cut]
-        return np.concatenate([*went_on, dataset.indices(task.position + first, task.prompts - len(went_on))])
+        resumed_rows = [dataset.indices(cut_response.position, 1) for cut_response in task.cut]
+        return np.concatenate([*resumed_rows, dataset.indices(task.position + first, task.prompts - len(resumed_rows))])
 
     def _dataset(self, task: Task) -> Dataset:
         evaluation = self.plan.deploy.evaluation(task.name)
         return self.data[evaluation.data if evaluation else "source"]
 
     @contextmanager
-    def _noted(self, node: Node, where: str) -> Iterator[None]:
-        """While a user's code runs that is not called for rows."""
+    def _journal_call(self, node: Node, where: str) -> Iterator[None]:
+        """Record a call of the user's code that is not made for rows."""
         try:
             with self.note.at(f"{node.name}: {where}"):
                 yield
         except ProcessDied as died:
             raise RunError(blame(node, died, where)) from died
 
-    def _function(self, function: FunctionNode, task: Task, report: Report) -> None:
+    def _run_function(self, function: FunctionNode, task: Task, report: Report) -> None:
         node = function.node
         last = False
         while not last:
-            waiting = time.perf_counter()
+            wait_start = time.perf_counter()
             batch = self.client.take(node.name, task, self.host, at_once=True)
-            report.add("wait", waiting)
+            report.add("wait", wait_start)
             last = batch.share.last
             if not len(batch.rows):
                 continue
             log.at(f"{node.name} in {task.key}")
-            # With a `capacity` all of a share has one place, whoever writes it again after a death.
-            often = math.inf if self.client.way.capacity else OFTEN
+            # With a `capacity`, a share has one reservation, also for a replacement that writes it again.
+            part_seconds = math.inf if self.client.way.capacity else PARTIAL_WRITE_INTERVAL
             parts = list[Results]()
             with report.phase(node.name):
-                for part in function.parts(batch, task, often):
+                for part in function.parts(batch, task, part_seconds):
                     parts.append(part)
                     if not part.last:
                         self.client.put(node.name, task, part.columns)
                         if not part.columns:
                             self.client.did(node.name, task, part.rows)
-            made = Results.joined(parts)
+            results = Results.joined(parts)
             for figure, amount in told().items():
                 report.count(figure, amount, 0)
-            for where, (failure, size) in made.failed.items():
+            for where, (failure, size) in results.failed.items():
                 report.count(f"{node.name}/failed", size, 0)
                 report.count(f"{node.name}/failed/{failure.reason}", size, 0)
-                first = report.failed.setdefault(node.name, {})
-                first.setdefault(failure.reason, f"{where}: {failure.told.reason}")
-            known = function.spoilt(batch)
-            for name, piece in made.columns.items():
+                messages = report.failed.setdefault(node.name, {})
+                messages.setdefault(failure.reason, f"{where}: {failure.told.reason}")
+            spoilt_rows = function.spoilt(batch)
+            for name, piece in results.columns.items():
                 rows = piece.rows
                 column = piece.column
                 if isinstance(piece, Verdicts):
-                    self._kept(function, task, piece, report)
+                    self._count_verdicts(function, task, piece, report)
                     continue
-                spoilt = known if len(rows) == len(known) else None
+                spoilt = spoilt_rows if len(rows) == len(spoilt_rows) else None
                 self.watch.results(node, task, report, name, rows, column, spoilt)
                 if column.offsets is None and column.values.dtype.kind == "f":
                     self.means.count(report, node, task, name, rows, column.values)
-            for name, found in made.states.items():
+            for name, next_values in results.states.items():
                 reader = self.readers[node.name]
-                all_ = report.states.setdefault(name, NextValues())
-                units = found.units
+                all_values = report.states.setdefault(name, NextValues())
+                units = next_values.units
                 if not reader.whole:  # a prompt that a filter repeats is the same row of the data
                     units = reader.numbers(task).above(np.asarray(units, np.int64), reader.unit, 0).tolist()
-                all_.units += units
-                all_.values += found.values
+                all_values.units += units
+                all_values.values += next_values.values
             self.client.put(node.name, task, parts[-1].columns, asks=True)
-            if not made.columns:
+            if not results.columns:
                 self.client.did(node.name, task, parts[-1].rows)
 
-    def _kept(self, function: FunctionNode, task: Task, verdicts: Verdicts, report: Report) -> None:
-        """Counts what a filter lets pass."""
+    def _count_verdicts(self, function: FunctionNode, task: Task, verdicts: Verdicts, report: Report) -> None:
+        """Count the rows that a filter passes."""
         times = verdicts.column.values
         report.count(f"kept/{function.node.name}", float(times.sum()), len(times))
         if CallAttributes.of(function.node).select is not None:

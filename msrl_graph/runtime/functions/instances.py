@@ -1,7 +1,7 @@
-"""The instances of a user's environment, called side by side.
+"""The instances of a user's environment, called concurrently.
 
-Invariant: an instance is asked one thing at a time. A call that raises, takes too long or gives what does not belong
-there comes back as a value, a Failure; whoever asks decides what becomes of its row.
+Invariant: an instance gets one call at a time. A call that raises, takes too long or returns an unusable value yields a
+Failure as its value; the caller decides what happens to the row.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ Reason = Literal["raised", "timeout", "rubbish", "exited", "memory"]
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a row has no answer."""
+    """The reason why a row has no answer."""
 
     reason: Reason
     told: ErrorSummary
 
     @classmethod
     def of(cls, error: BaseException, reason: Reason | None = None) -> Failure:
-        """`reason`: if it is not to be seen from the error."""
-        seen: Reason = "raised"
+        """Return the failure for an error.
+
+        `reason` is needed only if the error does not imply it.
+        """
+        inferred: Reason = "raised"
         if isinstance(error, BadResult | MemoryError | ProcessExit):
             kinds: dict[type, Reason] = {BadResult: "rubbish", MemoryError: "memory", ProcessExit: "exited"}
-            seen = next(kind for of, kind in kinds.items() if isinstance(error, of))
-        return cls(reason or seen, ErrorSummary.of(error))
+            inferred = next(kind for error_type, kind in kinds.items() if isinstance(error, error_type))
+        return cls(reason or inferred, ErrorSummary.of(error))
 
 
 Utterance = str | Messages  # what an environment says: text as it is, or messages
@@ -53,7 +56,7 @@ Utterance = str | Messages  # what an environment says: text as it is, or messag
 
 @dataclass(frozen=True)
 class EnvironmentReply:
-    """What an environment says, the values of its columns as of now, and whether the episode is over."""
+    """An environment's answer, the values of its columns, and whether it is over."""
 
     said: Utterance
     values: tuple[Any, ...] = ()
@@ -62,9 +65,9 @@ class EnvironmentReply:
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """The beginning of a row's episode, and the columns that it is given."""
+    """The beginning of a row's episode, with the columns that `reset` gets."""
 
-    task: str  # its name
+    task: str  # the name of the task
     iteration: int
     row: int
     given: Mapping[str, Any]
@@ -75,8 +78,11 @@ Ask = EpisodeStart | str  # a beginning, or the text that the policy wrote
 
 @dataclass(frozen=True)
 class ClassSignature:
-    """How a class is called. `columns` are those whose values a step gives; `gym`: as gymnasium has it, and whether
-    `reward` is the `sum` of the steps' rewards or a list of `each`; "" where it is called as ours are."""
+    """How an environment class is called.
+
+    `columns` are the columns whose values a step returns. `gym` is "" for our own interface. For a gymnasium class it
+    tells whether `reward` is the `sum` of the steps' rewards or a list of `each`.
+    """
 
     make: Callable[[], Any]
     filled: InjectedArguments
@@ -86,39 +92,53 @@ class ClassSignature:
 
 
 class Instances:
-    """Of some rows, which are called by their positions. Plain methods have a thread each, `at_once` so many side by
-    side; those that are `async` share a loop, all at once."""
+    """The instances of some rows, identified by their positions.
+
+    Plain methods run in threads, `at_once` of them at a time. `async` methods share an event loop, all at once.
+    """
 
     def __init__(self, called: ClassSignature, at_once: int) -> None:
         self.called = called
         self.made = dict[int, Any]()
         self.process = os.getpid()
-        self.rewards: dict[int, list[float]] = {}  # of each step so far, as gymnasium has them
+        self.rewards: dict[int, list[float]] = {}  # of each step so far, for a gymnasium class
         self.threads = ThreadPoolExecutor(at_once, "environment")
         methods = (getattr(called.make, name, None) for name in ("reset", "step"))
         self.waits = any(map(inspect.iscoroutinefunction, methods))
 
-    def answers(self, asked: Mapping[int, Ask], stops: bool, where: str = "") -> dict[int, EnvironmentReply | Failure]:
-        """What each says; where a failure `stops` the others, only those up to the first of them. `where` is for
-        reports of progress."""
-        row_progress.report(0, len(asked), where)
-        calls = {position: _Call(self, position, ask) for position, ask in asked.items()}
-        found: dict[int, EnvironmentReply | Failure] = {}
+    def answers(
+        self, requests: Mapping[int, Ask], stops: bool, where: str = ""
+    ) -> dict[int, EnvironmentReply | Failure]:
+        """Return the reply to each request.
+
+        If `stops`, only the replies up to the first failure. `where` is for progress reports.
+        """
+        row_progress.report(0, len(requests), where)
+        calls = {position: _Call(self, position, request) for position, request in requests.items()}
+        replies: dict[int, EnvironmentReply | Failure] = {}
         for position, call in calls.items():
-            row_progress.report(len(found), len(calls), where)
-            found[position] = call.answer()
-            if stops and isinstance(found[position], Failure):
+            row_progress.report(len(replies), len(calls), where)
+            replies[position] = call.answer()
+            if stops and isinstance(replies[position], Failure):
                 for other in calls.values():
                     other.future.cancel()
                 break
-        return found
+        return replies
 
     def end(self) -> None:
-        """Lets go of all of them; a class as gymnasium has it may `close`."""
-        closing = [made.close for made in self.made.values() if self.called.gym and hasattr(made, "close")]
-        doing = [self.threads.submit(self._close, c) for c in closing if not inspect.iscoroutinefunction(c)]
-        doing += [asyncio.run_coroutine_threadsafe(c(), _loop()) for c in closing if inspect.iscoroutinefunction(c)]
-        wait(doing, None if self.called.timeout == math.inf else self.called.timeout)
+        """Release all instances; those of a gymnasium class are closed."""
+        closing = [instance.close for instance in self.made.values() if self.called.gym and hasattr(instance, "close")]
+        futures = [
+            self.threads.submit(self._close, close_method)
+            for close_method in closing
+            if not inspect.iscoroutinefunction(close_method)
+        ]
+        futures += [
+            asyncio.run_coroutine_threadsafe(close_method(), _event_loop())
+            for close_method in closing
+            if inspect.iscoroutinefunction(close_method)
+        ]
+        wait(futures, None if self.called.timeout == math.inf else self.called.timeout)
         self.made = {}
         self.threads.shutdown(wait=False, cancel_futures=True)
 
@@ -126,96 +146,103 @@ class Instances:
         with call_of(self.process):
             close()
 
-    def begun(self, position: int, ask: Ask) -> Any:
-        """What the user's method gives, which may be to be waited for."""
-        if not isinstance(ask, EpisodeStart):
-            return self.made[position].step(ask)
-        called = self.called
-        made = self.called.make()
-        self.made[position] = made
-        if called.gym:
-            return made.reset(seed=called.filled.seed_of(ask.task, ask.iteration, ask.row), options=dict(ask.given))
-        return made.reset(**ask.given, **called.filled(ask.task, ask.iteration, ask.row))
+    def start_call(self, position: int, request: Ask) -> Any:
+        """Call the user's method; its result may be awaitable."""
+        if not isinstance(request, EpisodeStart):
+            return self.made[position].step(request)
+        signature = self.called
+        instance = self.called.make()
+        self.made[position] = instance
+        if signature.gym:
+            return instance.reset(
+                seed=signature.filled.seed_of(request.task, request.iteration, request.row), options=dict(request.given)
+            )
+        return instance.reset(**request.given, **signature.filled(request.task, request.iteration, request.row))
 
-    def read(self, position: int, ask: Ask, found: Any) -> EnvironmentReply:
-        """What was given, as an answer; BadResult where it is none."""
+    def parse_result(self, position: int, request: Ask, result: Any) -> EnvironmentReply:
+        """Return a result as a reply; raises BadResult if it is unusable."""
         if self.called.gym:
-            return self._of_gym(position, ask, found)
-        if isinstance(ask, EpisodeStart):
-            return EnvironmentReply(_said(found, "reset"))
+            return self._parse_gym_result(position, request, result)
+        if isinstance(request, EpisodeStart):
+            return EnvironmentReply(_check_utterance(result, "reset"))
         columns = self.called.columns
-        said, *values, over = _parts("step", found, ("what it says", *columns, "whether the episode is over"))
+        utterance, *values, over = _unpack("step", result, ("what it says", *columns, "whether the episode is over"))
         return EnvironmentReply(
-            _said(said, "step"), tuple(values), _truth(over, "at the end", "whether the episode is over")
+            _check_utterance(utterance, "step"),
+            tuple(values),
+            _check_truth(over, "at the end", "whether the episode is over"),
         )
 
-    def _of_gym(self, position: int, ask: Ask, found: Any) -> EnvironmentReply:
-        if isinstance(ask, EpisodeStart):
-            said, _ = _parts("reset", found, ("the observation", "info"))
+    def _parse_gym_result(self, position: int, request: Ask, result: Any) -> EnvironmentReply:
+        if isinstance(request, EpisodeStart):
+            observation, _ = _unpack("reset", result, ("the observation", "info"))
             self.rewards[position] = []
-            return EnvironmentReply(_observed(said, "reset"))
-        said, reward, *ends, info = _parts(
-            "step", found, ("the observation", "reward", "terminated", "truncated", "info")
+            return EnvironmentReply(_check_observation(observation, "reset"))
+        observation, reward, *ends, info = _unpack(
+            "step", result, ("the observation", "reward", "terminated", "truncated", "info")
         )
-        observed = _observed(said, "step")
+        observed = _check_observation(observation, "step")
         if not isinstance(info, Mapping):
             raise BadResult(f"`step` returned {brief(info)} for the info, where a dictionary belongs")
-        over = [_truth(end, f"for `{name}`", name) for end, name in zip(ends, ("terminated", "truncated"), strict=True)]
+        end_flags = [
+            _check_truth(end, f"for `{name}`", name)
+            for end, name in zip(ends, ("terminated", "truncated"), strict=True)
+        ]
         try:
             self.rewards[position].append(pure_numbers(reward, np.float64).item())
-        except (TypeError, ValueError):  # several of them
+        except (TypeError, ValueError):  # several numbers
             raise BadResult(f"`step` returned {brief(reward)} for the reward, where a number belongs") from None
         rewards = self.rewards[position]
         known = {**info, "reward": sum(rewards) if self.called.gym == "sum" else [*rewards]}
         if missing := [name for name in self.called.columns if name not in known]:
             raise BadResult(f"`step` returned an info without `{missing[0]}`, which the generation writes")
-        return EnvironmentReply(observed, tuple(known[name] for name in self.called.columns), any(over))
+        return EnvironmentReply(observed, tuple(known[name] for name in self.called.columns), any(end_flags))
 
 
 class _Call:
-    """A call under way."""
+    """A call in progress."""
 
-    def __init__(self, instances: Instances, position: int, ask: Ask) -> None:
+    def __init__(self, instances: Instances, position: int, request: Ask) -> None:
         self.instances = instances
         self.position = position
-        self.ask = ask
+        self.ask = request
         self.began = self.ended = math.inf  # time.monotonic
         self.future: Future[EnvironmentReply | Failure] = (
-            asyncio.run_coroutine_threadsafe(self._waiting(), _loop())
+            asyncio.run_coroutine_threadsafe(self._run_in_loop(), _event_loop())
             if instances.waits
-            else instances.threads.submit(self._done)
+            else instances.threads.submit(self._run_in_thread)
         )
 
     def answer(self) -> EnvironmentReply | Failure:
-        """As soon as there is one."""
+        """Wait for the answer."""
         limit = self.instances.called.timeout
         future = self.future
-        while not future.done() and (left := min(self.began, time.monotonic()) + limit - time.monotonic()) > 0:
-            wait([future], None if limit == math.inf else left)
+        while not future.done() and (seconds_left := min(self.began, time.monotonic()) + limit - time.monotonic()) > 0:
+            wait([future], None if limit == math.inf else seconds_left)
         if not future.done() or self.ended - self.began > limit:
             future.cancel()
-            return Failure.of(TimeoutError(f"it takes longer than {limit:g} s, its `timeout`"), "timeout")
+            return Failure.of(TimeoutError(f"it took longer than its `timeout` of {limit:g} s"), "timeout")
         return future.result()
 
-    def _done(self) -> EnvironmentReply | Failure:
+    def _run_in_thread(self) -> EnvironmentReply | Failure:
         self.began = time.monotonic()
         try:
             with call_of(self.instances.process):
-                found = self.instances.begun(self.position, self.ask)
-            return self.instances.read(self.position, self.ask, found)
+                result = self.instances.start_call(self.position, self.ask)
+            return self.instances.parse_result(self.position, self.ask, result)
         except BaseException as error:
             return Failure.of(error)
         finally:
             self.ended = time.monotonic()
 
-    async def _waiting(self) -> EnvironmentReply | Failure:
+    async def _run_in_loop(self) -> EnvironmentReply | Failure:
         self.began = time.monotonic()
         try:
             with call_of(self.instances.process):
-                found = self.instances.begun(self.position, self.ask)
-                if inspect.isawaitable(found):
-                    found = await found
-            return self.instances.read(self.position, self.ask, found)
+                result = self.instances.start_call(self.position, self.ask)
+                if inspect.isawaitable(result):
+                    result = await result
+            return self.instances.parse_result(self.position, self.ask, result)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # an exit would end the loop
@@ -225,62 +252,62 @@ class _Call:
 
 
 @cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process, in a thread of its own."""
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process, which runs in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
     return loop
 
 
-def _parts(method: str, found: Any, parts: tuple[str, ...]) -> tuple[Any, ...]:
-    if not isinstance(found, tuple) or len(found) != len(parts):
-        what = f"`{method}` returned {brief(found)}, where a tuple of {len(parts)} belongs"
-        raise BadResult(f"{what}: {', '.join(parts)}")
-    return found
+def _unpack(method: str, result: Any, parts: tuple[str, ...]) -> tuple[Any, ...]:
+    if not isinstance(result, tuple) or len(result) != len(parts):
+        message = f"`{method}` returned {brief(result)}, where a tuple of {len(parts)} belongs"
+        raise BadResult(f"{message}: {', '.join(parts)}")
+    return result
 
 
-def _truth(value: Any, where: str, what: str) -> bool:
+def _check_truth(value: Any, where: str, meaning: str) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise BadResult(f"`step` returned {brief(value)} {where}, where true or false belongs: {what}")
+        raise BadResult(f"`step` returned {brief(value)} {where}, where true or false belongs: {meaning}")
     return bool(value)
 
 
-def _said(value: Any, method: str) -> Utterance:
-    """What an environment says; None is nothing."""
-    if (found := _messages(value, method)) is not None:
-        return found
-    what = half_character(value) if isinstance(value, str) else "" if value is None else brief(value)
-    if what:
-        raise BadResult(f"it returned {what}, where the text belongs that it says, messages, or none")
+def _check_utterance(value: Any, method: str) -> Utterance:
+    """Return what an environment says; None counts as nothing."""
+    if (messages := _copy_messages(value, method)) is not None:
+        return messages
+    problem = half_character(value) if isinstance(value, str) else "" if value is None else brief(value)
+    if problem:
+        raise BadResult(f"it returned {problem}, where text, messages or None belong")
     return value or ""
 
 
-def _observed(value: Any, method: str) -> Utterance:
-    """Return what an environment of gymnasium's kind says: text, messages, or nothing."""
-    if (found := _messages(value, method)) is not None:
-        return found
+def _check_observation(value: Any, method: str) -> Utterance:
+    """Return what a gymnasium environment says: text, messages, or nothing."""
+    if (messages := _copy_messages(value, method)) is not None:
+        return messages
     if value is not None and not isinstance(value, str):
-        what = f"the observation is {brief(value)}, and a policy reads text"
-        raise BadResult(f"{what}: wrap the class, and let `reset` and `step` return what is to be read")
+        message = f"the observation is {brief(value)}, but a policy reads text"
+        raise BadResult(f"{message}: wrap the class so that `reset` and `step` return text or messages")
     if half := half_character(value or ""):
-        raise BadResult(f"the observation has {half}, and a policy reads text")
+        raise BadResult(f"the observation has {half}, but a policy reads text")
     return value or ""
 
 
-def _messages(value: Any, method: str) -> Messages | None:
-    """A copy of a message or of a list of them; None for what is neither. Raises BadResult."""
-    given = [value] if isinstance(value, dict) else value
-    if not are_messages(given):
+def _copy_messages(value: Any, method: str) -> Messages | None:
+    """Copy a message or a list of messages; None for anything else. Raises BadResult."""
+    candidates = [value] if isinstance(value, dict) else value
+    if not are_messages(candidates):
         return None
     try:
-        found: Messages = json.loads(json.dumps(given))
+        copied: Messages = json.loads(json.dumps(candidates))
     except (TypeError, ValueError, RecursionError) as error:
-        raise BadResult(f"`{method}` returned messages that are no JSON: {error}") from None
-    if half := half_character_within(found):
+        raise BadResult(f"`{method}` returned messages that are not JSON: {error}") from None
+    if half := half_character_within(copied):
         raise BadResult(f"`{method}` returned messages with {half}, which has no tokens")
-    if method == "step" and any(message["role"] == "assistant" for message in found):
-        raise BadResult("`step` returned a message of the `assistant`, and what that says is drawn by the policy")
-    return found
+    if method == "step" and any(message["role"] == "assistant" for message in copied):
+        raise BadResult("`step` returned a message of the `assistant`, which only the policy writes")
+    return copied
 
 
 __all__ = ["Ask", "ClassSignature", "EnvironmentReply", "EpisodeStart", "Failure", "Instances", "Utterance"]

@@ -1,7 +1,7 @@
-"""Instances of an environment in processes of their own, beside the rank that asks them.
+"""Instances of an environment in processes of their own, next to the rank.
 
-Invariant: a process that ends, hangs or floods its memory takes the rows with it whose instances it has, and no others;
-what it did is the reason why they fail. None outlives the rows that it is for.
+Invariant: a process that ends, hangs or uses up its memory fails the rows of its instances and no others, with what it
+did as the reason. No process outlives the rows that it is for.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .instances import Ask, ClassSignature, EnvironmentReply, Failure, Instances
 from .user_traceback import BadResult, ErrorSummary
 from .values import InjectedArguments, imported
 
-MOST = 64  # processes of a rank at once
-PATIENCE = 5.0  # seconds that a process is left to say that its instances have had their time
+MAX_PROCESSES = 64  # concurrent processes of a rank
+PATIENCE = 5.0  # extra seconds for a process to report the timeouts of its instances
 
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """What a nest is told of an environment."""
+    """What a nest loads for an environment."""
 
     folder: str
     path: str
@@ -50,21 +50,21 @@ class EnvironmentSpec:
         return partial(_serve, ClassSignature(make, self.filled, self.columns, self.timeout, self.gym))
 
 
-def _serve(called: ClassSignature, asking: socket.socket) -> None:
-    instances = Instances(called, receive(asking))
-    while asked := receive(asking):
-        answers = instances.answers(asked, stops=False)
+def _serve(called: ClassSignature, connection: socket.socket) -> None:
+    instances = Instances(called, receive(connection))
+    while requests := receive(connection):
+        answers = instances.answers(requests, stops=False)
         try:
-            send(asking, answers)
+            send(connection, answers)
         except OSError:
             raise
         except Exception:
-            send(asking, {position: _sendable(answer) for position, answer in answers.items()})
+            send(connection, {position: _sendable(answer) for position, answer in answers.items()})
     instances.end()
 
 
 def _sendable(answer: EnvironmentReply | Failure) -> EnvironmentReply | Failure:
-    """An answer, if it can leave the process."""
+    """Return an answer if it can be pickled, else a failure."""
     try:
         pickle.dumps(answer)
     except Exception as error:
@@ -73,10 +73,11 @@ def _sendable(answer: EnvironmentReply | Failure) -> EnvironmentReply | Failure:
 
 
 class _Process:
-    """One with the instances of some rows; `why` it is no more."""
+    """A process with the instances of some rows; `why` is the reason of its end."""
 
     def __init__(self, nest: Nest[EnvironmentSpec], memory: int, rows: Iterable[int]) -> None:
-        self.nest, self.rows = nest, {*rows}
+        self.nest = nest
+        self.rows = {*rows}
         self.pid, self.line = nest.fork(memory)
         self.why: Failure | None = None
         self.line.settimeout(PATIENCE)
@@ -84,7 +85,10 @@ class _Process:
             send(self.line, len(self.rows))
 
     def kill(self, why: Failure | None = None) -> None:
-        """Ends it with all that it has started, and keeps `why`; where that is not known, as it says by its status."""
+        """End the process and all that it has started, and store the reason.
+
+        Without `why`, the reason comes from its exit status.
+        """
         alone = why is None and exits_within(self.pid, PATIENCE)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -94,21 +98,24 @@ class _Process:
 
 
 class IsolatedInstances:
-    """As Instances, of rows of which each `part` has a process."""
+    """The same as `Instances`, with one process for each of the `parts` of the rows."""
 
     def __init__(self, nest: Nest[EnvironmentSpec], parts: Sequence[Iterable[int]], memory: int) -> None:
         self.timeout = nest.spec.timeout
         self.processes = [_Process(nest, memory, part) for part in parts]
-        self.of = {position: process for process in self.processes for position in process.rows}
+        self.process_of = {position: process for process in self.processes for position in process.rows}
 
     def answers(
-        self, asked: Mapping[int, Ask], stops: bool = False, where: str = ""
+        self, requests: Mapping[int, Ask], stops: bool = False, where: str = ""
     ) -> dict[int, EnvironmentReply | Failure]:
-        """What each says; of one whose process is no more, why. `where` is for reports of progress."""
+        """Return the reply to each request, or why its process has ended.
+
+        `where` is for progress reports.
+        """
         parts: dict[_Process, dict[int, Ask]] = {}
-        for position, ask in asked.items():
-            parts.setdefault(self.of[position], {})[position] = ask
-        found: dict[int, EnvironmentReply | Failure] = {}
+        for position, request in requests.items():
+            parts.setdefault(self.process_of[position], {})[position] = request
+        replies: dict[int, EnvironmentReply | Failure] = {}
         waiting: dict[socket.socket, _Process] = {}
         for process, part in parts.items():
             if process.why is None:
@@ -117,60 +124,62 @@ class IsolatedInstances:
                     waiting[process.line] = process
                 except OSError:
                     process.kill()
-        until = time.monotonic() + self.timeout + PATIENCE
+        deadline = time.monotonic() + self.timeout + PATIENCE
         while waiting:
-            row_progress.report(len(found), len(asked), where)
-            left = until - time.monotonic()
-            ready = wait([*waiting], None if left == math.inf else max(left, 0))
-            if not ready and left <= 0:
+            row_progress.report(len(replies), len(requests), where)
+            seconds_left = deadline - time.monotonic()
+            ready = wait([*waiting], None if seconds_left == math.inf else max(seconds_left, 0))
+            if not ready and seconds_left <= 0:
                 for process in waiting.values():
-                    words = f"it takes longer than {self.timeout:g} s, its `timeout`, and its process does not answer"
-                    process.kill(Failure("timeout", ErrorSummary(f"TimeoutError: {words}")))
+                    message = (
+                        f"it took longer than its `timeout` of {self.timeout:g} s, and its process does not answer"
+                    )
+                    process.kill(Failure("timeout", ErrorSummary(f"TimeoutError: {message}")))
                 break
             for process in [waiting.pop(line) for line in ready if isinstance(line, socket.socket)]:
-                found |= self._heard(process)
+                replies |= self._receive_replies(process)
         for process, part in parts.items():
             if process.why is not None:
-                found |= {position: process.why for position in part if position not in found}
-        return {position: found[position] for position in asked}
+                replies |= {position: process.why for position in part if position not in replies}
+        return {position: replies[position] for position in requests}
 
-    def _heard(self, process: _Process) -> dict[int, EnvironmentReply | Failure]:
-        """What a process says that has something to say, if only by its end."""
+    def _receive_replies(self, process: _Process) -> dict[int, EnvironmentReply | Failure]:
+        """Receive the replies of a process that is readable; {} if it has ended."""
         try:
             answers: dict[int, EnvironmentReply | Failure] = receive(process.line)
             return answers
         except (OSError, EOFError):
             process.kill()
-        except Exception as error:  # what is of a class that only the user's file knows
-            words = f"what `step` returned cannot leave its process: {type(error).__name__}: {error}"
-            process.kill(Failure("rubbish", ErrorSummary(f"BadResult: {words}")))
+        except Exception as error:  # an object of a class that only the user's file knows
+            message = f"what `step` returned cannot leave its process: {type(error).__name__}: {error}"
+            process.kill(Failure("rubbish", ErrorSummary(f"BadResult: {message}")))
         return {}
 
     def lose(self, positions: Iterable[int]) -> None:
-        """Nobody will ask these again: a process that only they had does not go on."""
-        for process in {self.of[position] for position in positions}:
+        """Drop rows that get no more requests; end processes without rows."""
+        for process in {self.process_of[position] for position in positions}:
             process.rows.difference_update(positions)
             if not process.rows and process.why is None:
                 process.kill(PROCESS_GONE)
 
     def end(self) -> None:
-        """Ends all of them."""
+        """End all processes."""
         living = [process for process in self.processes if process.why is None]
         for process in living:
             with suppress(OSError):
                 send(process.line, None)
-        until = time.monotonic() + PATIENCE
-        for process in living:  # each closes its end as it has let go of its instances
-            wait([process.line], max(until - time.monotonic(), 0))
+        deadline = time.monotonic() + PATIENCE
+        for process in living:  # each closes its connection when it has released its instances
+            wait([process.line], max(deadline - time.monotonic(), 0))
             process.kill(PROCESS_GONE)
 
 
 def parts(rows: int, unit: int) -> list[range]:
-    """Rows for each process: `unit` rows that follow each other are in one."""
+    """Split rows among processes; `unit` consecutive rows stay in one process."""
     units = rows // unit
-    processes = min(units, MOST)
+    processes = min(units, MAX_PROCESSES)
     cuts = [i * units // processes * unit for i in range(processes + 1)]
-    return [range(a, b) for a, b in pairwise(cuts)]
+    return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
 __all__ = ["EnvironmentSpec", "IsolatedInstances", "parts"]

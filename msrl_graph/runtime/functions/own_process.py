@@ -1,8 +1,8 @@
-"""What a user's code may do to the process that calls it: fork it, and end it.
+"""Guards for a process against the user's code that it calls: forks and exits.
 
-Invariant: a call that one process began returns in that process only. A child that the code forked and that comes back
-from the call ends there, so that it never answers in the place of its parent. In a process that others depend on,
-`os._exit` within a call is an error of that call.
+Invariant: a call that one process began returns in that process only. A child that the code forked and that returns
+from the call ends there, so it never answers instead of its parent. In a process that others depend on, `os._exit`
+within a call is an error of that call.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NoReturn
 
-_guarded: ContextVar[int] = ContextVar("process of the guarded call", default=0)  # its id; 0: there is no such call
+_guarded: ContextVar[int] = ContextVar("process of the guarded call", default=0)  # its id; 0: no such call
 
 
 class ProcessExit(BaseException):
-    """A user's code wanted to end the process that it shares with others."""
+    """The user's code tried to end the process that it shares with others."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"it ends its process with status {status}")
@@ -28,7 +28,7 @@ class ProcessExit(BaseException):
 
 @contextmanager
 def call_of(process: int) -> Iterator[None]:
-    """A call of a user's code, which the process of this id began."""
+    """Mark a call of the user's code that the process of this id began."""
     token = _guarded.set(process)
     try:
         yield
@@ -38,9 +38,9 @@ def call_of(process: int) -> Iterator[None]:
 
 
 def end_child(parent: int) -> None:
-    """End this process if it is not `parent`, but a child that came back from the call it was forked in.
+    """End this process if it is not `parent`, but a child that returned from the call.
 
-    Its status is that of a program: 1 where an error came out of the call, what `sys.exit` was given, else 0.
+    The exit status is that of a program: 1 if the call raised an error, the argument of `sys.exit`, else 0.
     """
     if os.getpid() == parent:
         return
@@ -51,14 +51,14 @@ def end_child(parent: int) -> None:
     elif error is not None:
         status = 1
         traceback.print_exception(error)
-    print(f"a forked child of process {parent} came back from the call that forked it, and is ended", file=sys.stderr)
+    print(f"a forked child of process {parent} returned from the call that forked it and was ended", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(status)
 
 
 def guard_exit() -> None:
-    """From now on `os._exit` within a `call_of` this process raises ProcessExit there."""
+    """Make `os._exit` within a `call_of` this process raise ProcessExit."""
     leave = os._exit
     own = os.getpid()
 

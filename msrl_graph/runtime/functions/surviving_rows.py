@@ -1,7 +1,7 @@
-"""Which of some rows stay: of those whose environment or agent failed, and of these' groups, what the node says.
+"""Which rows stay when an environment or an agent fails.
 
-Invariant: a row that failed ends the run, or leaves the iteration and is counted and told; it never goes on as if
-nothing had happened.
+Invariant: a row that failed ends the run, or leaves the iteration and is counted and reported. It never continues as if
+nothing had happened. The node's `on_failure` decides, also for the row's group.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from .user_traceback import blame
 
 
 class SurvivingRows:
-    """Of the `rows` of a node in an iteration, called by their positions, `fan` of which belong together. `failed` are
-    those that failed, with when it was; `lost` those that leave, for their own failure or their group's."""
+    """The `rows` of a node in an iteration, identified by position.
+
+    `fan` rows belong together. `failed` are the rows that failed, with the time; `lost` are the rows that leave,
+    because of their own failure or their group's.
+    """
 
     def __init__(self, node: Node, plan: Plan, rows: Array, fan: int, iteration: int) -> None:
         self.node = node
@@ -38,9 +41,12 @@ class SurvivingRows:
         self.lost = np.zeros(len(rows), bool)
 
     def fail(self, position: int, failure: Failure, when: str = "", given: Mapping[str, Any] | None = None) -> range:
-        """The rows that leave by it. Raises RunError where a failure ends the run."""
+        """Record a failure; return the rows that leave.
+
+        Raises RunError if a failure ends the run.
+        """
         if self.on_failure == "stop":
-            raise RunError(self._blamed(position, failure, when, given))
+            raise RunError(self._failure_message(position, failure, when, given))
         self.failed.setdefault(position, (failure, when))
         first = position
         size = 1
@@ -50,24 +56,29 @@ class SurvivingRows:
         self.lost[first : first + size] = True
         return range(first, first + size)
 
-    def verdicts(self, report: Report, head: str) -> dict[str, Verdicts]:
-        """Which rows stay, for the dock, where rows may fail; counts and tells of those that do not."""
+    def verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
+        """Return which rows stay, for the dock, if rows may fail.
+
+        Counts and reports the rows that do not stay.
+        """
         if not self.column:
             return {}
-        report.count(f"{head}failed", len(self.failed), 0)
-        for reason, number in sorted(Counter(failure.reason for failure, _ in self.failed.values()).items()):
-            report.count(f"{head}failed/{reason}", number, 0)
+        report.count(f"{metric_prefix}failed", len(self.failed), 0)
+        for reason, count in sorted(Counter(failure.reason for failure, _ in self.failed.values()).items()):
+            report.count(f"{metric_prefix}failed/{reason}", count, 0)
         report.count(f"kept/{self.node.name}", float((~self.lost).sum()), len(self.rows))
-        told = report.failed.setdefault(self.node.name, {})
+        messages = report.failed.setdefault(self.node.name, {})
         for position, (failure, when) in sorted(self.failed.items()):
-            if failure.reason not in told:
-                self._blamed(position, failure, when)  # all of it into the log
-                told[failure.reason] = f"{self._where(position, when)}: {failure.told.reason}"
+            if failure.reason not in messages:
+                self._failure_message(position, failure, when)  # write the full message to the log
+                messages[failure.reason] = f"{self._describe_place(position, when)}: {failure.told.reason}"
         return {self.column: Verdicts(self.rows, ColumnData((~self.lost).astype(np.int32)))}
 
-    def _where(self, position: int, when: str) -> str:
+    def _describe_place(self, position: int, when: str) -> str:
         return f"row {self.rows[position]}{', ' if when else ''}{when}"
 
-    def _blamed(self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None) -> str:
-        where = f"{self._where(position, when)} of iteration {self.iteration}"
+    def _failure_message(
+        self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None
+    ) -> str:
+        where = f"{self._describe_place(position, when)} of iteration {self.iteration}"
         return blame(self.node, failure.told, where, (given or {}).items())

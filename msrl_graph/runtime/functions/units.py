@@ -1,8 +1,8 @@
-"""Call a function node's function for one unit: a row, a group, or the batch.
+"""Calls of a function node's function for one unit: a row, a group, or the batch.
 
 Invariant: a function's result for a unit depends on the unit alone, not on the process that calls it or on the time.
-The result fits the node's columns, or BadResult says what was returned. A random generator that the function asks for
-is keyed by (seed, node, iteration, unit).
+The result fits the node's columns, or BadResult says what was returned. A function's random generator is keyed by
+(seed, node, iteration, unit).
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ from .values import InjectedArguments, NotNumbers, ReturnChecker, brief, by_row,
 
 
 class Unit(NamedTuple):
-    """The input of one call. A NamedTuple is built faster than a frozen dataclass, and each row has one.
+    """The input of one call.
+
+    It is a NamedTuple because that is built faster than a frozen dataclass, and each row has one.
 
     - `number`: the number of the row or group; `where`: the same in words, for messages.
     - `given`: the function's arguments, by parameter.
     - `rows`: the positions of the unit's rows in the batch.
     - `targets`: for each column that the node writes, the rows that get a value from this unit.
     - `lengths`: for each of these columns and rows, the lengths of the columns that it must be as long as.
-    - `most`: the number of times that a filter may pass a row on.
+    - `most`: how many times a filter may pass a row on.
     """
 
     number: int
@@ -69,7 +71,7 @@ class UnitResult(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitFailure:
-    """The reason why a unit has no result, and `where` it is, in words."""
+    """The reason why a unit has no result, and `where` that happened, in words."""
 
     failure: Failure
     where: str
@@ -93,16 +95,17 @@ class UnitFunction:
         # A function of one row can be called for a group of one row: its value belongs to the row above.
         self.alone = node.per != "row" and self.signature.scope == "row" and ":" not in str(self.expr.value)
         self.single = node.per == "row" or self.alone
-        self.returned, self.filled = ReturnChecker(plan, node.writes), InjectedArguments(self.signature, node, plan)
+        self.returned = ReturnChecker(plan, node.writes)
+        self.filled = InjectedArguments(self.signature, node, plan)
         self.options = options_of(self.expr)
-        found = rowsets(plan.graph)
-        self.sieve = row_filter(found.sieves.get(node.name))
-        self.written = {c: found.columns[c] for c in node.writes}  # the row set of each
+        row_sets = rowsets(plan.graph)
+        self.sieve = row_filter(row_sets.sieves.get(node.name))
+        self.written = {column: row_sets.columns[column] for column in node.writes}  # the row set of each column
         # The columns that have one value for a unit; the others have one for each row.
         self.one = {
             name
-            for name, of in self.written.items()
-            if node.per == "row" or self.alone or of == reader.unit != reader.rows
+            for name, row_set in self.written.items()
+            if node.per == "row" or self.alone or row_set == reader.unit != reader.rows
         }
 
     @cached_property
@@ -114,10 +117,10 @@ class UnitFunction:
         try:
             self._check_size(unit)
             with self.note.at(f"{self.node.name}: {unit.where} of {task.key}"):
-                found = self._invoke(unit, task)
-                if inspect.iscoroutine(found) and self.signature.waits:
-                    found = asyncio.run(found)
-            return self._parse(unit, found)
+                result = self._invoke(unit, task)
+                if inspect.iscoroutine(result) and self.signature.waits:
+                    result = asyncio.run(result)
+            return self._parse(unit, result)
         except (Exception, SystemExit) as error:  # an exit would end this process and each replacement
             return self._failure(unit, error)
 
@@ -126,10 +129,10 @@ class UnitFunction:
         try:
             self._check_size(unit)
             with call_of(os.getpid()):
-                found = self._invoke(unit, task)
-                if inspect.isawaitable(found):
-                    found = await found
-            return self._parse(unit, found)
+                result = self._invoke(unit, task)
+                if inspect.isawaitable(result):
+                    result = await result
+            return self._parse(unit, result)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # an exit would end the loop
@@ -159,15 +162,15 @@ class UnitFunction:
         return self.call(**dict(unit.given), **options)
 
     def _parse(self, unit: Unit, result: Any) -> UnitResult:
-        """Assign a returned value to columns and rows; BadResult where it does not fit."""
+        """Assign a returned value to columns and rows; BadResult if it does not fit."""
         if self.sieve is not None:
-            return UnitResult(times=self._times(result, unit.size, unit.most))
-        return UnitResult([*self._values(unit, result)])
+            return UnitResult(times=self._row_counts(result, unit.size, unit.most))
+        return UnitResult([*self._parse_values(unit, result)])
 
-    def _values(self, unit: Unit, result: Any) -> Iterator[tuple[str, int, Any]]:
+    def _parse_values(self, unit: Unit, result: Any) -> Iterator[tuple[str, int, Any]]:
         for name, value in self._by_column(result):
             if name not in self.written:
-                if np.isfinite(number := self._next(name, value)):  # `on_nan = skip` leaves the state unchanged
+                if np.isfinite(number := self._next_value(name, value)):  # `on_nan = skip` leaves the state unchanged
                     yield name, unit.number, number
                 continue
             rows = unit.targets[name]
@@ -180,15 +183,15 @@ class UnitFunction:
                     error.row = None if one else row
                     raise
 
-    def _times(self, result: Any, size: int, most: int) -> Array:
+    def _row_counts(self, result: Any, size: int, most: int) -> Array:
         """Return how many times each row of a unit passes, at most `most` times."""
         if CallAttributes.of(self.node).keep is not None:
-            truths = _array(result)
+            truths = _to_array(result)
             if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
                 belongs = "one truth value belongs" if self.node.per == "row" else f"{size} truth values belong"
                 raise BadResult(f"it returned {brief(result)}, where {belongs}")
             return truths.reshape(-1).astype(np.int32)
-        places = _array(result)
+        places = _to_array(result)
         if places.shape == (0,):
             places = places.astype(np.int64)
         if (
@@ -201,8 +204,8 @@ class UnitFunction:
         times = np.bincount(places, minlength=size).astype(np.int32)
         if size and times.max() > most:
             raise BadResult(
-                f"it returned place {times.argmax()} {times.max():,} times, where a row may go on {most:,} "
-                "times at most"
+                f"it returned place {times.argmax()} {times.max():,} times, but a row may continue at most {most:,} "
+                "times"
             )
         return times
 
@@ -215,7 +218,7 @@ class UnitFunction:
             raise BadResult(f"it returned {brief(result)}, where a tuple of {len(gives)} belongs: {', '.join(gives)}")
         return list(zip(gives, result, strict=True))
 
-    def _next(self, name: str, value: Any) -> float:
+    def _next_value(self, name: str, value: Any) -> float:
         """Check the next value of a state."""
         try:
             number = pure_numbers(value, np.float64)
@@ -230,15 +233,21 @@ class UnitFunction:
 
 def options_of(call: Expr) -> dict[str, Any]:
     """Evaluate the options of a call, including options that are calls themselves."""
-    given = {k: a for k, a in zip(call.keys, call.args, strict=True) if a.kind not in ("column", "state")}
+    arguments = {
+        key: argument
+        for key, argument in zip(call.keys, call.args, strict=True)
+        if argument.kind not in ("column", "state")
+    }
     return {
-        k: algorithms.load("option", str(a.value))(**options_of(a)) if a.kind == "call" else a.literal()
-        for k, a in given.items()
+        key: algorithms.load("option", str(argument.value))(**options_of(argument))
+        if argument.kind == "call"
+        else argument.literal()
+        for key, argument in arguments.items()
     }
 
 
-def _array(result: Any) -> Array:
-    """Convert a result to an array; an object array of None where numpy cannot."""
+def _to_array(result: Any) -> Array:
+    """Convert a result to an array; an object array of None if numpy cannot."""
     if np.ma.is_masked(result):
         return np.asarray(None)
     try:

@@ -1,7 +1,8 @@
-"""What is told where a user's Python fails.
+"""Error messages for a user's Python that fails.
 
-Invariant: the first line has the node, its line in the program, the row and the place in the user's own file; the lines
-after it how the code got there and what it was given, cut to what fits a screen. The log of the process has all of it.
+Invariant: the first line has the node, its line in the program, the row and the place in the user's own file. The lines
+after it show how the code got there and its arguments, shortened to fit a screen. The log of the process has
+everything.
 """
 
 from __future__ import annotations
@@ -22,25 +23,30 @@ from ...ir.graph import Node
 from ..process import log
 from .crash_journal import ProcessDied
 
-MOST = 200  # characters of a value that the message shows
-FRAMES = 8  # that the message shows, of a recursion the first and the last
-LOGGED = 1_000_000  # characters of a value that the log holds
+MAX_SHOWN = 200  # characters of a value that the message shows
+MAX_FRAMES = 8  # that the message shows; of a recursion, the first and the last ones
+MAX_LOGGED = 1_000_000  # characters of a value that the log shows
 
 _HERE, _OURS = (str(folder) + os.sep for folder in Path(__file__).parents[1:3])
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 class BadResult(ValueError):
-    """A function returned what its columns cannot hold. It has no place in a file: what was returned is what is
-    wrong. `row`: of a value for one of several rows."""
+    """A function returned a value that its columns cannot hold.
+
+    The message has no place in a file, because the returned value is the error. `row` is set if the value is for one of
+    several rows.
+    """
 
     row: int | None = None
 
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    """What there is to tell of an error, for processes that do not have it: the `reason` in a line, the `steps` that
-    led there, and Python's `whole` traceback."""
+    """The description of an error, for processes that do not have the error itself.
+
+    It has the `reason` in a line, the `steps` that led there, and Python's `whole` traceback.
+    """
 
     reason: str
     steps: tuple[str, ...] = ()
@@ -52,66 +58,85 @@ class ErrorSummary:
 
 
 def blame(node: Node, error: BaseException | ErrorSummary, where: str, given: Iterable[tuple[str, Any]] = ()) -> str:
-    """What is told where a node's Python fails on what it was `given`, each with its parameter; the log of this process
-    gets it in full."""
-    told = error if isinstance(error, ErrorSummary) else ErrorSummary.of(error)
-    head = f"`{node.name}` ({place_of_call(node)}) failed on {where}: {told.reason}"
+    """Return the message for a node's Python that failed.
+
+    `given` are its arguments by parameter. The log of this process gets the full text.
+    """
+    summary = error if isinstance(error, ErrorSummary) else ErrorSummary.of(error)
+    headline = f"`{node.name}` ({place_of_call(node)}) failed on {where}: {summary.reason}"
     values = list(given)
-    log.whole(head, told.whole, *(f"{name}: {cut(repr(v), LOGGED)}\n" for name, v in values))
-    lines = [*told.steps, *(f"{name}: {shown(value)}" for name, value in values)]
+    log.whole(headline, summary.whole, *(f"{name}: {cut(repr(argument), MAX_LOGGED)}\n" for name, argument in values))
+    lines = [*summary.steps, *(f"{name}: {shown(value)}" for name, value in values)]
     if log.file():
         lines.append(f"all of it is in logs/{log.file()}")
-    return escaped("\n  ".join([head, *lines]))
+    return escaped("\n  ".join([headline, *lines]))
 
 
 def reason(error: BaseException) -> str:
-    """An error in a line: its kind, the first line of what it says, and where a debugger would stop in the user's own
-    code."""
-    said = escaped(str(error)).splitlines()
-    what = f"{type(error).__name__}: {said[0] if said else ''}{' …' if len(said) > 1 else ''}"
-    found = _own(error)
-    return what if isinstance(error, BadResult) or not found else f"{what}, at {found[-1].filename}:{found[-1].lineno}"
+    """Describe an error in a line.
+
+    Its type, the first line of its message, and where a debugger would stop in the user's own code.
+    """
+    lines = escaped(str(error)).splitlines()
+    headline = f"{type(error).__name__}: {lines[0] if lines else ''}{' …' if len(lines) > 1 else ''}"
+    frames = _user_frames(error)
+    return (
+        headline
+        if isinstance(error, BadResult) or not frames
+        else f"{headline}, at {frames[-1].filename}:{frames[-1].lineno}"
+    )
 
 
 def steps(error: BaseException) -> list[str]:
-    """How the user's code got to where it failed, a line for each of its frames; nothing where `reason` has told all of
-    it."""
-    found = [f"{f.filename}:{f.lineno} in {f.name}: {cut(f.line or '', MOST)}" for f in _own(error)]
-    if isinstance(error, BadResult) or not found:
+    """Describe how the user's code got to where it failed, one line per frame.
+
+    Nothing if `reason` already says all of it.
+    """
+    lines = [
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {cut(frame.line or '', MAX_SHOWN)}"
+        for frame in _user_frames(error)
+    ]
+    if isinstance(error, BadResult) or not lines:
         return []
-    half = FRAMES // 2
-    return found if len(found) <= FRAMES else [*found[:half], f"… {len(found) - 2 * half} more", *found[-half:]]
+    half = MAX_FRAMES // 2
+    return lines if len(lines) <= MAX_FRAMES else [*lines[:half], f"… {len(lines) - 2 * half} more", *lines[-half:]]
 
 
 def shown(value: Any) -> str:
-    """A value as the message shows it: a text in quotes; of a list how many, and the first."""
+    """Shorten a value for a message.
+
+    A text is quoted; a list is shown by its size and its first item.
+    """
     if isinstance(value, str):
-        return repr(value) if len(value) <= MOST else f"{value[:MOST]!r}… ({len(value)} characters)"
+        return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}… ({len(value)} characters)"
     if isinstance(value, np.ndarray):
         kind = f"{value.dtype} of {'x'.join(map(str, value.shape))}"
-        return cut(f"{kind}: {' '.join(np.array2string(value, threshold=20, separator=', ').split())}", MOST)
+        return cut(f"{kind}: {' '.join(np.array2string(value, threshold=20, separator=', ').split())}", MAX_SHOWN)
     if isinstance(value, list):
         return f"list of {len(value)}" + (f", the first is {shown(value[0])}" if value else "")
-    return cut(repr(value.item() if isinstance(value, np.generic) else value), MOST)
+    return cut(repr(value.item() if isinstance(value, np.generic) else value), MAX_SHOWN)
 
 
-def cut(text: str, most: int) -> str:
-    """A text on one line, of so many characters at most."""
+def cut(text: str, limit: int) -> str:
+    """Put a text on one line and cut it to `limit` characters."""
     line = " ".join(text.split("\n"))
-    return line if len(line) <= most else f"{line[:most]}…"
+    return line if len(line) <= limit else f"{line[:limit]}…"
 
 
-def _own(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of the user's code; where there are none, the last of all: a function of the package fails."""
-    found: list[traceback.FrameSummary] = list(traceback.extract_tb(error.__traceback__))
-    if isinstance(
-        error, ProcessDied
-    ):  # from where the process began: what is of interest begins with what this folder called
-        here = [i for i, f in enumerate(error.frames) if f.filename.startswith(_HERE)]
-        found = error.frames[here[-1] if here else 0 :]
-    frames = [f for f in found if not f.filename.startswith("<frozen ")]
-    theirs = [f for f in frames if not f.filename.startswith(_OURS)]
-    return [f for f in theirs if not f.filename.startswith(_LIBRARIES)] or theirs[-1:] or frames[-1:]
+def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of the user's code.
+
+    If there are none, the last frame: a function of the package failed.
+    """
+    all_frames: list[traceback.FrameSummary] = list(traceback.extract_tb(error.__traceback__))
+    if isinstance(error, ProcessDied):  # the frames begin with the process; keep those after the ones of this folder
+        package_frames = [index for index, frame in enumerate(error.frames) if frame.filename.startswith(_HERE)]
+        all_frames = error.frames[package_frames[-1] if package_frames else 0 :]
+    frames = [frame for frame in all_frames if not frame.filename.startswith("<frozen ")]
+    user_frames = [frame for frame in frames if not frame.filename.startswith(_OURS)]
+    return (
+        [frame for frame in user_frames if not frame.filename.startswith(_LIBRARIES)] or user_frames[-1:] or frames[-1:]
+    )
 
 
 __all__ = ["BadResult", "ErrorSummary", "blame", "reason", "shown", "steps"]

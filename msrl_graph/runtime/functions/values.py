@@ -1,6 +1,6 @@
-"""Values of rows as Python of a user's sees them, and as it returns them.
+"""Values of rows as a user's Python sees them, and as it returns them.
 
-Invariant: what is returned fits its column, or BadResult says what was returned and what belongs there.
+Invariant: what is returned fits its column, or BadResult says what was returned and what is expected.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from ..process.task_report import RunError
 from .own_process import call_of
 from .user_traceback import BadResult, reason, steps
 
-LARGEST = float(np.finfo(np.float32).max)
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class NotNumbers(TypeError):
-    """A value that a numeric column cannot hold; `item` says which of several values is the first odd one."""
+    """A value that a numeric column cannot hold.
+
+    `item` describes the first bad one of several values.
+    """
 
     def __init__(self, item: str = "") -> None:
         super().__init__(item)
@@ -41,25 +44,30 @@ class NotNumbers(TypeError):
 
 
 class ReturnChecker:
-    """What is returned for the columns `names` of a plan."""
+    """A check of the values that are returned for the columns `names` of a plan."""
 
     def __init__(self, plan: Plan, names: tuple[str, ...]) -> None:
         self.graph = plan.graph
         self.stops = plan.deploy.run.on_nan == "stop"
-        self.vocabularies = {c: vocabulary(plan, c) for c in names}
-        self.numbers = {c.name for c in plan.graph.columns if DTYPES[c.element] is np.float32 and not c.dims}
+        self.vocabularies = {column: vocabulary(plan, column) for column in names}
+        self.numbers = {
+            column.name for column in plan.graph.columns if DTYPES[column.element] is np.float32 and not column.dims
+        }
 
     def checked(self, name: str, value: Any, lengths: Mapping[str, int]) -> Any:
-        """A value as its column's type; BadResult where it is not. `lengths` are those of the row's other columns."""
-        if type(value) is float and name in self.numbers and -LARGEST <= value <= LARGEST:  # most are
+        """Return a value as its column's type; raises BadResult if it does not fit.
+
+        `lengths` are the lengths of the row's other columns.
+        """
+        if type(value) is float and name in self.numbers and -MAX_FLOAT32 <= value <= MAX_FLOAT32:  # the common case
             return value
         if value is None and name in self.graph.optional:
             return math.nan
         column = self.graph.column(name)
         if column.element == "json":
-            return _json(name, value)
+            return _to_json(name, value)
         if column.element == "text":
-            return _text(name, value)
+            return _check_text(name, value)
         try:
             array = pure_numbers(value, DTYPES[column.element])
         except NotNumbers as error:
@@ -69,14 +77,14 @@ class ReturnChecker:
                 f"it returned {brief(value)}{inside} for `{name}`, where {column.element} belongs{hint}"
             ) from None
         if array.ndim != len(column.dims):
-            belongs = (
+            expected = (
                 "one number"
                 if not column.dims
                 else "one value a token"
                 if len(column.dims) == 1
                 else "a row of values a token"
             )
-            raise BadResult(f"it returned {brief(value)} for `{name}`, where {belongs} belongs")
+            raise BadResult(f"it returned {brief(value)} for `{name}`, where {expected} belongs")
         for size, dim in zip(array.shape, column.dims, strict=True):
             if dim.like in lengths and size != lengths[dim.like]:
                 raise BadResult(
@@ -102,52 +110,60 @@ class ReturnChecker:
 
 
 class InjectedArguments:
-    """What a function of a node gets by the names of its parameters, beside columns and options (functions.GIVEN)."""
+    """Arguments that a function gets by parameter name (functions.GIVEN).
+
+    They come in addition to columns and options.
+    """
 
     def __init__(self, signature: Signature, node: Node, plan: Plan) -> None:
         self.names = tuple(name for name in signature.fills if name in GIVEN)
         self.seed = plan.deploy.run.seed
         self.node = node.name
-        # Its import costs seconds, which only those wait for who ask.
+        # Its import takes seconds, so it is made only for functions that use it.
         self.tokenizer = of_node(plan, node).chat() if "tokenizer" in self.names else None
 
     def __call__(self, task: str, iteration: int, unit: int) -> dict[str, Any]:
-        """For a unit of an iteration of a task, by its name."""
-        found: dict[str, Any] = {"iteration": iteration, "tokenizer": self.tokenizer}
+        """Return the arguments for a unit of an iteration; `task` is the task's name."""
+        values: dict[str, Any] = {"iteration": iteration, "tokenizer": self.tokenizer}
         if "rng" in self.names:
-            found["rng"] = noise.RandomStream(self.seed, "function", self.node, task).generator(iteration, unit)
-        return {name: found[name] for name in self.names}
+            values["rng"] = noise.RandomStream(self.seed, "function", self.node, task).generator(iteration, unit)
+        return {name: values[name] for name in self.names}
 
     def seed_of(self, task: str, iteration: int, unit: int) -> int:
-        """A seed for a unit of an iteration of a task, for an environment that makes its own generator of it."""
+        """Return a seed for a unit, for an environment that makes its own generator."""
         return int(noise.RandomStream(self.seed, "episode", self.node, task).keys(iteration, unit)) >> 33
 
 
 def seen(column: ColumnData, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
-    """What a function sees of rows of a column: text, or what JSON stands for, unless it wants `text` of that too;
-    tokens as arrays, or decoded where a tokenizer is given. Each value is the caller's own, to be changed as it
-    pleases."""
+    """Return what a function sees of rows of a column.
+
+    Text or parsed JSON, or with `text` the text of JSON too; tokens as arrays, or decoded if a tokenizer is given. Each
+    value is the caller's own and may be changed.
+    """
     if element in ("text", "json"):
         texts = [column.text(row) for row in rows]
-        return texts if element == "text" or text else [json.loads(t) for t in texts]
-    found = [column[row] for row in rows]
-    return tokens.decode(found) if tokens else [row.copy() for row in found]
+        return texts if element == "text" or text else [json.loads(json_text) for json_text in texts]
+    values = [column[row] for row in rows]
+    return tokens.decode(values) if tokens else [row.copy() for row in values]
 
 
 def called(call: Expr, kind: CallKind) -> tuple[Callable[..., Any], Signature]:
-    """What a program calls: of the package, or of a file ("path.py:name")."""
+    """Return the function that a program calls, with its signature.
+
+    It comes from the package, or from a file ("path.py:name").
+    """
     return loaded(call, kind), signature_of(call, kind)
 
 
 def loaded(call: Expr, kind: CallKind) -> Callable[..., Any]:
-    """What a program calls, without its signature."""
+    """Return the function that a program calls, without its signature."""
     path, _, function = str(call.value).rpartition(":")
-    found: Callable[..., Any] = getattr(imported(path, call), function) if path else algorithms.load(kind, function)
-    return found
+    target: Callable[..., Any] = getattr(imported(path, call), function) if path else algorithms.load(kind, function)
+    return target
 
 
 def signature_of(call: Expr, kind: CallKind) -> Signature:
-    """The signature of what a program calls, which is not imported for it."""
+    """Return the signature of the function that a program calls, without importing it."""
     path, _, function = str(call.value).rpartition(":")
     if not path:
         return algorithms.library()[kind, function][0]
@@ -155,17 +171,17 @@ def signature_of(call: Expr, kind: CallKind) -> Signature:
 
 
 def imported(path: str, call: Expr) -> Any:
-    """The module of a file that a program names in a call."""
+    """Import the file that a program names in a call."""
     try:
         with call_of(os.getpid()):
             return shipped_files.module(path)
     except (Exception, SystemExit) as error:
-        what = f"{path} ({call.span.place}) cannot be imported: {reason(error)}"
-        raise RunError("\n  ".join([what, *steps(error)])) from error
+        message = f"{path} ({call.span.place}) cannot be imported: {reason(error)}"
+        raise RunError("\n  ".join([message, *steps(error)])) from error
 
 
 def brief(value: Any) -> str:
-    """A value in few words."""
+    """Describe a value in a few words."""
     if hasattr(value, "__len__") and not isinstance(value, str) and getattr(value, "ndim", None) != 0:
         return f"{type(value).__name__} of {len(value)}"
     plain = value.item() if isinstance(value, np.generic) else value
@@ -173,15 +189,15 @@ def brief(value: Any) -> str:
 
 
 def by_row(name: str, values: Any, size: int) -> Any:
-    """What is returned for the `size` rows of a group, in their order: a sequence, or an array of any library.
+    """Return the values for the `size` rows of a group, in their order.
 
-    Raises BadResult for anything else, as a dict, a set or a generator: what these give when they are iterated over is
-    not a value for each row.
+    They are a sequence, or an array of any library. Raises BadResult for anything else, such as a dict, a set or a
+    generator: iterating over these does not give a value for each row.
     """
     rows = values
     hint = ""
     if not isinstance(values, Sequence) and hasattr(values, "__array__"):
-        rows = _array(values) if not _masked(values) else None
+        rows = _to_array(values) if not _is_masked(values) else None
     if isinstance(rows, str | bytes | bytearray | memoryview) or not isinstance(rows, Sequence | np.ndarray):
         hint = ", in their order: return a list, a tuple or an array"
     elif getattr(rows, "ndim", 1) > 0 and len(rows) == size:
@@ -190,79 +206,85 @@ def by_row(name: str, values: Any, size: int) -> Any:
 
 
 def pure_numbers(value: Any, dtype: Any) -> Array:
-    """A number, or a sequence of numbers, as an array of `dtype`.
+    """Convert a number, or a sequence of numbers, to an array of `dtype`.
 
-    Rounding to the precision of `dtype` is allowed. Raises NotNumbers where anything else would be lost: text, None,
+    Rounding to the precision of `dtype` is allowed. Raises NotNumbers if anything else would be lost: text, None,
     complex numbers, masked values, a fraction in a whole number, or a finite number beyond the range of `dtype`.
     """
-    if _masked(value):
+    if _is_masked(value):
         raise NotNumbers("masked values")
     try:
-        given = _array(value)
-        kind = given.dtype.kind
-        if given.dtype == dtype:  # nothing can be lost; a copy, since the function may change its array later
-            return given.copy()
-        # The common case: finite floats in the range of `dtype`. NaN fails the comparison and is judged below.
-        if kind == "f" and np.dtype(dtype).kind == "f" and np.abs(given).max(initial=0) <= np.finfo(dtype).max:
-            return given.astype(dtype)
-        wrong = np.zeros(given.shape, bool)
+        source = _to_array(value)
+        kind = source.dtype.kind
+        if source.dtype == dtype:  # nothing can be lost; a copy, since the function may change its array later
+            return source.copy()
+        # The common case: finite floats in the range of `dtype`. NaN fails the comparison and is handled below.
+        if kind == "f" and np.dtype(dtype).kind == "f" and np.abs(source).max(initial=0) <= np.finfo(dtype).max:
+            return source.astype(dtype)
+        wrong = np.zeros(source.shape, bool)
         if kind == "O":
-            wrong = np.reshape([not isinstance(item, Real | Decimal) for item in given.flat], given.shape)
-        elif kind not in "biuf" and not (kind == "V" and np.can_cast(given.dtype, np.float32)):  # V: bfloat16 of jax
+            wrong = np.reshape([not isinstance(item, Real | Decimal) for item in source.flat], source.shape)
+        elif kind not in "biuf" and not (kind == "V" and np.can_cast(source.dtype, np.float32)):  # V: bfloat16 of jax
             wrong[...] = True
         if not wrong.any():
             with np.errstate(invalid="ignore", over="ignore"):
-                array: Array = given.astype(dtype)
+                array: Array = source.astype(dtype)
                 if array.dtype.kind in "ib":
-                    wrong = array != given
+                    wrong = array != source
                 elif (lost := ~np.isfinite(array)).any():
-                    wrong[lost] = np.isfinite(given[lost].astype(np.float64))
+                    wrong[lost] = np.isfinite(source[lost].astype(np.float64))
             if not wrong.any():
                 return array
     except (TypeError, ValueError, OverflowError):
         raise NotNumbers from None
-    raise NotNumbers(brief(given[wrong][0]) if given.ndim else "")
+    raise NotNumbers(brief(source[wrong][0]) if source.ndim else "")
 
 
-def _array(value: Any) -> Array:
-    """What numpy makes of a value, torch's tensors on any device too."""
+def _to_array(value: Any) -> Array:
+    """Convert a value with numpy, including torch tensors on any device."""
     if isinstance(value, list | tuple) and len(value) and hasattr(value[0], "detach"):
-        value = [_array(item) for item in value]
-    elif hasattr(value, "detach"):  # without an import of torch, which takes seconds
+        value = [_to_array(item) for item in value]
+    elif hasattr(value, "detach"):  # without importing torch, which takes seconds
         value = value.detach().cpu()
         value = value.float() if "bfloat16" in str(value.dtype) else value
     return np.asarray(value)
 
 
-def _masked(value: Any) -> bool:
+def _is_masked(value: Any) -> bool:
     return isinstance(value, np.ma.MaskedArray) and bool(np.ma.is_masked(value))
 
 
-def _text(name: str, value: Any) -> str:
+def _check_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise BadResult(f"it returned {brief(value)} for `{name}`, where text belongs")
     if half := half_character(value):
-        fix = 'whole text is `text.encode("utf-8", "replace").decode()`'
+        fix = 'to replace it, return `text.encode("utf-8", "replace").decode()`'
         raise BadResult(f"it returned {half} for `{name}`, where text belongs; {fix}")
     return value
 
 
-def _json(name: str, value: Any) -> str:
-    """A value as JSON from which the same value is read, but for tuples, which become lists."""
+def _to_json(name: str, value: Any) -> str:
+    """Serialize a value as JSON that parses to the same value.
+
+    Only tuples change: they become lists.
+    """
     try:
         text = as_json(value)
-        if (key := _odd_key(value)) is not None:
+        if (key := _find_odd_key(value)) is not None:
             raise Misfit(f"a key that is not text: {brief(key)}", "JSON belongs")
     except Misfit as misfit:
         raise BadResult(f"it returned {brief(value)} for `{name}`: {misfit}") from None
     return text
 
 
-def _odd_key(value: Any) -> Any:
-    """A key of a dictionary, however deep, that is not text: JSON would make it text, and of two keys one."""
+def _find_odd_key(value: Any) -> Any:
+    """Find a key of a dictionary, at any depth, that is not text.
+
+    JSON would turn it into text, and might make two keys one.
+    """
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)
-        return odd if odd is not None else _odd_key(list(value.values()))
+        return odd if odd is not None else _find_odd_key(list(value.values()))
     if isinstance(value, list | tuple):
-        return next((odd for item in value if (odd := _odd_key(item)) is not None), None)
+        return next((odd for item in value if (odd := _find_odd_key(item)) is not None), None)
     return None

@@ -51,8 +51,10 @@ def uses_workers(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What the fork server loads for the workers. Each worker has a note (crash_journal.py) whose name begins with
-    `note`."""
+    """What the fork server loads for the workers.
+
+    Each worker has a crash journal (crash_journal.py) in a file whose name begins with `note`.
+    """
 
     folder: str
     plan: str  # as JSON
@@ -61,7 +63,7 @@ class WorkerSpec:
 
     def load(self) -> Serve:
         plan = from_json(self.plan)
-        functions = {n: UnitFunction(plan.graph.node(n), plan, r) for n, r in self.readers.items()}
+        functions = {name: UnitFunction(plan.graph.node(name), plan, reader) for name, reader in self.readers.items()}
         for function in functions.values():
             _ = function.call
         return partial(_serve, functions, self.note)
@@ -108,7 +110,10 @@ class _Process:
             send(self.line, (self.number, again))
 
     def reply(self) -> Reply | None:
-        """Return the reply; or None if the process has died, after replacing it and sending the request again."""
+        """Return the reply; None if the process has died.
+
+        In that case it is replaced and the request is sent again.
+        """
         with suppress(OSError, EOFError):
             reply: Reply = receive(self.line)
             self.request = None
@@ -131,7 +136,10 @@ class _Process:
 
 
 class Workers:
-    """`count` processes. Each starts with its first request and ends with this process."""
+    """`count` worker processes.
+
+    Each starts with its first request and ends with this process.
+    """
 
     def __init__(self, count: int, spec: WorkerSpec) -> None:
         self.nest = Nest(spec)
@@ -164,13 +172,16 @@ class Workers:
                     process.end()
                     process.request = None
 
-    def _message_size(self, node: str, left: int) -> int:
-        """Return how many units to send: enough to be worth a message, and few enough to leave work for others."""
+    def _message_size(self, node: str, remaining: int) -> int:
+        """Return how many units to send in one message.
+
+        Enough to be worth a message, and few enough to leave work for others.
+        """
         enough = min(MESSAGE_SECONDS / max(self.seconds.get(node, math.inf), 1e-9), MAX_UNITS)
-        return max(1, min(int(enough), math.ceil(left / (2 * len(self.processes)))))
+        return max(1, min(int(enough), math.ceil(remaining / (2 * len(self.processes)))))
 
     def _collect(self, node: str, outcomes: dict[int, UnitOutcome]) -> None:
-        """Wait for at least one process and take what has arrived."""
+        """Wait for at least one process and take the replies that have arrived."""
         lines = {process.line: process for process in self.processes if process.request is not None}
         for line in wait([*lines]):
             assert isinstance(line, socket.socket)
@@ -184,7 +195,7 @@ class Workers:
 
 
 def _close_lines(processes: list[_Process]) -> None:
-    """Close the workers' lines; the fork server then ends them."""
+    """Close the workers' connections; the fork server then ends them."""
     for process in processes:
         if process.pid:
             process.line.close()
