@@ -90,9 +90,8 @@ def _end_process(line: Connection, process: subprocess.Popen[bytes]) -> None:
 
 def main(descriptor: int) -> None:
     """Answer the rank's questions, one after another, until the rank is gone."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # an interrupt from the keyboard stops the rank, which stops this process
+    # An interrupt from the keyboard stops the rank, which stops this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     line = Connection(descriptor)
     setup: Setup = line.recv()
     if setup.log:

@@ -279,9 +279,8 @@ class ChatReply:
         """Return the log-probabilities of the drawn tokens, at their temperature."""
         if not request.logprobs:
             return None
-        numbers = [
-            float(logprob) if np.isfinite(logprob) else -9999.0 for logprob in self.logps
-        ]  # OpenAI's value for -inf, which JSON lacks
+        # -9999.0 is OpenAI's value for -inf, which JSON lacks.
+        numbers = [float(logprob) if np.isfinite(logprob) else -9999.0 for logprob in self.logps]
         if not request.messages:
             ends = np.cumsum([0, *map(len, self.pieces)]).tolist()
             return {

@@ -134,9 +134,8 @@ class Activity:
         self.process = process
         descriptor = os.open(room.path / f"{_STATUS_PREFIX}{process.replace(' ', '-')}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(
-                descriptor, _STATUS_BEGIN + 255 * _UNIT
-            )  # never shorter: a process that has mapped it would get SIGBUS
+            # Never shorter: a process that has mapped it would get SIGBUS.
+            os.ftruncate(descriptor, _STATUS_BEGIN + 255 * _UNIT)
             self._memory = mmap.mmap(descriptor, 0)
         finally:
             os.close(descriptor)

@@ -102,13 +102,11 @@ class FunctionNode:
         self.note = note or CrashJournal()
         self.returned = ReturnChecker(plan, node.writes)
         sieve = rowsets(plan.graph).sieves.get(node.name)
-        self.drops = (
-            sieve.column if sieve is not None and sieve.failures else ""
-        )  # the dock's column for which rows stay
+        # The dock's column for which rows stay.
+        self.drops = sieve.column if sieve is not None and sieve.failures else ""
         self.sieve = row_filter(sieve)
-        self.per_row = {
-            state.name for state in plan.graph.states if state.per
-        }  # states that come with the rows, as columns do
+        # States that come with the rows, as columns do.
+        self.per_row = {state.name for state in plan.graph.states if state.per}
         call = CallAttributes.of(node).functions[0]
         self.comparison = call if call.kind != "call" else None
         if self.comparison is None:
@@ -262,10 +260,11 @@ class FunctionNode:
         """Return the results for all rows, of a function that takes many at once."""
         assert self.many is not None
         where = f"{len(batch.rows)} rows"
+        # The defaults are those of the function for one row.
         options = {
             **(self.of_unit.call.__kwdefaults__ or {}),
             **self.of_unit.options,
-        }  # the defaults are those of the function for one row
+        }
         try:
             with self.note.at(f"{self.node.name}: {where} of {task.key}"):
                 return iter(self.many(**dict(arguments), **options))
