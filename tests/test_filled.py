@@ -96,7 +96,7 @@ def test_a_weight_that_is_none_is_told_with_its_row(tmp_path: Path, value: str, 
         weigher(tmp_path, '"mine.py:f"', f"import numpy as np\ndef f(difficulty): return [1.0, {value}, 1.0]\n")(
             {}, Task("train", 0, 2)
         )
-    with pytest.raises(RunError, match=rf"returned {shown} for line 1 of .*rows.jsonl\(and for 1 more of 3 rows\), "):
+    with pytest.raises(RunError, match=rf"returned {shown} for line 1 of .*rows.jsonl \(and for 1 more of 3 rows\), "):
         weigher(tmp_path, '"mine.py:f"', f"import numpy as np\ndef f(difficulty): return [{value}, 0, {value}]\n")(
             {}, Task("train", 0, 2)
         )

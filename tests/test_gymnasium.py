@@ -114,7 +114,7 @@ def test_those_that_wait_do_so_side_by_side_each_with_its_time(tmp_path):
             "return '', 1.0, True, {}",
             "`step` returned tuple of 4, where a tuple of 5 belongs: the observation, reward,",
         ),
-        ("return 'half \\ud83d', 1.0, True, False, {}", "the observation has half a character (U+D83D), and a policy"),
+        ("return 'half \\ud83d', 1.0, True, False, {}", "the observation has half a character (U+D83D), but a policy"),
         ("return '', None, True, False, {}", "`step` returned None for the reward, where a number belongs"),
         ("return '', '3.5', True, False, {}", "`step` returned str '3.5' for the reward, where a number belongs"),
         ("return '', 1.0, 1, False, {}", "`step` returned int 1 for `terminated`, where true or false belongs"),

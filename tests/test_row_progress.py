@@ -49,7 +49,7 @@ def test_parts_of_a_batch_are_the_batch(case, tmp_path, told):
     function, batch, task = prepared(tmp_path, source, writes, per, **more)
     whole = function(batch, task)
     reported, told[:] = [*told], []
-    parts = [*function.parts(batch, task, often=0.0)]
+    parts = [*function.parts(batch, task, part_seconds=0.0)]
     units = {"row": 4, "prompt": 2, "batch": 1}[per]
     assert len(parts) == units and [part.last for part in parts] == [False] * (units - 1) + [True]
     assert plain(Results.joined(parts)) == plain(whole)
@@ -58,7 +58,7 @@ def test_parts_of_a_batch_are_the_batch(case, tmp_path, told):
 
 def test_what_takes_no_time_is_one_part(tmp_path):
     function, batch, task = prepared(tmp_path, REWARD, ("reward", "level"))
-    assert [part.rows for part in function.parts(batch, task, often=1.0)] == [4]
+    assert [part.rows for part in function.parts(batch, task, part_seconds=1.0)] == [4]
 
 
 def test_the_dock_of_the_host_reads_how_far_a_process_is(tmp_path):

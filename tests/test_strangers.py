@@ -109,7 +109,7 @@ def test_a_room_is_for_its_user_alone_whatever_the_umask(name):
     Segments(room).write(TASK.key, "s", "node", {"c": ColumnRows(np.arange(1), ColumnData(np.arange(1)))})
     assert stat.S_IMODE(room.path.stat().st_mode) == 0o700
     assert {stat.S_IMODE(p.stat().st_mode) & 0o077 for p in room.path.rglob("*") if p.is_file()} == {0}
-    os.close(room._held)
+    os.close(room._lock_fd)
 
 
 @pytest.mark.parametrize("where", ["rows", "task", "decided"])
@@ -152,7 +152,7 @@ def test_a_sweep_leaves_links_and_names_of_strangers_alone(public, name):
     made = Room.made(f"{name}y", 1)
     assert (live / "row").exists() and (mine / "file").exists()
     assert len(list(public.glob(f"{processes.PREFIX}*"))) == 3 and room.is_symlink()
-    os.close(made._held)
+    os.close(made._lock_fd)
 
 
 def test_a_sweep_leaves_an_own_folder_alone_whose_name_a_run_does_not_give(public, name):
