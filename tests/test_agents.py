@@ -366,5 +366,5 @@ def test_what_an_agent_asks_must_begin_with_what_the_model_reads(alone, tmp_path
 
 
 def test_conversations_are_not_taken_from_a_recording(tmp_path, model):
-    with pytest.raises(Fault, match="what its agent does is not in it"):
+    with pytest.raises(Fault, match="does not contain what its agent does"):
         check(program(tmp_path, model), False, str(tmp_path), 0)

@@ -131,12 +131,12 @@ def test_data_that_are_missing_are_told_once(data, tmp_path, capsys, monkeypatch
     ("long", "short", "told", "warned"),
     [
         (0, 64, "", ()),
-        (64, 64, "source: 64 of 128 rows are left out: `prompt` of 64 is empty or longer than 6", ()),
+        (64, 64, "source: 64 of 128 rows are left out: `prompt` is empty or longer than 6 (rows: 64)", ()),
         (
             65,
             64,
-            "source: 65 of 129 rows are left out: `prompt` of 65 is empty or longer than 6",
-            ("of train.jsonl 65 of 129 rows are left out: `prompt` of 65 is empty or longer than 6",),
+            "source: 65 of 129 rows are left out: `prompt` is empty or longer than 6 (rows: 65)",
+            ("train.jsonl: 65 of 129 rows are left out: `prompt` is empty or longer than 6 (rows: 65)",),
         ),
         (
             1,

@@ -230,7 +230,7 @@ def test_what_cannot_be_joined_is_refused_with_its_row(tmp_path: Path) -> None:
     (diagnostic,) = told.value.diagnostics
     assert diagnostic.code == "bad-data"
     assert "line 2 of" in diagnostic.message and "has text in `chosen`, and the tokenizer" in diagnostic.message
-    assert diagnostic.message.endswith("after what comes before it: '<unk>' becomes 'on 7'")
+    assert diagnostic.message.endswith("after the text before it: '<unk>' becomes 'on 7'")
     # The fix that the help names.
     tokens = Tokens(str(tmp_path / "model"))
     given = {**fine, "prompt": "on", "chosen": tokens.encode(["7"])[0].tolist()}

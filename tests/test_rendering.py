@@ -18,7 +18,7 @@ from msrl_graph.runtime.data.tokens import Tokens
 USER = {"role": "user", "content": "what is one plus two"}
 ASKED = "<|start|>user\nwhat is one plus two<|stop|>\n<|start|>assistant\n"
 GROWS = '{%% set ns = namespace(x="ab") %%}{%% for i in range(60) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}'
-LONG = f"takes more than {SECONDS:g} s of a processor for one conversation"
+LONG = f"takes more than {SECONDS:g} s of CPU time for one conversation"
 LARGE = f"needs more than {MEMORY >> 20} MiB of memory for one conversation"
 HARMFUL = {
     "loops": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", LONG),
@@ -49,7 +49,7 @@ def test_a_template_that_does_harm_is_stopped_and_named(tmp_path: Path, how: str
 def test_a_process_that_renders_ends_with_the_one_that_asks(tmp_path: Path) -> None:
     assert Tokens(str(chat.model(tmp_path / "model"))).prompt([USER]) == ASKED
     process = rendering._Process()
-    line, program = process._there()
+    line, program = process._connect()
     assert program.poll() is None
     line.close()
     assert program.wait(60) == 0

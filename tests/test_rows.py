@@ -238,7 +238,7 @@ def test_every_generation_is_taken_from_its_own_table(tmp_path, three):
                 columns[column].column[i].tolist() for i in of
             ]
     with pytest.raises(
-        RunError, match=r"rows/attempt/000003.parquet holds no row 4, which `try_once` \(line 20 of p.rlg\)"
+        RunError, match=r"rows/attempt/000003.parquet has no row 4, which `try_once` \(line 20 of p.rlg\)"
     ):
         taken("try_once", np.array([4]))
     with pytest.raises(RunError, match=r"row 12 of .*rows/solution/000003.parquet is a response to another prompt"):
@@ -275,7 +275,7 @@ def test_what_a_recording_does_not_hold(tmp_path):
     path = written(tmp_path)
     with pytest.raises(
         RunError,
-        match=r"000000.parquet holds no row 8, which `actor.generate` \(line 23 of grpo.rlg\) is to take from it",
+        match=r"000000.parquet has no row 8, which `actor.generate` \(line 23 of grpo.rlg\) is to take from it",
     ):
         replayed(tmp_path, [6, 7, 8, 9], [PROMPTS[3], PROMPTS[0]])
     with pytest.raises(RunError, match=r"^row 2 of .*000000.parquet is a response to another prompt than this run's"):
@@ -324,9 +324,9 @@ def test_of_a_recorded_partial_rollout_what_it_took_is_taken(tmp_path):
     whole = {p: [RESPONSES[2 * p + i].tolist() for i in (0, 1)] for p in (0, 2, 3)}
     assert rolled(tmp_path, 3) == [({0: whole[0]}, [(9, 1, 2)]), ({p: whole[p] for p in (2, 3)}, [])]
     assert rolled(tmp_path, 3, groups=1) == [(whole, [(9, 1, 2)])]
-    with pytest.raises(RunError, match=r"iteration 0 of .* has responses to 3 prompts, but .* takes 2: a recording is"):
+    with pytest.raises(RunError, match=r"iteration 0 of .* has responses to 3 prompts, but .* takes 2: replay a recording"):
         rolled(tmp_path, 2)
-    with pytest.raises(RunError, match=r"000000.parquet holds no row 2, which"):  # nor an empty response
+    with pytest.raises(RunError, match=r"000000.parquet has no row 2, which"):  # nor an empty response
         replayed(tmp_path, [0, 1, 2, 3])
 
 

@@ -92,8 +92,8 @@ def test_each_row_is_drawn_and_scored_at_its_own_temperature() -> None:
 def test_a_row_without_a_temperature_ends_the_run() -> None:
     stage, prompts = Stage(one_rank(*TEMP)), ragged(PROMPTS, np.int32)
     for value, wanted in (
-        (0.0, "0, where a number above 0 belongs, since `actor.infer` scores `response`"),
-        (-1.0, "-1, where"),
+        (0.0, "0: it must be above 0, since `actor.infer` scores `response`"),
+        (-1.0, "-1: it must"),
         (np.nan, "nan"),
     ):
         heat = ColumnData(np.array([1, 1, value, 1], np.float32))

@@ -157,7 +157,7 @@ def test_what_does_not_fit_together_in_a_pair(pairs):
         return diagnostic.message.replace(diagnostic.message.split(" of ")[1].split(" has ")[0], "FILE")
 
     assert told(prompt="one", chosen=[SAYS], rejected="two") == (
-        "line 2 of FILE has messages in `chosen`, and before it, in `prompt`, not one list of messages"
+        "line 2 of FILE has messages in `chosen`, but no single list of messages before it, in `prompt`"
     )
     assert told(prompt=[USER], chosen=[USER], rejected="two").startswith(
         "line 2 of FILE has messages in `chosen`, and the response has no turn of its own"
@@ -221,8 +221,8 @@ def test_control_tokens_in_the_text_of_rows_are_warned_of_before_a_run(tmp_path)
     (told,) = warned(rows)
     assert (told.code, told.severity) == ("bad-data", "warning")
     assert told.message == (
-        f"3 of 5 rows of {path} hold control tokens in their text, as `<|end|>` in `prompt` of line 2 of {path}: "
-        "a model reads the token, not its letters"
+        f"3 of 5 rows of {path} contain control tokens in their text, such as `<|end|>` in `prompt` of line 2 of "
+        f"{path}: the model reads the token, not its letters"
     )
     assert not warned([fine, rows[-1], {**fine, "prompt": [USER]}])
 
@@ -240,10 +240,10 @@ def test_rows_that_are_left_out_are_counted_by_column(pairs):
     ]
     data = pairs(rows)
     assert (len(data), data.too_long, data.left_out) == (2, 4, {"prompt": 2, "chosen": 2})
-    assert data.why == "`prompt` of 2 is empty or longer than 40, `chosen` of 2 is empty or longer than 20"
+    assert data.why == "`prompt` is empty or longer than 40 (rows: 2), `chosen` is empty or longer than 20 (rows: 2)"
     with pytest.raises(Fault) as fault:
         pairs(rows[1:2])
-    assert fault.value.diagnostics[0].help == "`prompt` of 1 is empty or longer than 40"
+    assert fault.value.diagnostics[0].help == "`prompt` is empty or longer than 40 (rows: 1)"
 
 
 def test_a_row_of_megabytes_is_left_out_without_encoding_all_of_it(pairs, monkeypatch):
@@ -320,7 +320,7 @@ def test_a_column_as_long_as_another_is_held_against_it(pairs):
     with pytest.raises(Fault) as fault:
         pairs([*rows, {**rows[0], "chosen": [6, 7]}, {**rows[0], "chosen": [6, 2]}], columns)
     message = fault.value.diagnostics[0].message
-    assert message.startswith("line 3 of ") and message.endswith(" has 3 values in `shares`, where `chosen` has 2")
+    assert message.startswith("line 3 of ") and message.endswith(" has 3 values in `shares`, but `chosen` has 2")
 
 
 def test_a_text_that_a_model_reads_is_held_against_its_bound_in_tokens(pairs):

@@ -290,7 +290,7 @@ def test_what_has_no_beginning_is_fed_to_nobody(changes):
     stage = Stage(one_rank(*changes))
     columns = stage.sampled()
     bare = ragged([columns["prompt"][i] if i != 3 else np.zeros(0) for i in range(8)], np.int32)
-    what = "what its model reads first holds no token, from which nothing can be predicted"
+    what = "the input of its model holds no token, so there is nothing to predict from"
     with pytest.raises(RunError, match=rf"^`actor.infer` \(line 24 of grpo.rlg\) on row 3 of iteration 3: {what}$"):
         stage.act("actor.infer", columns | {"prompt": bare})
     with pytest.raises(RunError, match=rf"^`actor.generate` \(line 23 of grpo.rlg\) on row 3 of iteration 3: {what}$"):

@@ -1,1 +1,1 @@
-"""Rows: columns of them, where they come from, and whether what they hold can be trained on."""
+"""Columns of rows, the files that fill them, and checks of their values."""

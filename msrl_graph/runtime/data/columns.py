@@ -1,8 +1,8 @@
-"""The currency of the sample flow: columns of rows, ragged, without padding.
+"""Columns of rows in the sample flow: ragged arrays without padding.
 
-Invariant: a `Column` is flat numpy `values` and, unless every row is one scalar, `offsets` of n + 1 entries; text is
-UTF-8 bytes. numpy arrays travel through Ray zero-copy and need no torch where rows are only kept or scored; a rank sees
-them as tensors without a copy.
+Invariant: a `Column` is flat numpy `values` and, unless every row is one scalar, `offsets` of n + 1 entries. Text
+is UTF-8 bytes. Ray passes numpy arrays without a copy, and processes that only store or score rows need no torch. A
+rank views the arrays as tensors without a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class ColumnData:
-    """n rows; `offsets` is None for scalars, else row i is values[offsets[i]:offsets[i + 1]]."""
+    """n rows of one column.
+
+    `offsets` is None for scalars; otherwise row i is values[offsets[i]:offsets[i + 1]].
+    """
 
     values: Array
     offsets: Array | None = None
@@ -40,7 +43,7 @@ class ColumnData:
 
     @property
     def lengths(self) -> Array:
-        """Elements of each row; 1 for a scalar."""
+        """The number of elements of each row; 1 for a scalar."""
         return np.ones(len(self.values), np.int64) if self.offsets is None else np.diff(self.offsets)
 
     def __getitem__(self, row: int) -> Any:
@@ -50,86 +53,93 @@ class ColumnData:
         return bytes(self[row]).decode("utf-8")
 
     def stretch(self, start: int, stop: int) -> ColumnData:
-        """The rows from position `start` to before `stop`, whose values are a view."""
+        """Return the rows from `start` to before `stop`; their values are a view."""
         if self.offsets is None:
             return ColumnData(self.values[start:stop])
         offsets = self.offsets[start : stop + 1]
         return ColumnData(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
 
     def take(self, rows: Array) -> ColumnData:
-        """The rows at these positions, in this order (a copy)."""
+        """Return a copy of the rows at these positions, in this order."""
         if self.offsets is None:
             return ColumnData(self.values[rows])
         lengths = self.lengths[rows]
         offsets = offsets_of(lengths)
-        # One flat gather: position in the output, minus its row's start there, plus its row's start here.
+        # One flat gather. Source index = output position - row start in the output + row start in the source.
         index = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
         return ColumnData(self.values[index], offsets)
 
 
 @dataclass(frozen=True)
 class ColumnRows:
-    """Rows of a column as processes pass them on: the numbers of the rows, and the data of each, in the same order.
+    """Rows of a column as processes exchange them.
 
-    `Piece(np.array([3, 5]), texts(["a", "bc"]))` says that row 3 holds "a" and row 5 "bc"."""
+    It holds the numbers of the rows and the data of each row, in the same order. In `ColumnRows(np.array([3, 5]),
+    texts(["a", "bc"]))`, row 3 holds "a" and row 5 "bc".
+    """
 
     rows: Array
     column: ColumnData
 
     def take(self, positions: Array) -> Self:
-        """The rows at these positions, in this order (a copy)."""
+        """Return a copy of the rows at these positions, in this order."""
         return type(self)(self.rows[positions], self.column.take(positions))
 
     @property
     def told(self) -> Array:
-        """What controllers hear of each row: its length."""
+        """What controllers receive for each row: its length."""
         return self.column.lengths
 
 
 @dataclass(frozen=True)
 class Verdicts(ColumnRows):
-    """What a filter says of rows: how often each goes on. 0: it is dropped; 2: it goes on, and a repeat of it too."""
+    """A filter's verdict on rows: how often each row continues.
+
+    0: the row is dropped. 2: the row and one repeat of it continue.
+    """
 
     @property
     def told(self) -> Array:
-        """Of verdicts controllers hear the verdict itself."""
-        told: Array = self.column.values.astype(np.int64)
-        return told
+        """What controllers receive for each row: the verdict itself."""
+        times: Array = self.column.values.astype(np.int64)
+        return times
 
 
 def offsets_of(lengths: Array) -> Array:
-    out = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=out[1:])
-    return out
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
 
 
 def ragged(rows: Sequence[Array], dtype: Any) -> ColumnData:
-    """A ragged column of these rows."""
-    lengths = np.fromiter((len(r) for r in rows), np.int64, len(rows))
-    values = np.concatenate([np.asarray(r, dtype) for r in rows]) if len(rows) else np.zeros(0, dtype)
+    """Build a ragged column from these rows."""
+    lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
+    values = np.concatenate([np.asarray(row, dtype) for row in rows]) if len(rows) else np.zeros(0, dtype)
     return ColumnData(values.astype(dtype, copy=False), offsets_of(lengths))
 
 
 def texts(rows: Iterable[str]) -> ColumnData:
-    """A text column."""
-    return ragged([np.frombuffer(r.encode("utf-8"), np.uint8) for r in rows], np.uint8)
+    """Build a text column."""
+    return ragged([np.frombuffer(row.encode("utf-8"), np.uint8) for row in rows], np.uint8)
 
 
 def concatenate(parts: Sequence[ColumnData]) -> ColumnData:
-    """The rows of all parts, one after another."""
+    """Concatenate the rows of all parts."""
     if len(parts) == 1:
         return parts[0]
-    values = np.concatenate([p.values for p in parts])
+    values = np.concatenate([part.values for part in parts])
     if parts[0].offsets is None:
         return ColumnData(values)
-    return ColumnData(values, offsets_of(np.concatenate([p.lengths for p in parts])))
+    return ColumnData(values, offsets_of(np.concatenate([part.lengths for part in parts])))
 
 
 P = TypeVar("P", bound=ColumnRows)
 
 
 def joined(pieces: Sequence[P]) -> P:
-    """The rows of all pieces of one column, one after another; a row that is in two of them is there twice."""
+    """Concatenate pieces of one column; a row that is in two pieces appears twice."""
     if len(pieces) == 1:
         return pieces[0]
-    return type(pieces[0])(np.concatenate([p.rows for p in pieces]), concatenate([p.column for p in pieces]))
+    return type(pieces[0])(
+        np.concatenate([piece.rows for piece in pieces]), concatenate([piece.column for piece in pieces])
+    )

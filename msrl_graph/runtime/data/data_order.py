@@ -1,7 +1,7 @@
-"""The order in which the rows of a data file are dealt.
+"""The order in which the rows of a data file are used.
 
-Invariant: which row is at a position is a function of the stream and the arguments, so that any part of an order can be
-had without those before it, in any order, by any process.
+Invariant: the row at a position is a function of the stream and the arguments. Any process can compute any part of
+an order without the parts before it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from .columns import Array
 
 
 def shuffled(stream: RandomStream, size: int, position: int, count: int) -> Array:
-    """`count` rows from `position` on of an endless sequence of passes over `size` rows, each pass in an order of its
-    own."""
-    return _passes(lambda turn: _sorted(stream.keys(turn, np.arange(size))), size, position, count)
+    """Return `count` rows from `position` on, of endless passes over the data.
+
+    Each pass over the `size` rows has an order of its own.
+    """
+    return _take_passes(lambda turn: _argsort(stream.keys(turn, np.arange(size))), size, position, count)
 
 
 def drawn(stream: RandomStream, iteration: int, weights: Array, position: int, count: int) -> Array:
-    """`count` rows of an iteration's draw, from `position` on: rows of the data by weight, without replacement.
+    """Draw `count` rows of an iteration by weight, from `position` on.
 
-    Each next row is one of those left, with the probability of its weight among theirs; with the weights [2, 1, 0]
-    row 0 comes first in two draws of three. Rows of weight 0 come last, in an order of the stream; where all weights
-    are 0, all rows are alike. When all rows were drawn, another draw of all follows. `weights` has one number a row,
-    finite and not negative. (Efraimidis and Spirakis 2006: the rows in the order of u^(1/w) for random u, here as
-    log(-log u) - log w.)
+    The draw is without replacement: each next row is one of the remaining rows, with the probability of its weight
+    among theirs. With weights [2, 1, 0] row 0 comes first in two draws of three. Rows of weight 0 come last, in an
+    order that the stream gives; if all weights are 0, all rows are treated alike. When all rows were drawn, the
+    next draw of all rows begins. `weights` has one number per row, finite and not negative.
+
+    Source: Efraimidis and Spirakis 2006, the rows in the order of u^(1/w) for random u, here as log(-log u) - log
+    w.
     """
     certain = weights > 0
     log = np.log(np.where(certain, weights, 1.0))
@@ -36,20 +40,20 @@ def drawn(stream: RandomStream, iteration: int, weights: Array, position: int, c
         u = stream.uniform(iteration, turn, np.arange(len(weights)))
         with np.errstate(divide="ignore"):
             key = np.log(-np.log1p(-u)) - log
-        found: Array = np.lexsort((key, ~certain))
-        return found
+        order_of_rows: Array = np.lexsort((key, ~certain))
+        return order_of_rows
 
-    return _passes(order, len(weights), position, count)
+    return _take_passes(order, len(weights), position, count)
 
 
-def _sorted(keys: Array) -> Array:
+def _argsort(keys: Array) -> Array:
     order: Array = np.argsort(keys, kind="stable")
     return order
 
 
-def _passes(order: Callable[[int], Array], size: int, position: int, count: int) -> Array:
+def _take_passes(order: Callable[[int], Array], size: int, position: int, count: int) -> Array:
     positions = np.arange(position, position + count)
     turns = positions // size
     return np.concatenate(
-        [np.zeros(0, np.int64), *(order(int(t))[positions[turns == t] % size] for t in np.unique(turns))]
+        [np.zeros(0, np.int64), *(order(int(turn))[positions[turns == turn] % size] for turn in np.unique(turns))]
     )

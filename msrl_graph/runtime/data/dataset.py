@@ -1,8 +1,8 @@
-"""The rows of a data file: read, checked, tokenised, and dealt to iterations.
+"""The rows of a data file: read, checked, tokenised and assigned to iterations.
 
-Invariant: which row stands at a position is a function of the seed, and of the iteration and the weights where it is
-drawn by some; a row that cannot be used is told with its number before anything is started, or left out and counted.
-The same rows in the same order are the same data, whichever kind of file they are in.
+Invariant: the row at a position is a function of the seed, and of the iteration and the weights if rows are drawn
+by weight. A row that cannot be used is reported with its number before anything starts, or is left out and counted.
+The same rows in the same order are the same data, whatever the file format.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from .rendering import BadMessages
 from .token_pieces import BadPieceError
 from .tokens import Tokens
 
-LOOKED = 1000  # rows that are tokenised before a run is started
+LOOKED = 1000  # the number of rows that are tokenised before a run starts
 
 
 @dataclass(frozen=True)
 class DatasetPreview:
-    """What is known of a data file of `rows` before a run: of the first so many that were `looked` at, how many are
-    left `out`, and why; and how many hold control tokens, with an example."""
+    """What is known about a data file before a run.
+
+    The file has `rows` rows. The first `looked` of them were examined: `out` are left out because of `why`, and
+    `controls` hold control tokens, as in `example`.
+    """
 
     rows: int
     looked: int = 0
@@ -48,67 +51,74 @@ class DatasetPreview:
     example: str = ""
 
     def __str__(self) -> str:
-        """How many rows are left out, in words; nothing where none is."""
-        return f"{self.out:,} of {self._first} rows are left out: {self.why}" if self.out else ""
+        """Describe how many rows are left out, or return "" if none is."""
+        return f"{self.out:,} of {self._examined} rows are left out: {self.why}" if self.out else ""
 
     @property
-    def _first(self) -> str:
+    def _examined(self) -> str:
         return f"the first {self.looked:,}" if self.looked < self.rows else f"{self.rows:,}"
 
     def doubts(self, data: DataSource, prompts: int) -> Iterator[Diagnostic]:
-        """Warnings where most rows are left out, texts hold control tokens, or an iteration takes more rows than there
-        are."""
+        """Yield warnings about the data.
+
+        They report that most rows are left out, that texts hold control tokens, or that an iteration takes more
+        rows than there are.
+        """
         if 2 * self.out > self.looked:
-            help = "state higher bounds, or other data: all else is trained on these few"
-            yield Diagnostic("bad-data", f"of {data.path} {self}", data.span, help, "warning")
+            help = "raise the bounds, or use other data: the run trains only on the remaining rows"
+            yield Diagnostic("bad-data", f"{data.path}: {self}", data.span, help, "warning")
         if self.controls:
-            what = f"{self.controls:,} of {self._first} rows of {data.path} hold control tokens in their text, as"
-            message = f"{what} {self.example}: a model reads the token, not its letters"
-            help = "nothing is to be done where that is meant, as in prompts that a chat template has rendered"
-            yield Diagnostic("bad-data", message, data.span, f"{help}; else write it otherwise", "warning")
-        usable = self.rows - self.out  # or fewer, where not all were looked at
+            subject = f"{self.controls:,} of {self._examined} rows of {data.path} contain control tokens in their text"
+            message = f"{subject}, such as {self.example}: the model reads the token, not its letters"
+            help = "ignore this if it is intended, as in prompts that a chat template has rendered"
+            yield Diagnostic("bad-data", message, data.span, f"{help}; otherwise change the text", "warning")
+        usable = self.rows - self.out  # or fewer, if not all rows were examined
         if usable < prompts:
             yield datafile.few(data, f"{'at most ' * (self.looked < self.rows)}{usable:,} usable rows", prompts)
 
 
 def check(data: DataSource, plan: Plan) -> DatasetPreview:
-    """What there is in a data file; `Fault` for one that cannot be read, for a row of the first ones that cannot be
-    used, and where no row is short enough."""
+    """Examine a data file and return a preview of it.
+
+    Raises Fault if the file cannot be read, if one of its first rows cannot be used, or if no row is short enough.
+    """
     rows = read(data, plan.graph)
     try:
         first = dict(islice(rows.items(), LOOKED))
-        found = Dataset(data, plan, rows=first)
+        dataset = Dataset(data, plan, rows=first)
     except Fault as fault:
         if len(rows) <= LOOKED or fault.diagnostics[0].code != "no-data":
             raise
         first = rows
-        found = Dataset(data, plan, rows=rows)
-    controls = [*_controls(found, first)]
+        dataset = Dataset(data, plan, rows=rows)
+    controls = [*_find_control_tokens(dataset, first)]
     return DatasetPreview(
-        len(rows), len(first), found.too_long, found.why, len(controls), controls[0] if controls else ""
+        len(rows), len(first), dataset.too_long, dataset.why, len(controls), controls[0] if controls else ""
     )
 
 
-def _controls(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -> Iterator[str]:
-    """Where rows hold control tokens in text that a model reads, the first of each row. The token that ends a response
-    is meant."""
+def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -> Iterator[str]:
+    """Yield the first control token in the text of each row, with its place.
+
+    Only text that a model reads counts. The token that ends a response is allowed.
+    """
     added = dataset.tokens.tokenizer.get_added_tokens_decoder().values()
     if not (names := [re.escape(token.content) for token in added if token.special and token.content]):
         return
     control = re.compile("|".join(sorted(names, key=len, reverse=True)))
     read = token_columns(dataset.graph)
     for line, row in rows.items():
-        for column in [c for c in row if c in read]:
-            texts = [t for t in _strings(row[column]) if t]
+        for column in [name for name in row if name in read]:
+            texts = [text for text in _strings(row[column]) if text]
             if column in dataset.responses:
-                texts = [dataset.tokens.unended(t) for t in texts]
-            if found := next((m for m in map(control.search, texts) if m), None):
-                yield f"`{found[0]}` in `{dataset.data.fields[column]}` of {where(dataset.data, line)}"
+                texts = [dataset.tokens.unended(text) for text in texts]
+            if match := next((match for match in map(control.search, texts) if match), None):
+                yield f"`{match[0]}` in `{dataset.data.fields[column]}` of {where(dataset.data, line)}"
                 break
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The texts in a field: its own, or those of messages."""
+    """Yield the texts in a field: the field itself, or the texts of its messages."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
@@ -117,8 +127,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def read(data: DataSource, graph: Graph) -> dict[int, dict[str, Any]]:
-    """The rows of a JSON lines file, or of a Parquet one, by line (or row, from 1) and column; `Fault` for a file that
-    is missing or empty and for a row that cannot be used."""
+    """Read the rows of a JSON lines or Parquet file.
+
+    Returns them by line (in Parquet by row, from 1) and column. Raises Fault if the file is missing or empty, or if
+    a row cannot be used.
+    """
     path = Path(data.path)
     if path.suffix not in (".jsonl", ".json", ".parquet"):
         message = f"`{path.suffix}` data cannot be read"
@@ -129,40 +142,47 @@ def read(data: DataSource, graph: Graph) -> dict[int, dict[str, Any]]:
     numbers = _Numbers(data, graph)
     for number, row in datafile.rows(data):
         rows[number] = take_row(row, number, data, graph)
-        numbers.see(number, row)
-    for column, lines in numbers.whole():
+        numbers.add_row(number, row)
+    for column, lines in numbers.find_whole_columns():
         for line in lines:
             rows[line][column] = rows[line][column].removesuffix(".0")
     return rows
 
 
 class _Numbers:
-    """Numbers in columns of text. A column of whole numbers in which one is missing is a column of floats to many
-    libraries: where all of them are whole, they are written so."""
+    """Numbers in text columns.
+
+    Many libraries turn a column of integers with a missing value into a column of floats. If all its numbers are
+    whole, they are written as integers.
+    """
 
     def __init__(self, data: DataSource, graph: Graph) -> None:
-        self.fields = {c: name for c, name in data.fields.items() if graph.column(c).element == "text"}
+        self.fields = {
+            text_column: name
+            for text_column, name in data.fields.items()
+            if graph.column(text_column).element == "text"
+        }
         self.floats: dict[str, list[int]] = {column: [] for column in self.fields}
         self.broken = set[str]()
 
-    def see(self, number: int, row: Mapping[str, Any]) -> None:
+    def add_row(self, number: int, row: Mapping[str, Any]) -> None:
         for column, name in self.fields.items():
             if isinstance(value := row[name], float):
                 self.floats[column].append(number)
                 if not value.is_integer():
                     self.broken.add(column)
 
-    def whole(self) -> Iterator[tuple[str, list[int]]]:
-        """The columns in which all numbers are whole, and the rows with floats."""
+    def find_whole_columns(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the columns whose numbers are all whole, with the rows that hold floats."""
         yield from ((column, lines) for column, lines in self.floats.items() if column not in self.broken)
 
 
 class Dataset:
-    """The rows of a data file that can be used, numbered from 0 in the file's order.
+    """The usable rows of a data file, numbered from 0 in the file's order.
 
-    Left out are rows with a column that is longer than its bound, or that has no token where a model reads it.
-    `left_out` counts them by that column (the first, where there are several), `too_long` counts all of them, and
-    `why` says it in words. `rows` are rows of the file as `read` gives them, where somebody has read it already.
+    A row is left out if a column is longer than its bound, or has no token although a model reads it. `left_out`
+    counts these rows by column (the first such column of a row), `too_long` counts all of them, and `why` describes
+    the reasons. `rows` are the rows of the file as `read` returns them, if the caller has read it already.
     """
 
     def __init__(
@@ -179,13 +199,14 @@ class Dataset:
         self.preceding = preceding(plan.graph)
         rows = rows or read(data, plan.graph)
         self.lines = list(rows)
-        self.cut = set[int]()  # lines with a text of which only a beginning was encoded: it is too long already
-        self.columns = {name: self._column(name, list(rows.values())) for name in data.fields}
-        self._match()
+        # Lines with a text that is too long: only a prefix of it was encoded.
+        self.cut = set[int]()
+        self.columns = {name: self._build_column(name, list(rows.values())) for name in data.fields}
+        self._check_lengths()
         self.left_out: dict[str, int] = {}
         keep = np.ones(len(rows), bool)
         for name in data.fields:
-            fits = self._fits(name, plan)
+            fits = self._find_fitting_rows(name, plan)
             if out := int((keep & ~fits).sum()):
                 self.left_out[name] = out
             keep &= fits
@@ -194,7 +215,7 @@ class Dataset:
             raise Fault(Diagnostic("no-data", f"no row of {data.path} is short enough to be used", data.span, self.why))
         for name, column in self.columns.items():
             if is_tokens(plan.graph, name) and (size := vocabulary(plan, name)):
-                self._known(name, column, size)
+                self._check_vocabulary(name, column, size)
 
     @property
     def too_long(self) -> int:
@@ -202,168 +223,197 @@ class Dataset:
 
     @property
     def why(self) -> str:
-        """Why rows are left out, for a sentence."""
-        bounds = {c: self.graph.bound(c) for c in self.left_out}
-        return ", ".join(f"`{c}` of {n:,} is empty or longer than {bounds[c]:,}" for c, n in self.left_out.items())
+        """The reasons why rows are left out, for a message."""
+        bounds = {column: self.graph.bound(column) for column in self.left_out}
+        return ", ".join(
+            f"`{column}` is empty or longer than {bounds[column]:,} (rows: {count:,})"
+            for column, count in self.left_out.items()
+        )
 
-    def _column(self, name: str, rows: list[dict[str, Any]]) -> ColumnData:
+    def _build_column(self, name: str, rows: list[dict[str, Any]]) -> ColumnData:
         column = self.graph.column(name)
         values = [row[name] for row in rows]
         if column.element in ("text", "json"):
             return texts(values)
         if not fields.holds_tokens(column):
             return ragged(values, DTYPES[column.element]) if column.dims else ColumnData(np.concatenate(values))
-        written = [i for i, v in enumerate(values) if not isinstance(v, np.ndarray)]
-        encoded = self._encoded(name, [rows[i] for i in written], [self.lines[i] for i in written])
+        written = [i for i, value in enumerate(values) if not isinstance(value, np.ndarray)]
+        encoded = self._encode_texts(name, [rows[i] for i in written], [self.lines[i] for i in written])
         for i, ids in zip(written, encoded, strict=True):
             values[i] = ids
         if name in self.responses:
             values = self.tokens.closed(values)
         return ragged(values, DTYPES[column.element])
 
-    def _encoded(self, name: str, rows: list[dict[str, Any]], lines: list[int]) -> list[Array]:
-        """The tokens of a column's texts, each after those of the columns before it in its row. Of a text that is
-        longer than the column's bound whatever its tokens are, those of a beginning that is too long as well: one row
-        of many megabytes takes no minutes."""
-        whole = [self._text(name, row, line) for row, line in zip(rows, lines, strict=True)]
-        found = [self.tokens.beginning(text, self.graph.bound(name)) for text in whole]
-        self.cut |= {line for line, part, text in zip(lines, found, whole, strict=True) if len(part) < len(text)}
+    def _encode_texts(self, name: str, rows: list[dict[str, Any]], lines: list[int]) -> list[Array]:
+        """Encode a column's texts, each after the columns before it in its row.
+
+        If a text is longer than the column's bound whatever its tokens are, only a prefix that is too long as well
+        is encoded. So one row of many megabytes does not take minutes.
+        """
+        full_texts = [self._text(name, row, line) for row, line in zip(rows, lines, strict=True)]
+        encoded_texts = [self.tokens.beginning(text, self.graph.bound(name)) for text in full_texts]
+        self.cut |= {
+            line for line, part, text in zip(lines, encoded_texts, full_texts, strict=True) if len(part) < len(text)
+        }
         before = self.preceding.get(name)
         if before is None or self.tokens.pieces.exact:
-            return self.tokens.encode(found)
-        encoded = self.tokens.encode([t if line in self.cut else "" for t, line in zip(found, lines, strict=True)])
+            return self.tokens.encode(encoded_texts)
+        encoded = self.tokens.encode(
+            [item if line in self.cut else "" for item, line in zip(encoded_texts, lines, strict=True)]
+        )
         used = [i for i, line in enumerate(lines) if line not in self.cut]
         known = {*before} <= self.data.fields.keys()
         try:
-            given = [self._before(before, rows[i], lines[i]) for i in used] if known else None
-            following = self.tokens.following([found[i] for i in used], given)
+            preceding = [self._text_before(before, rows[i], lines[i]) for i in used] if known else None
+            following = self.tokens.following([encoded_texts[i] for i in used], preceding)
         except BadPieceError as error:
-            raise self._unjoined(name, lines[used[error.index]], error) from None
+            raise self._encoding_fault(name, lines[used[error.index]], error) from None
         for i, ids in zip(used, following, strict=True):
             encoded[i] = ids
         return encoded
 
-    def _unjoined(self, name: str, line: int, error: BadPieceError) -> Fault:
-        """A row whose text a tokenizer cannot encode after what comes before it."""
+    def _encoding_fault(self, name: str, line: int, error: BadPieceError) -> Fault:
+        """Build the fault for a text that cannot be encoded after the text before it."""
         ids = "write the field as token ids"
         if self.graph.column(name).element == "text":
             ids = f"declare `{name}` as tokens, `i32[<= n]`, and {ids}"
-        help = f"{ids}, or take a model whose tokenizer encodes parts of a text as the whole"
+        help = f"{ids}, or use a model whose tokenizer encodes parts of a text as it encodes the whole text"
         return bad(self.data, line, f"has text in `{self.data.fields[name]}`, and {error}", help)
 
-    def _before(self, columns: Sequence[str], row: dict[str, Any], line: int) -> str:
-        """The text of the columns before another in a row."""
-        found = ""
+    def _text_before(self, columns: Sequence[str], row: dict[str, Any], line: int) -> str:
+        """Return the text of the columns before another column in a row."""
+        text = ""
         for name in columns:
             ids = isinstance(row[name], np.ndarray)
             if ids:
-                found += self.tokens.decode([row[name]], special=True)[0]
+                text += self.tokens.decode([row[name]], special=True)[0]
             elif self.graph.column(name).element == "text":
-                found += self._rendered(name, line, self.tokens.asked, row[name])
+                text += self._render(name, line, self.tokens.asked, row[name])
             else:
-                found += self._text(name, row, line)
-        return found
+                text += self._text(name, row, line)
+        return text
 
     def _text(self, name: str, row: dict[str, Any], line: int) -> str:
-        """What a row's tokens are encoded from: text as it is, messages as the chat template writes them."""
+        """Return the text that a row's tokens are encoded from.
+
+        Text is used as it is; messages are rendered by the chat template.
+        """
         value: str | Messages = row[name]
         if isinstance(value, str):
             return value
         if name not in self.responses:
-            return self._rendered(name, line, self.tokens.prompt, value)
-        before = [c for c in self.responses[name] if c in row]
+            return self._render(name, line, self.tokens.prompt, value)
+        before = [column for column in self.responses[name] if column in row]
         prompts = [
-            v if isinstance(v, list) else messages(v) if isinstance(v, str) else None for v in (row[c] for c in before)
+            prompt if isinstance(prompt, list) else messages(prompt) if isinstance(prompt, str) else None
+            for prompt in (row[column] for column in before)
         ]
         if len(prompts) > 1 or None in prompts:
-            others = " and ".join(f"`{self.data.fields[c]}`" for c in before)
-            what = f"has messages in `{self.data.fields[name]}`, and before it, in {others}, not one list of messages"
-            raise bad(self.data, line, what, "write both as messages, or the response as text")
-        return self._rendered(name, line, self.tokens.response, prompts[0] or [] if prompts else [], value)
+            others = " and ".join(f"`{self.data.fields[column]}`" for column in before)
+            message = (
+                f"has messages in `{self.data.fields[name]}`, but no single list of messages before it, in {others}"
+            )
+            raise bad(self.data, line, message, "write both as messages, or the response as text")
+        return self._render(name, line, self.tokens.response, prompts[0] or [] if prompts else [], value)
 
-    def _rendered(self, name: str, line: int, render: Callable[..., str], *given: str | Messages) -> str:
+    def _render(self, name: str, line: int, render: Callable[..., str], *arguments: str | Messages) -> str:
         try:
-            return render(*given)
+            return render(*arguments)
         except BadMessages as error:
             help = error.help or "name the folder of a model that was trained to chat, or write the field as text"
             raise bad(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
 
-    def _match(self) -> None:
-        """Looks at columns that are as long as another."""
+    def _check_lengths(self) -> None:
+        """Check the columns that must be as long as another column."""
         for name, column in self.columns.items():
             dims = self.graph.column(name).dims
             if not dims or dims[0].like not in self.columns:
                 continue
-            each = math.prod(d.size for d in dims[1:])
+            size = math.prod(dim.size for dim in dims[1:])
             wanted = self.columns[dims[0].like].lengths
-            here = np.array([line not in self.cut for line in self.lines])  # others are left out, and not encoded whole
-            if len(wrong := np.flatnonzero(here & (column.lengths != wanted * each))):
-                row = wrong[0]
-                what = f"has {column.lengths[row] // each} values in `{self.data.fields[name]}`"
-                raise bad(self.data, self.lines[row], f"{what}, where `{dims[0].like}` has {wanted[row]}")
+            # Lines in `cut` are left out anyway, and only a prefix of them is encoded.
+            complete = np.array([line not in self.cut for line in self.lines])
+            if len(wrong_rows := np.flatnonzero(complete & (column.lengths != wanted * size))):
+                row = wrong_rows[0]
+                message = f"has {column.lengths[row] // size} values in `{self.data.fields[name]}`"
+                raise bad(self.data, self.lines[row], f"{message}, but `{dims[0].like}` has {wanted[row]}")
 
-    def _fits(self, name: str, plan: Plan) -> Array:
-        """The rows whose column is no longer than its bound, nor empty where a model reads it."""
+    def _find_fitting_rows(self, name: str, plan: Plan) -> Array:
+        """Return a mask of the rows whose column fits.
+
+        A column fits if it is no longer than its bound and, if a model reads it, not empty.
+        """
         kind = self.graph.column(name)
         column = self.columns[name]
-        read = [(n, sequences(self.graph, n)) for n in models(self.graph)]
-        readers = {plan.model(n.name).path for n, s in read if name in (*s.context, *s.scored)}
+        read = [(node, sequences(self.graph, node)) for node in models(self.graph)]
+        readers = {
+            plan.model(node.name).path for node, sequence in read if name in (*sequence.context, *sequence.scored)
+        }
         lengths = [column.lengths]
         if kind.element == "text":
             lengths = []
             for tokens in map(Tokens, sorted(readers)):
-                asked = [self._rendered(name, line, tokens.asked, column.text(i)) for i, line in enumerate(self.lines)]
+                asked = [self._render(name, line, tokens.asked, column.text(i)) for i, line in enumerate(self.lines)]
                 follows = name in self.preceding
-                if kind.dims or not follows or tokens.pieces.exact:  # else all of it must be fit to be encoded
+                if kind.dims or not follows or tokens.pieces.exact:  # otherwise the whole text must be encodable
                     asked = [tokens.beginning(text, self.graph.bound(name) if kind.dims else 0) for text in asked]
                 encode = tokens.following if follows else tokens.encode
                 try:
                     lengths.append(np.array([len(ids) for ids in encode(asked)]))
                 except BadPieceError as error:
-                    raise self._unjoined(name, self.lines[error.index], error) from None
+                    raise self._encoding_fault(name, self.lines[error.index], error) from None
         fits = np.ones(len(column), bool)
-        for some in lengths:
-            fits &= (some >= bool(readers)) & (some <= (self.graph.bound(name) if kind.dims else some))
+        for token_counts in lengths:
+            fits &= (token_counts >= bool(readers)) & (
+                token_counts <= (self.graph.bound(name) if kind.dims else token_counts)
+            )
         return fits
 
-    def _known(self, name: str, column: ColumnData, size: int) -> None:
-        """Looks for tokens outside the vocabulary of a model that reads them."""
-        if not len(strange := self.usable[outside(column.take(self.usable), size)]):
+    def _check_vocabulary(self, name: str, column: ColumnData, size: int) -> None:
+        """Raise Fault if a usable row has a token outside its models' vocabulary."""
+        if not len(unknown := self.usable[outside(column.take(self.usable), size)]):
             return
-        ids = column[strange[0]]
-        line = self.lines[strange[0]]
+        ids = column[unknown[0]]
+        line = self.lines[unknown[0]]
         token = int(ids[(ids < 0) | (ids >= size)][0])
         text = self.tokens.tokenizer.id_to_token(token) if token >= 0 else None
-        what = f"{where(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"
+        message = f"{where(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"
         help = (
-            "the model has no embedding for some of the tokenizer's tokens: take the tokenizer that it was trained with"
+            "the model has no embedding for some of the tokenizer's tokens: use the tokenizer that it was trained with"
         )
         if text is None:
-            help = "the ids are of another tokenizer: write the field as text or messages"
-        raise Fault(Diagnostic("bad-data", f"{what}, outside the vocabulary of {size}", self.data.span, help))
+            help = "the ids come from another tokenizer: write the field as text or messages"
+        raise Fault(Diagnostic("bad-data", f"{message}, outside the vocabulary of {size}", self.data.span, help))
 
     def __len__(self) -> int:
         return len(self.usable)
 
     def where(self, index: int) -> str:
-        """The place of a usable row in the file, in words."""
+        """Return the place of a usable row in the file, for a message."""
         return where(self.data, self.lines[self.usable[index]])
 
     def indices(self, position: int, count: int) -> Array:
-        """`count` rows from `position` on of an endless sequence of passes over the data, each in its own order."""
+        """Return `count` rows from `position` on, of endless passes over the data.
+
+        Each pass has an order of its own.
+        """
         return data_order.shuffled(self.order, len(self), position, count)
 
     def drawn(self, weights: Array, iteration: int, position: int, count: int) -> Array:
-        """`count` rows from `position` on of an iteration's draw by `weights`, one a usable row, finite and not
-        negative: without replacement, those of weight 0 last."""
+        """Draw `count` rows of an iteration by weight, from `position` on.
+
+        The draw is without replacement. `weights` has one number per usable row, finite and not negative. Rows of
+        weight 0 come last.
+        """
         return data_order.drawn(self.weighted, iteration, weights, position, count)
 
     def take(self, indices: Array) -> dict[str, ColumnData]:
-        """The columns of these rows, in this order."""
+        """Return the columns of these rows, in this order."""
         return {name: column.take(self.usable[indices]) for name, column in self.columns.items()}
 
     def rows(self, position: int, count: int) -> dict[str, ColumnData]:
-        """The columns of `indices(position, count)`."""
+        """Return the columns of `indices(position, count)`."""
         return self.take(self.indices(position, count))
 
     def all(self) -> dict[str, ColumnData]:

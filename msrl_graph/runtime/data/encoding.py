@@ -1,7 +1,7 @@
 """Values with numpy arrays as MessagePack, decoded by their types.
 
-Invariant: what is decoded is data of the declared type or an error; no byte of it is run, whoever wrote it. Arrays are
-numbers or booleans, and views of the decoded bytes that nobody may write to.
+Invariant: decoding returns data of the declared type or raises an error. Nothing in the bytes is executed, whoever
+wrote them. Arrays hold numbers or booleans and are read-only views of the decoded bytes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .columns import Array
 
 T = TypeVar("T")
 NUMBERS = "biuf"  # kinds of numpy types that an array may have: no objects, no records
-_ARRAY = 1  # the code of an array among the extension types
+_ARRAY = 1  # the MessagePack extension type of an array
 
 
 class DecodeError(ValueError):
-    """What is wrong with encoded bytes."""
+    """An error in encoded bytes."""
 
 
 def encode(value: Any) -> bytes:
@@ -30,33 +30,36 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes | memoryview, type: type[T]) -> T:
-    """Decode what `encode` made of a value of this type. Raises Damaged."""
+    """Decode the result of `encode` for a value of this type. Raises DecodeError."""
     try:
-        return msgspec.msgpack.decode(data, type=type, ext_hook=_extension, dec_hook=_array)
+        return msgspec.msgpack.decode(data, type=type, ext_hook=_decode_extension, dec_hook=_check_array)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise DecodeError(str(error)) from None
 
 
 def view(buffer: Any, dtype: str, shape: tuple[int, ...], offset: int = 0) -> Array:
-    """Return an array that is a view of a buffer's bytes from `offset` on. Raises Damaged."""
+    """Return an array that views a buffer's bytes from `offset` on.
+
+    Raises DecodeError.
+    """
     try:
         if offset < 0 or min(shape, default=0) < 0:
-            raise DecodeError(f"an array of {dtype}, shape {shape}, at byte {offset}")
-        flat = np.frombuffer(buffer, _number(dtype), math.prod(shape), offset)
+            raise DecodeError(f"invalid array of {dtype}, shape {shape}, at byte {offset}")
+        flat = np.frombuffer(buffer, _number_dtype(dtype), math.prod(shape), offset)
         return flat if len(shape) == 1 else flat.reshape(shape)
     except (TypeError, ValueError, OverflowError, MemoryError) as error:
         raise error if isinstance(error, DecodeError) else DecodeError(str(error)) from None
 
 
 @cache
-def _number(dtype: str) -> np.dtype[Any]:
+def _number_dtype(dtype: str) -> np.dtype[Any]:
     kind = np.dtype(dtype)
     if kind.kind not in NUMBERS:
-        raise DecodeError(f"an array of {dtype}")
+        raise DecodeError(f"an array cannot hold {dtype}")
     return kind
 
 
-def _parts(value: Any) -> Any:
+def _encode_array(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in NUMBERS:
         return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((value.dtype.str, value.shape, value.tobytes())))
     if isinstance(value, np.generic):
@@ -64,18 +67,18 @@ def _parts(value: Any) -> Any:
     raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
 
 
-def _extension(code: int, data: memoryview) -> Any:
+def _decode_extension(code: int, data: memoryview) -> Any:
     if code != _ARRAY:
-        raise DecodeError(f"an extension of type {code}")
+        raise DecodeError(f"unknown extension type {code}")
     dtype, shape, content = _array_decoder.decode(data)
     return view(content, dtype, shape)
 
 
-def _array(kind: Any, value: Any) -> Any:
+def _check_array(kind: Any, value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value
-    raise DecodeError(f"{type(value).__name__} where an array belongs")
+    raise DecodeError(f"expected an array, got {type(value).__name__}")
 
 
-_encoder = msgspec.msgpack.Encoder(enc_hook=_parts)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _array_decoder = msgspec.msgpack.Decoder(tuple[str, tuple[int, ...], bytes])

@@ -1,9 +1,11 @@
-"""Wrong numbers: values that are not finite, tokens that a model does not know, empty responses, and log-probabilities
-of the trainer that are not those of the generator.
+"""Detection of wrong numbers in a run.
 
-Invariant: a wrong number is told once, by the process that makes it, in the iteration in which it does. Under `on_nan =
-stop` telling it ends the run; under `skip` it is counted and said, and goes on as it is, so that the update leaves out
-the step that it is in.
+They are values that are not finite, tokens outside a model's vocabulary, empty responses, and log-probabilities of
+the trainer that differ from the generator's.
+
+Invariant: the process that produces a wrong number reports it once, in the same iteration. With `on_nan = stop` the
+report ends the run. With `skip` the number is counted, reported and passed on unchanged, and the update leaves out
+the step that contains it.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ from .columns import Array, ColumnData
 if TYPE_CHECKING:
     from ..process.task import Task
 
-# The most that the log-probabilities of trainer and generator may differ, in nats, mean over the tokens of a batch, at
-# temperature 1. Both sum the same products in another order. A float32 logit near 32 is exact to 2e-6, and layers add a
-# few such errors: below 1e-5 is usual, so 1e-3 is no rounding. A bfloat16 logit near 32 is a multiple of 1/8, off by
-# 1/32 on average at the last rounding alone: 0.1 is three times that. Weights that are not the trainer's are off by
-# more than either, a training step that was missed aside.
+# The largest allowed difference between the log-probabilities of trainer and generator: in nats, mean over the tokens
+# of a batch, at temperature 1. Both sum the same products in different orders. A float32 logit near 32 is exact to
+# 2e-6, and layers add a few such errors: below 1e-5 is usual, so 1e-3 is not rounding. A bfloat16 logit near 32 is a
+# multiple of 1/8, so the last rounding alone adds an error of 1/32 on average: 0.1 is three times that. Weights that
+# are not the trainer's differ by more than either, unless they only miss one training step.
 TOLERANCE = {"f32": 1e-3, "bf16": 0.1}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Where the log-probabilities of a response's tokens are compared with those that they were drawn with.
+    """A check of log-probabilities against those at sampling.
 
-    The node `node` computes those of `response` with the generator's weights, and reads beside them `column`, those
-    as drawn. They may differ by `tolerance` nats on average, where the weights are of the same version: `edge` is the
-    resharding edge that the generator has them by. `turns`: the response is of several turns, and what the environment
-    wrote in it was not drawn: `column` holds NaN there.
+    The node `node` computes log-probabilities of `response` with the generator's weights, and also reads `column`,
+    the log-probabilities at sampling. They may differ by `tolerance` nats on average if both weights have the same
+    version. The generator receives its weights by the resharding edge `edge`. `turns`: the response has several
+    turns; `column` holds NaN for tokens that the environment wrote.
     """
 
     node: str
@@ -50,44 +52,51 @@ class Comparison:
     turns: bool = False
     edge: str = ""
 
-    def behind(self, task: Task) -> int:
-        """How many versions the weights that drew a task's rows are behind those that it trains."""
+    def weights_age(self, task: Task) -> int:
+        """Return how many versions older the sampling weights are than the trained ones."""
         fetch = task.fetches.get(self.edge)
         return task.number - fetch.version if fetch and task.trains else 0
 
 
 @dataclass(frozen=True)
 class SampledLogProbs:
-    """The log-probabilities of some rows' tokens as they were drawn, and the temperature that each row was drawn at."""
+    """Log-probabilities of rows' tokens at sampling, and the temperature of each row."""
 
     logp: ColumnData
     heat: Array
 
 
 def drawn(graph: Graph, node: Node) -> tuple[str, str]:
-    """What a generation makes: the response's column, and that of its log-probabilities as sampled: the declared one,
-    else one that only the dock knows."""
-    response = next(c for c in node.writes if graph.column(c).element == "i32" and is_tokens(graph, c))
+    """Return the names of a generation's response column and of its log-probabilities.
+
+    The second is the declared column, or one that only the dock knows.
+    """
+    response = next(
+        column for column in node.writes if graph.column(column).element == "i32" and is_tokens(graph, column)
+    )
     return response, of_response(graph, node, "f32") or f"{response}.logp"
 
 
 def comparison(plan: Plan) -> Comparison | None:
-    """Who compares: the first node after the generation that computes the response's log-probabilities with the
-    generator's weights."""
+    """Find the node that compares log-probabilities.
+
+    It is the first node after the generation that computes the response's log-probabilities with the generator's
+    weights.
+    """
     graph = plan.graph
     # The nodes of one worker are in one pool, so the order of the pools does not matter.
     order = [graph.node(name) for name in nodes_run(plan.schedule)]
     for node in graph.verb("generate"):
-        if node.cuts:  # whose responses may be of several versions
+        if node.cuts:  # its responses may mix several versions
             continue
         response, column = drawn(graph, node)
-        edges = [e for e in graph.reshards() if e.dst == node.name]
+        edges = [edge for edge in graph.reshards() if edge.dst == node.name]
         worker = graph.node(edges[0].src).worker if edges else node.worker
         fed = (*sequences(graph, node).context, response)
         for other in order:
             read = sequences(graph, other)
             gives = other.verb == "update" or any(
-                [d.like for d in graph.column(c).dims] == [response] for c in other.writes
+                [dim.like for dim in graph.column(written).dims] == [response] for written in other.writes
             )
             if other.worker == worker and other.verb != "generate" and gives and (*read.context, *read.scored) == fed:
                 kinds = {dtype(plan, node.name), dtype(plan, other.name)}
@@ -95,7 +104,7 @@ def comparison(plan: Plan) -> Comparison | None:
                     other.name,
                     column,
                     response,
-                    max(TOLERANCE[k] for k in kinds),
+                    max(TOLERANCE[kind] for kind in kinds),
                     GenerateAttributes.of(node).partner is not None,
                     f"{edges[0].src} => {node.name}" if edges else "",
                 )
@@ -103,27 +112,35 @@ def comparison(plan: Plan) -> Comparison | None:
 
 
 def vocabulary(plan: Plan, column: str) -> int:
-    """How many tokens all models know that read a column; 0 where none does."""
-    readers = [n for n in plan.graph.nodes if column in n.reads and n.verb in ("generate", "infer", "update")]
+    """Return the number of tokens that all models reading a column know.
+
+    0 if no model reads it.
+    """
+    readers = [
+        node for node in plan.graph.nodes if column in node.reads and node.verb in ("generate", "infer", "update")
+    ]
     tokens = plan.graph.column(column).element == "i32"
     return (
-        min((plan.model(n.name).vocabulary for n in readers if plan.graph.worker(n.worker).model), default=0)
+        min((plan.model(node.name).vocabulary for node in readers if plan.graph.worker(node.worker).model), default=0)
         if tokens
         else 0
     )
 
 
 class NumericsWatch:
-    """Looks at what a node makes. Masks have one entry a row: True where the row holds a wrong number."""
+    """Checks of the values that nodes produce.
+
+    Masks have one entry per row: True if the row holds a wrong number.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.graph = plan.graph
         self.stops = plan.deploy.run.on_nan == "stop"
         self.comparison = comparison(plan)
 
-    def tell(self, node: Node, task: Task, report: Report, reason: str, rows: Array, what: str) -> None:
-        """Ends the run, or counts the rows under `reason`, if there is one, and has it said."""
-        message = _message(node, task, rows, what)
+    def tell(self, node: Node, task: Task, report: Report, reason: str, rows: Array, problem: str) -> None:
+        """End the run, or count the rows under `reason` (if there is one) and report them."""
+        message = _format_message(node, task, rows, problem)
         if self.stops:
             raise RunError(message)
         if reason:
@@ -131,31 +148,36 @@ class NumericsWatch:
         report.remarks.append(message)
 
     def begun(self, node: Node, task: Task, rows: Array, lengths: Array) -> None:
-        """Ends the run where what a model reads before what it predicts has no token, which no `on_nan` helps."""
+        """End the run if the model's input before its first prediction has no token.
+
+        No `on_nan` setting helps here.
+        """
         if len(bare := rows[lengths == 0]):
             raise RunError(
-                _message(
-                    node, task, bare, "what its model reads first holds no token, from which nothing can be predicted"
+                _format_message(
+                    node, task, bare, "the input of its model holds no token, so there is nothing to predict from"
                 )
             )
 
     def temperature(self, node: Node, task: Task, rows: Array, name: str, values: Array) -> None:
-        """Ends the run where a response would be drawn at no temperature, or at 0 where a policy scores it, which no
-        `on_nan` helps."""
+        """End the run if a sampling temperature cannot be used.
+
+        It must not be negative, nor 0 if a policy scores the response. No `on_nan` setting helps here.
+        """
         response, _ = drawn(self.graph, node)
         scores = [
-            n.name for n in models(self.graph) if n.verb != "generate" and response in sequences(self.graph, n).scored
+            other.name
+            for other in models(self.graph)
+            if other.verb != "generate" and response in sequences(self.graph, other).scored
         ]
         scores = [name for name in scores if tempered(self.graph, self.graph.node(name))]
         bad = ~np.isfinite(values) | (values < 0) | ((values == 0) & bool(scores))
         if bad.any():
             wanted = (
-                f"a number above 0 belongs, since `{scores[0]}` scores `{response}`"
-                if scores
-                else "a number of 0 or more belongs"
+                f"it must be above 0, since `{scores[0]}` scores `{response}`" if scores else "it must be 0 or more"
             )
-            what = f"the temperature `{name}` is {values[bad][0]:g}, where {wanted}"
-            raise RunError(_message(node, task, rows[bad], what))
+            problem = f"the temperature `{name}` is {values[bad][0]:g}: {wanted}"
+            raise RunError(_format_message(node, task, rows[bad], problem))
 
     def finite(
         self,
@@ -163,18 +185,20 @@ class NumericsWatch:
         task: Task,
         report: Report,
         reason: str,
-        what: str,
+        problem: str,
         rows: Array,
         column: ColumnData,
         known: Array | None = None,
     ) -> Array:
-        """Tells the rows with a value (`{}` in `what`) that is not finite, those aside that are `known` to be wrong;
-        all of them."""
+        """Report rows with a value that is not finite; return the mask of all such rows.
+
+        The value replaces `{}` in `what`. Rows that are `known` to be wrong are not reported again.
+        """
         bad = not_finite(column)
         known = np.zeros(len(bad), bool) if known is None else known
         if len(new := np.flatnonzero(bad & ~known)):
             values = column.take(new).values
-            self.tell(node, task, report, reason, rows[new], what.format(values[~np.isfinite(values)][0]))
+            self.tell(node, task, report, reason, rows[new], problem.format(values[~np.isfinite(values)][0]))
         return bad | known
 
     def results(
@@ -187,7 +211,10 @@ class NumericsWatch:
         column: ColumnData,
         known: Array | None = None,
     ) -> None:
-        """Looks at what was returned for a column. Of one that a row may have no value of, those are counted."""
+        """Check the values that a function returned for a column.
+
+        If a row may have no value in the column, missing values are counted instead.
+        """
         if name not in self.graph.optional:
             self.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column, known)
         elif absent := int(not_finite(column).sum()):
@@ -196,12 +223,15 @@ class NumericsWatch:
     def unscored(
         self, node: Node, task: Task, report: Report, rows: Array, lengths: dict[str, Array], known: Array
     ) -> Array:
-        """Reports rows whose score a term takes and that have none, and adds them to the `known` ones."""
+        """Report rows without a token that a loss term scores.
+
+        Returns `known` together with them.
+        """
         for column in node.scores:
             empty = lengths[column] == 0
             if (empty & ~known).any():
-                what = f"`{column}` holds no token, so it has no score"
-                self.tell(node, task, report, "empty", rows[empty & ~known], what)
+                problem = f"`{column}` holds no token, so it has no score"
+                self.tell(node, task, report, "empty", rows[empty & ~known], problem)
             known = known | empty
         return known
 
@@ -215,19 +245,22 @@ class NumericsWatch:
         as_drawn: SampledLogProbs | None,
         known: Array,
     ) -> Array:
-        """Looks at log-probabilities that a trainer computed, beside those as drawn in training (an evaluation has its
-        own temperature)."""
+        """Check log-probabilities that a trainer computed.
+
+        In training they are compared with those at sampling. An evaluation has a temperature of its own, so it is
+        not compared.
+        """
         known = self.finite(node, task, report, "logp", "a token's log-probability is {}", rows, logp, known)
         return (
             known
             if as_drawn is None or task.name != "train"
-            else self.drift(node, task, report, rows, logp, as_drawn, known)
+            else self.check_drift(node, task, report, rows, logp, as_drawn, known)
         )
 
     def response(
         self, node: Node, task: Task, report: Report, rows: Array, tokens: ColumnData, logp: ColumnData, vocabulary: int
     ) -> None:
-        """Looks at what was generated, of several turns at what the policy wrote."""
+        """Check generated responses; in a response of several turns, the policy's tokens."""
         strange = outside(tokens, vocabulary)
         if len(new := np.flatnonzero(strange)):
             values = tokens.take(new).values
@@ -244,93 +277,98 @@ class NumericsWatch:
             self.tell(node, task, report, "empty", rows[new], "the response is empty")
         self.finite(node, task, report, "logp", "it drew a token with the log-probability {}", rows, logp, strange)
 
-    def drift(
+    def check_drift(
         self,
         node: Node,
         task: Task,
         report: Report,
         rows: Array,
         logp: ColumnData,
-        found: SampledLogProbs,
+        sampled: SampledLogProbs,
         known: Array,
     ) -> Array:
-        """Compares log-probabilities with those that the tokens were drawn with; the rows that cannot be compared or
-        are too far off. Of older weights they may be as far off as the policy has gone since: that is only counted."""
+        """Compare log-probabilities with those at sampling.
+
+        Returns the mask of rows that cannot be compared or differ too much. If the sampling weights are older, the
+        difference may be as large as the policy's change since, so it is only counted.
+        """
         assert self.comparison is not None
-        behind = self.comparison.behind(task)
-        as_drawn = found.logp
+        age = self.comparison.weights_age(task)
+        as_drawn = sampled.logp
         written = ~np.isnan(as_drawn.values) if self.comparison.turns else np.ones(len(as_drawn.values), bool)
-        known = known | _any(as_drawn, written & ~np.isfinite(as_drawn.values))
+        known = known | _rows_with(as_drawn, written & ~np.isfinite(as_drawn.values))
         row = np.repeat(np.arange(len(rows)), logp.lengths)
         compared = written & ~known[row]
         off = np.abs(logp.values - as_drawn.values)[compared].astype(np.float64)
         row = row[compared]
         if not len(off):
             return known
-        of = f"/{behind}" if behind else ""
-        report.count(f"logp_drift{of}", float(off.sum()), len(off))
-        report.peak(f"logp_drift_max{of}", float(off.max()))
-        if behind:
+        suffix = f"/{age}" if age else ""
+        report.count(f"logp_drift{suffix}", float(off.sum()), len(off))
+        report.peak(f"logp_drift_max{suffix}", float(off.max()))
+        if age:
             return known
         tolerance = self.comparison.tolerance / np.minimum(
-            1.0, found.heat
-        )  # temperatures below 1 stretch the errors of logits
+            1.0, sampled.heat
+        )  # temperatures below 1 magnify the errors of logits
         if off.mean() <= tolerance[row].mean():
             return known
         by_row = np.bincount(row, off, len(rows)) / np.maximum(np.bincount(row, minlength=len(rows)), 1)
         far = np.flatnonzero(by_row > tolerance)
         far = far[np.argsort(-by_row[far], kind="stable")]
         writer = self.graph.writer(self.comparison.response)
-        what = (
+        problem = (
             f"the log-probabilities of `{self.comparison.response}` are not those that `{writer.name}` "
             f"({writer.span.place}) drew it "
             f"with: off by {by_row[far[0]]:.3g} nats on row {rows[far[0]]}, by {off.mean():.3g} on average, where "
             "rounding makes at most "
             f"{tolerance[far[0]]:.3g}"
         )
-        self.tell(node, task, report, "drift", rows[far], what)
+        self.tell(node, task, report, "drift", rows[far], problem)
         known[far] = True
         return known
 
 
-def _message(node: Node, task: Task, rows: Array, what: str) -> str:
+def _format_message(node: Node, task: Task, rows: Array, problem: str) -> str:
     when = (
         f"iteration {task.number}"
         if task.name == "train"
         else f"the evaluation of {task.name} after {task.number} iterations"
     )
     place = place_of_call(node) if node.stated("call") else node.span.place
-    return f"`{node.name}` ({place}) on {listed(rows)} of {when}: {what}"
+    return f"`{node.name}` ({place}) on {listed(rows)} of {when}: {problem}"
 
 
 def not_finite(column: ColumnData) -> Array:
-    return _any(column, ~np.isfinite(column.values))
+    return _rows_with(column, ~np.isfinite(column.values))
 
 
 def outside(tokens: ColumnData, vocabulary: int) -> Array:
-    """The rows with a token that an embedding of `vocabulary` rows does not have."""
-    return _any(tokens, (tokens.values < 0) | (tokens.values >= vocabulary))
+    """Return a mask of the rows with a token outside `vocabulary`."""
+    return _rows_with(tokens, (tokens.values < 0) | (tokens.values >= vocabulary))
 
 
 def known_tokens(columns: list[ColumnData], size: int) -> tuple[list[ColumnData], Array]:
-    """The columns as a model of `size` tokens can be fed with them, and which rows had a token that it does not know.
+    """Clip tokens to a model's vocabulary of `size`.
 
-    In those rows the token is put within bounds. Fed as it is, it would end the process, or pass for nothing under
-    tensor parallelism.
+    Also returns a mask of the rows that had an unknown token. Such a token would end the process, or be ignored
+    silently under tensor parallelism.
     """
-    strange = np.any([outside(c, size) for c in columns], axis=0)
-    return [replace(c, values=c.values.clip(0, size - 1)) for c in columns] if strange.any() else columns, strange
+    strange = np.any([outside(column, size) for column in columns], axis=0)
+    return [
+        replace(column, values=column.values.clip(0, size - 1)) for column in columns
+    ] if strange.any() else columns, strange
 
 
-def _any(column: ColumnData, bad: Array) -> Array:
-    """The rows of which one element is bad."""
+def _rows_with(column: ColumnData, bad: Array) -> Array:
+    """Return a mask of the rows with at least one bad element."""
     elements = bad.any(axis=tuple(range(1, bad.ndim)))
     rows: Array = np.bincount(np.repeat(np.arange(len(column)), column.lengths)[elements], minlength=len(column)) > 0
     return rows
 
 
 def listed(rows: Array) -> str:
-    """Row numbers for a sentence."""
+    """Format row numbers for a message."""
     first = ", ".join(map(str, rows[:5])) or "none"
     return (
         f"row {first}" if len(rows) == 1 else f"rows {first}" if len(rows) <= 5 else f"{len(rows)} rows ({first}, ...)"

@@ -1,9 +1,9 @@
-"""Chat templates, rendered in a process of their own.
+"""Chat templates, rendered in a separate process.
 
-Invariant: a template is a program that came with a model. Whatever it does, it is ended after SECONDS of a processor
-for one conversation, gets MEMORY bytes more than its process has, and writes no more text than `most_text` allows. Its
-process is started for the first messages and serves all folders. What goes to it is pickled; what comes from it is only
-text.
+Invariant: a template is a program that comes with a model. Whatever it does, it is stopped after SECONDS of CPU
+time for one conversation, gets MEMORY bytes beyond what its process uses, and writes no more text than `most_text`
+allows. The process starts with the first messages and serves all folders. Requests to it are pickled; its replies
+are only text.
 """
 
 from __future__ import annotations
@@ -26,108 +26,117 @@ from ...data.chat import Messages
 from ..process import shipped_files
 from ..process.resource_limits import bound_data, unbound_data
 
-SECONDS = 3.0  # of a processor, for one conversation: real templates take some milliseconds
-MEMORY = 512 << 20  # bytes beyond what the process takes anyway
-SLACK = 1 << 16  # characters that a template may write of its own
+SECONDS = 3.0  # of CPU time, for one conversation: real templates take a few milliseconds
+MEMORY = 512 << 20  # bytes beyond what the process uses anyway
+SLACK = 1 << 16  # characters that a template may write in addition
 FACTOR = 64  # characters that it may write for each character of the conversation
-PATIENCE = 600.0  # seconds until a process that says nothing is given up: its imports take some on a busy machine
-FILES = ("chat_template.jinja", "chat_template.json")  # which a template is in, if not in the tokenizer's config
+PATIENCE = 600.0  # seconds without a reply until the process is killed: its imports are slow on a busy machine
+FILES = ("chat_template.jinja", "chat_template.json")  # places of a template other than the tokenizer's config
 PROGRAM = "msrl_graph.runtime.data.rendering"
 
 Kind = Literal["render", "template", "tools"]
 
 
 class BadMessages(ValueError):
-    """Messages that the chat template of a model's folder does not render; says why, and perhaps what to do."""
+    """Messages that a model's chat template cannot render.
 
-    def __init__(self, what: str, help: str = "") -> None:
-        super().__init__(what)
+    Holds the reason and, if there is one, a `help`.
+    """
+
+    def __init__(self, message: str, help: str = "") -> None:
+        super().__init__(message)
         self.help = help
 
 
 def render(folder: str, messages: Messages, prompt: bool, more: dict[str, Any]) -> str:
-    """The text of messages, with what asks for a response after them where it is a `prompt`; `more` is for the
-    template, as `tools`. Raises BadMessages."""
-    return _asked("render", folder, (messages, prompt, more))
+    """Render messages as text. Raises BadMessages.
+
+    With `prompt`, the text that asks for a response is appended. `more` holds further template variables, such as
+    `tools`.
+    """
+    return _request("render", folder, (messages, prompt, more))
 
 
 @cache
 def template(folder: str) -> str | dict[str, str] | None:
-    """The chat template of a model's folder: one text, or several by name, or None. Raises BadMessages."""
-    found: str | dict[str, str] | None = json.loads(_asked("template", folder))
-    return found
+    """Return a folder's chat template. Raises BadMessages.
+
+    It is one text, or several by name, or None.
+    """
+    template_or_templates: str | dict[str, str] | None = json.loads(_request("template", folder))
+    return template_or_templates
 
 
 @cache
 def takes_tools(folder: str) -> bool:
-    """Whether the template that is taken where there are tools does anything with them. Raises BadMessages."""
-    return bool(json.loads(_asked("tools", folder)))
+    """Return whether the template for tools uses them. Raises BadMessages."""
+    return bool(json.loads(_request("tools", folder)))
 
 
 def most_text(messages: Messages, more: dict[str, Any]) -> int:
-    """The most characters that a template may write for a conversation."""
+    """Return the most characters that a template may write for a conversation."""
     return SLACK + FACTOR * len(json.dumps([messages, more], default=str))
 
 
 def with_tools(templates: str | dict[str, str] | None) -> str:
-    """The template that is taken where there are tools."""
-    found = templates.get("tool_use", templates.get("default", "")) if isinstance(templates, dict) else templates
-    return str(found or "")
+    """Return the template that is used when there are tools."""
+    source = templates.get("tool_use", templates.get("default", "")) if isinstance(templates, dict) else templates
+    return str(source or "")
 
 
-def _asked(kind: Kind, folder: str, given: Any = None) -> str:
-    place = shipped_files.found(folder)
-    answer, text = _process().ask((kind, str(place), given))
+def _request(kind: Kind, folder: str, arguments: Any = None) -> str:
+    model_folder = shipped_files.found(folder)
+    answer, text = _process().ask((kind, str(model_folder), arguments))
     if answer == "fine":
         return text
-    file = next((name for name in FILES if (place / name).is_file()), "tokenizer_config.json")
-    whose = f"the chat template of {folder}, in its {file},"
+    file = next((name for name in FILES if (model_folder / name).is_file()), "tokenizer_config.json")
+    subject = f"the chat template of {folder}, in its {file},"
     if answer == "load":
         raise BadMessages(f"the tokenizer of {folder} cannot be loaded: {text}")
     if answer == "bound":
-        raise BadMessages(f"{whose} {text}: it is stopped there")
-    raise BadMessages(f"{whose} does not render them: {text}")
+        raise BadMessages(f"{subject} {text}: it was stopped")
+    raise BadMessages(f"{subject} does not render them: {text}")
 
 
 class _Process:
-    """The process that renders, started again after a template that it was ended for."""
+    """The rendering process; restarted after a template that it was killed for."""
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.line: Connection | None = None
         self.program: subprocess.Popen[bytes] | None = None
 
-    def ask(self, asked: Any) -> tuple[str, str]:
-        """Return what came of it (fine, load, error or bound) and the text."""
+    def ask(self, request: Any) -> tuple[str, str]:
+        """Return the outcome (fine, load, error or bound) and the text."""
         with self.lock:
-            line, program = self._there()
+            line, program = self._connect()
             try:
-                line.send_bytes(pickle.dumps(asked))
+                line.send_bytes(pickle.dumps(request))
                 if not line.poll(PATIENCE):
                     program.kill()
                 answer = line.recv_bytes().decode("utf-8", "surrogatepass")
             except (EOFError, OSError):
-                self._end()
-                return "bound", _reason(program.returncode)
+                self._kill()
+                return "bound", _describe_exit(program.returncode)
             kind, _, text = answer.partition("\n")
             return kind, text
 
-    def _there(self) -> tuple[Connection, subprocess.Popen[bytes]]:
+    def _connect(self) -> tuple[Connection, subprocess.Popen[bytes]]:
         if self.line is None or self.program is None or self.program.poll() is not None:
-            self.line, there = Pipe()
+            self.line, other_end = Pipe()
             self.program = subprocess.Popen(
-                [sys.executable, "-P", "-m", PROGRAM, str(there.fileno())],
+                [sys.executable, "-P", "-m", PROGRAM, str(other_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[there.fileno()],
+                pass_fds=[other_end.fileno()],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_HUB_OFFLINE": "1"},
                 start_new_session=True,
             )
-            there.close()
+            other_end.close()
             weakref.finalize(self.line, _reap, self.program)
         return self.line, self.program
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         if self.program is not None:
             self.program.kill()
             self.program.wait()
@@ -135,7 +144,7 @@ class _Process:
 
 
 def _reap(program: subprocess.Popen[bytes]) -> None:
-    """The line is closed or about to be: the process has nobody left to answer."""
+    """Kill the process: its connection is closed or about to be."""
     program.kill()
     program.wait()
 
@@ -145,30 +154,30 @@ def _process() -> _Process:
     return _Process()
 
 
-def _reason(status: int | None) -> str:
+def _describe_exit(status: int | None) -> str:
     if status == -signal.SIGPROF:
-        return f"takes more than {SECONDS:g} s of a processor for one conversation"
+        return f"takes more than {SECONDS:g} s of CPU time for one conversation"
     if status is not None and status < 0:
-        return f"ended its process by {signal.Signals(-status).name}"
+        return f"ended its process by signal {signal.Signals(-status).name}"
     return f"ended its process with status {status}"
 
 
-# The process itself.
+# Code of the process itself.
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer requests until the other end closes the connection."""
     line = Connection(int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, meant for the run
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, in the middle of whatever it does
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is meant for the run
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process at any point
     with suppress(EOFError, OSError):
         while True:
-            kind, folder, given = pickle.loads(line.recv_bytes())
-            line.send_bytes("\n".join(_answer(kind, folder, given)).encode("utf-8", "surrogatepass"))
+            kind, folder, arguments = pickle.loads(line.recv_bytes())
+            line.send_bytes("\n".join(_answer(kind, folder, arguments)).encode("utf-8", "surrogatepass"))
     os._exit(0)
 
 
-def _answer(kind: Kind, folder: str, given: Any) -> tuple[str, str]:
+def _answer(kind: Kind, folder: str, arguments: Any) -> tuple[str, str]:
     try:
         chat = _chat(folder)
     except (OSError, ValueError) as error:
@@ -180,7 +189,7 @@ def _answer(kind: Kind, folder: str, given: Any) -> tuple[str, str]:
     try:
         if kind == "tools":
             return "fine", json.dumps(_takes_tools(with_tools(chat.chat_template)))
-        messages, prompt, more = given
+        messages, prompt, more = arguments
         text: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more)
         if len(text) > (most := most_text(messages, more)):
             return "bound", f"writes {len(text):,} characters, more than {most:,} for one conversation"
@@ -206,7 +215,7 @@ def _takes_tools(source: str) -> bool:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"])
-    # What transformers adds to templates to mark what an assistant writes, which jinja2 alone does not know.
+    # transformers adds this tag to templates to mark the assistant's text; jinja2 alone does not know it.
     plain = source.replace("endgeneration", "endif").replace("% generation", "% if true")
     return "tools" in meta.find_undeclared_variables(environment.parse(plain))
 

@@ -1,10 +1,9 @@
-"""The rows of a run as Parquet files: written to be looked at, and those of training to be replayed.
+"""The rows of a run as Parquet files, for inspection and for replaying training.
 
-Invariant: a file holds one table of one iteration or evaluation, in the order of the rows' numbers, and is there whole
-or not at all.
-Every value stands at the row that it belongs to, and at those below it. A recorded response is taken for the prompt
-that it was drawn for, and for no other; of a partial rollout there are those that the iteration took, and not what it
-cut.
+Invariant: a file holds one table of one iteration or evaluation, in the order of the row numbers, and is either
+complete or absent. Every value is stored at its row and at the rows derived from it. A recorded response is used
+only for the prompt that it was sampled for. Of a partial rollout the file holds the responses that the iteration
+used, not those that it cut.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from .tokens import of_column, tokenised
 
 FOLDER = "rows"  # in a run's folder
 EVALUATED = "evaluation_rows"  # in a run's folder, with a folder for each evaluation
-SAME = "a recording is replayed with the seed, the data, the sizes and the version that it was made with"
-ORIGIN = "origin_row"  # of a repeat the number of the row that it repeats, of all others their own
+SAME = "replay a recording with the seed, the data, the sizes and the version that it was made with"
+ORIGIN = "origin_row"  # for a repeat the number of the repeated row, for every other row its own number
 
 
 @dataclass(frozen=True)
 class RecordedTable:
-    """A table of a recording: the rows that one generation made, or the source's, with the repeats of them that a
-    `select` made.
+    """A table of a recording: the rows of one generation or of the source.
 
-    `column` is what the rows stand for, as `response`, and `rows` the set that they are of (ir/rowsets.py). `folder`
-    is the table's own within FOLDER, "" where there is only one table. `ids` are its columns of row numbers, each
-    with the set whose rows it numbers: {"row": 1, "prompt_row": 0}.
+    The repeats that a `select` made are among them. `column` is the column that the rows belong to, such as
+    `response`, and `rows` their row set (ir/rowsets.py). `folder` is the table's folder within FOLDER, "" if there
+    is only one table. `ids` are the columns of row numbers, each with the set whose rows it numbers: {"row": 1,
+    "prompt_row": 0}.
     """
 
     folder: str
@@ -51,23 +50,33 @@ class RecordedTable:
     ids: dict[str, int]
 
     def file(self, run: Path, iteration: int, evaluation: str = "") -> Path:
-        """The file of an iteration of training, or of an evaluation after that number of iterations."""
+        """Return the file of an iteration or evaluation.
+
+        The name of an evaluation's file is the number of iterations before it.
+        """
         folder = run / EVALUATED / evaluation if evaluation else run / FOLDER
         return folder / self.folder / f"{iteration:06d}.parquet"
 
 
-def tables(graph: Graph, found: Rowsets | None = None) -> list[RecordedTable]:
-    """One table where there is one generation or none; else that of the source's rows, and one for each generation."""
-    found = found or rowsets(graph)
-    made = {found.columns[c]: c for c in (drawn(graph, n)[0] for n in graph.verb("generate"))}
-    several = len(made) > 1
-    bases = made if made and not several else {0: graph.made(0), **made}
+def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]:
+    """List the tables of a graph's recordings.
+
+    There is one table if there is at most one generation. Otherwise the source has one and each generation has one.
+    """
+    row_sets = row_sets or rowsets(graph)
+    generated = {
+        row_sets.columns[response]: response for response in (drawn(graph, node)[0] for node in graph.verb("generate"))
+    }
+    several = len(generated) > 1
+    bases = generated if generated and not several else {0: graph.made(0), **generated}
 
     def ids(base: int) -> dict[str, int]:
         above = {
-            found.sets[s].level: s for s in reversed(chain(found.sets, base)) if s != base or (not s and not several)
+            row_sets.sets[rowset].level: rowset
+            for rowset in reversed(chain(row_sets.sets, base))
+            if rowset != base or (not rowset and not several)
         }
-        return {f"{graph.made(level) if several else 'prompt'}_row": s for level, s in above.items()}
+        return {f"{graph.made(level) if several else 'prompt'}_row": rowset for level, rowset in above.items()}
 
     return [
         RecordedTable(column if several else "", column, base, {"row": base, **ids(base)})
@@ -75,65 +84,89 @@ def tables(graph: Graph, found: Rowsets | None = None) -> list[RecordedTable]:
     ]
 
 
-def _shown(graph: Graph, column: str) -> str:
-    """A column's name in the file: a dot, as in `response.logp`, would stand for a part of a column. A declared
-    `response_logp`, as an `infer` may write, keeps its name."""
+def _file_column(graph: Graph, column: str) -> str:
+    """Return a column's name in the file.
+
+    A dot, as in `response.logp`, would denote a part of a column. A declared `response_logp`, as an `infer` may
+    write, keeps its name.
+    """
     name = column.replace(".", "_")
-    return f"{name}_drawn" if column.endswith(".logp") and any(c.name == name for c in graph.columns) else name
+    return (
+        f"{name}_drawn"
+        if column.endswith(".logp") and any(declared.name == name for declared in graph.columns)
+        else name
+    )
 
 
-def _tokens(plan: Plan) -> list[str]:
-    """The columns that can be read as text: tokens that a model writes or reads."""
+def _token_columns(plan: Plan) -> list[str]:
+    """List the columns that can be shown as text: tokens that a model writes or reads."""
     graph = plan.graph
-    made = {drawn(plan.graph, n)[0] for n in plan.graph.verb("generate")}
-    return [c.name for c in graph.columns if is_tokens(graph, c.name) and (c.name in made or vocabulary(plan, c.name))]
+    generated = {drawn(plan.graph, node)[0] for node in plan.graph.verb("generate")}
+    return [
+        column.name
+        for column in graph.columns
+        if is_tokens(graph, column.name) and (column.name in generated or vocabulary(plan, column.name))
+    ]
 
 
 def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
-    """`Fault` for a recording that cannot be written, or does not hold every iteration from `begin` on."""
-    found = []
+    """Raise Fault if a recording cannot be written, or lacks an iteration.
+
+    A replay needs every iteration from `begin` on.
+    """
+    diagnostics = []
     levels = tables(plan.graph)
-    declared = {c.name: c for c in plan.graph.columns}
+    declared = {column.name: column for column in plan.graph.columns}
     hidden = {
-        _shown(plan.graph, name)
+        _file_column(plan.graph, name)
         for node in plan.graph.verb("generate")
         for name in (*drawn(plan.graph, node), *beginnings(plan.graph, node).values())
         if name not in declared
     }
-    hidden |= {_shown(plan.graph, s.column) for s in rowsets(plan.graph).sieves.values()}
-    hidden |= {ORIGIN} if any(CallAttributes.of(n).select is not None for n in plan.graph.nodes) else set()
-    own = {*hidden, *(i for t in levels for i in t.ids), *(f"{name}_text" for name in _tokens(plan))}
+    hidden |= {_file_column(plan.graph, sieve.column) for sieve in rowsets(plan.graph).sieves.values()}
+    hidden |= {ORIGIN} if any(CallAttributes.of(other).select is not None for other in plan.graph.nodes) else set()
+    own = {
+        *hidden,
+        *(name_of_id for table in levels for name_of_id in table.ids),
+        *(f"{name}_text" for name in _token_columns(plan)),
+    }
     for name in sorted(own & declared.keys()) if record else ():
-        what = f"`{name}` is the name of a column that every recording has"
-        found.append(
-            Diagnostic("bad-value", what, declared[name].span, "give the column another name, or leave out --record")
+        message = f"`{name}` is the name of a column that every recording has"
+        diagnostics.append(
+            Diagnostic("bad-value", message, declared[name].span, "give the column another name, or leave out --record")
         )
-    for node in (n for n in plan.graph.verb("generate") if replay and GenerateAttributes.of(n).partner is not None):
+    for node in (
+        other for other in plan.graph.verb("generate") if replay and GenerateAttributes.of(other).partner is not None
+    ):
         partner = "environment" if GenerateAttributes.of(node).environment is not None else "agent"
-        what = f"`{node.name}` cannot take its responses from a recording: what its {partner} does is not in it"
-        found.append(Diagnostic("bad-value", what, node.at(partner), "leave out --replay"))
-    if replay and not is_folder(Path(replay) / FOLDER):
-        what = f"there is no recording in {replay}: it has no folder `{FOLDER}`"
-        found.append(Diagnostic("missing-file", what, help="name the folder of a run that was made with --record"))
-    elif replay:
-        taken = {drawn(plan.graph, n)[0] for n in plan.graph.verb("generate")}
-        needed = (
-            (i, t.file(Path(replay), i))
-            for i in range(begin, plan.deploy.run.iterations)
-            for t in levels
-            if t.column in taken
+        message = (
+            f"`{node.name}` cannot take its responses from a recording, which does not contain what its {partner} does"
         )
-        missing = next(((i, path) for i, path in needed if not path.is_file()), None)
+        diagnostics.append(Diagnostic("bad-value", message, node.at(partner), "leave out --replay"))
+    if replay and not is_folder(Path(replay) / FOLDER):
+        message = f"there is no recording in {replay}: it has no folder `{FOLDER}`"
+        diagnostics.append(
+            Diagnostic("missing-file", message, help="name the folder of a run that was made with --record")
+        )
+    elif replay:
+        responses = {drawn(plan.graph, other)[0] for other in plan.graph.verb("generate")}
+        needed = (
+            (iteration, table.file(Path(replay), iteration))
+            for iteration in range(begin, plan.deploy.run.iterations)
+            for table in levels
+            if table.column in responses
+        )
+        missing = next(((iteration, path) for iteration, path in needed if not path.is_file()), None)
         if missing is not None:
-            what = f"the recording in {replay} has no iteration {missing[0]}: there is no file {missing[1]}"
+            message = f"the recording in {replay} has no iteration {missing[0]}: there is no file {missing[1]}"
             help = (
                 f"stop before it: --iterations {missing[0]}"
                 if missing[0] > begin
                 else "name the folder of a run that has it"
             )
-            found.append(Diagnostic("missing-file", what, help=help))
-    if found:
-        raise Fault(*found)
+            diagnostics.append(Diagnostic("missing-file", message, help=help))
+    if diagnostics:
+        raise Fault(*diagnostics)
 
 
 def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> None:
@@ -143,23 +176,24 @@ def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> N
     """
     from pyarrow import parquet
 
-    found = rowsets(plan.graph)
-    counted = numbers(found.sets, found.refilling, task)
-    for level in tables(plan.graph, found):
+    row_sets = rowsets(plan.graph)
+    row_numbers = numbers(row_sets.sets, row_sets.refilling, task)
+    for level in tables(plan.graph, row_sets):
         if not task.trains and level.column not in pieces:
             continue
         path = level.file(run, task.number, "" if task.trains else task.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        here = _here(level, found, counted, pieces, task.trains)
-        parquet.write_table(_table(level, plan, found, counted, here, pieces), partial)
+        here = _select_rows(level, row_sets, row_numbers, pieces, task.trains)
+        parquet.write_table(_build_table(level, plan, row_sets, row_numbers, here, pieces), partial)
         partial.replace(path)
 
 
 def prune(run: Path, evaluations: Collection[tuple[str, int]]) -> None:
-    """Remove the rows of all evaluations but these, each a name and the iterations before it.
+    """Remove the rows of all evaluations but these.
 
-    A run that is resumed for longer does not do those again that came after the end of the shorter one.
+    Each is a name and the number of iterations before it. A run that is resumed with more iterations does not
+    repeat the evaluations after the end of the shorter run.
     """
     for path in (run / EVALUATED).rglob("*.parquet"):
         name = path.relative_to(run / EVALUATED).parts[0]
@@ -167,163 +201,190 @@ def prune(run: Path, evaluations: Collection[tuple[str, int]]) -> None:
             path.unlink()
 
 
-def _table(
+def _build_table(
     level: RecordedTable,
     plan: Plan,
-    found: Rowsets,
+    row_sets: Rowsets,
     numbers: Numbers,
     here: dict[int, Array],
     pieces: dict[str, ColumnRows],
 ) -> Any:
-    """The rows of a level with all columns of it and of those above. What a row lacks is null: since a filter dropped
-    it, or since a function returned None."""
+    """Build a level's table with the columns of this level and those above it.
+
+    A missing value is null: a filter dropped the row, or a function returned None.
+    """
     import pyarrow as pa
 
     graph = plan.graph
     rows = np.unique(np.concatenate([*here.values()]))
 
-    def of(rowset: int, only: bool = False) -> Array:
-        """The number of the row of a set that each row is, or lies under; -1 where there is none. `only`: not of what
-        lies under it."""
+    def row_numbers(rowset: int, only: bool = False) -> Array:
+        """Return each row's row number in a set, or its ancestor's there; -1 if there is none.
+
+        `only`: without descendants.
+        """
         wanted = np.full(len(rows), -1)
-        for own, some in here.items():
-            if rowset == own or (rowset in chain(found.sets, own) and not only):
-                wanted[np.searchsorted(rows, some)] = numbers.above(some, own, rowset)
+        for own_set, own_rows in here.items():
+            if rowset == own_set or (rowset in chain(row_sets.sets, own_set) and not only):
+                wanted[np.searchsorted(rows, own_rows)] = numbers.above(own_rows, own_set, rowset)
         return wanted
 
-    made: dict[str, Any] = {"row": pa.array(rows)} | {
-        name: pa.array(of(s)) for name, s in level.ids.items() if name != "row"
+    arrays: dict[str, Any] = {"row": pa.array(rows)} | {
+        name: pa.array(row_numbers(row_set)) for name, row_set in level.ids.items() if name != "row"
     }
     if len(here) > 1:
-        made[ORIGIN] = pa.array(of(level.rows))
-    declared = {c.name: c for c in graph.columns}
+        arrays[ORIGIN] = pa.array(row_numbers(level.rows))
+    declared = {column.name: column for column in graph.columns}
     sets = {
-        as_drawn: found.columns[response] for response, as_drawn in (drawn(graph, n) for n in graph.verb("generate"))
+        as_drawn: row_sets.columns[response] for response, as_drawn in (drawn(graph, n) for n in graph.verb("generate"))
     }
-    sets |= {c: found.columns[r] for n in graph.verb("generate") for r, c in beginnings(graph, n).items()}
-    sets |= found.columns | {s.column: s.rows for s in found.sieves.values()}
-    for name in (*(c for c in declared if c in pieces), *sorted(pieces.keys() - declared.keys())):
+    sets |= {
+        column: row_sets.columns[written]
+        for n in graph.verb("generate")
+        for written, column in beginnings(graph, n).items()
+    }
+    sets |= row_sets.columns | {sieve.column: sieve.rows for sieve in row_sets.sieves.values()}
+    for name in (*(column for column in declared if column in pieces), *sorted(pieces.keys() - declared.keys())):
         rowset = sets.get(name, 0)
         piece = pieces[name]
-        if not any(rowset in chain(found.sets, own) for own in here):
+        if not any(rowset in chain(row_sets.sets, own) for own in here):
             continue
-        # How often a row goes on is not said of its repeats again.
-        wanted = of(rowset, only=rowset in here and isinstance(piece, Verdicts))
+        # A verdict (how often a row continues) is written at the row only, not at its repeats.
+        wanted = row_numbers(rowset, only=rowset in here and isinstance(piece, Verdicts))
         place = np.minimum(np.searchsorted(piece.rows, wanted), max(len(piece.rows) - 1, 0))
         text = name in declared and declared[name].element in ("text", "json")
         has = piece.rows[~not_finite(piece.column)] if name in graph.optional else piece.rows
-        made[_shown(graph, name)] = _arrow(piece.column, place, np.isin(wanted, has), text)
-    for name in (n for n in _tokens(plan) if n in made):
-        ids = [row or [] for row in made[name].to_pylist()]
-        made[f"{name}_text"] = pa.array(of_column(plan, name).decode(map(np.asarray, ids), special=True), pa.string())
-    return pa.table(made)
+        arrays[_file_column(graph, name)] = _to_arrow(piece.column, place, np.isin(wanted, has), text)
+    for name in (n for n in _token_columns(plan) if n in arrays):
+        ids = [row or [] for row in arrays[name].to_pylist()]
+        arrays[f"{name}_text"] = pa.array(of_column(plan, name).decode(map(np.asarray, ids), special=True), pa.string())
+    return pa.table(arrays)
 
 
-def _here(
-    level: RecordedTable, found: Rowsets, numbers: Numbers, pieces: dict[str, ColumnRows], trains: bool
+def _select_rows(
+    level: RecordedTable, row_sets: Rowsets, numbers: Numbers, pieces: dict[str, ColumnRows], trains: bool
 ) -> dict[int, Array]:
-    """The rows of a level by set: those that were made, and of each `select` those that it chose, repeats by numbers of
-    their own. In an evaluation each goes on once, since it has no filters."""
+    """Return the rows of a level by set.
+
+    They are the produced rows and, for each `select`, the chosen ones; repeats have numbers of their own. An
+    evaluation has no filters, so each row continues once.
+    """
     nothing = ColumnRows(
         np.zeros(0, np.int64), ColumnData(np.zeros(0, np.int64))
     )  # a filter may leave no prompt to generate from
-    made = [
+    column_names = [
         level.column,
-        *(s.column for s in found.sieves.values() if (s.failures or s.generates) and s.rows == level.rows),
+        *(
+            other.column
+            for other in row_sets.sieves.values()
+            if (other.failures or other.generates) and other.rows == level.rows
+        ),
     ]
-    here = {level.rows: np.unique(np.concatenate([pieces.get(name, nothing).rows for name in made]))}
-    for sieve in found.sieves.values():
+    here = {level.rows: np.unique(np.concatenate([pieces.get(name, nothing).rows for name in column_names]))}
+    for sieve in row_sets.sieves.values():
         if sieve.rows in here and sieve.left != sieve.rows and not trains:
             here[sieve.left] = here[sieve.rows]
         elif sieve.rows in here and sieve.left != sieve.rows:
             verdicts = pieces.get(sieve.column, nothing)
             chosen = verdicts.rows
             times = verdicts.column.values
-            which = np.concatenate([np.arange(n) for n in times]) if len(chosen) else chosen
-            here[sieve.left] = np.repeat(chosen, times) + which * numbers.space[sieve.rows]
+            repeats = np.concatenate([np.arange(count) for count in times]) if len(chosen) else chosen
+            here[sieve.left] = np.repeat(chosen, times) + repeats * numbers.space[sieve.rows]
     return here
 
 
-def _arrow(column: ColumnData, place: Array, there: Array, text: bool) -> Any:
-    """An array of Arrow's of the rows at these places, null where a row is not there."""
+def _to_arrow(column: ColumnData, place: Array, present: Array, text: bool) -> Any:
+    """Build an Arrow array of the rows at these places, null where a row is missing."""
     import pyarrow as pa
 
-    some = column.take(place[there])
-    if some.offsets is None:
-        index = np.cumsum(there) - 1
-        return pa.array(some.values).take(pa.array(index, mask=~there))
-    lengths = np.zeros(len(there), np.int64)
-    lengths[there] = some.lengths
+    values_present = column.take(place[present])
+    if values_present.offsets is None:
+        index = np.cumsum(present) - 1
+        return pa.array(values_present.values).take(pa.array(index, mask=~present))
+    lengths = np.zeros(len(present), np.int64)
+    lengths[present] = values_present.lengths
     offsets = offsets_of(lengths)
     if text:
-        known = pa.LargeStringArray.from_buffers(len(there), pa.py_buffer(offsets), pa.py_buffer(some.values))
-        return known if there.all() else known.take(pa.array(np.arange(len(there)), mask=~there))
-    wide = some.values.ndim > 1
-    values = pa.FixedSizeListArray.from_arrays(some.values.reshape(-1), some.values.shape[1]) if wide else some.values
-    return pa.LargeListArray.from_arrays(offsets, values, mask=pa.array(~there))
+        strings = pa.LargeStringArray.from_buffers(
+            len(present), pa.py_buffer(offsets), pa.py_buffer(values_present.values)
+        )
+        return strings if present.all() else strings.take(pa.array(np.arange(len(present)), mask=~present))
+    is_nested = values_present.values.ndim > 1
+    values = (
+        pa.FixedSizeListArray.from_arrays(values_present.values.reshape(-1), values_present.values.shape[1])
+        if is_nested
+        else values_present.values
+    )
+    return pa.LargeListArray.from_arrays(offsets, values, mask=pa.array(~present))
 
 
 class Recording:
-    """The responses of a run that was recorded into `folder`; those of one iteration at a time are in memory."""
+    """The responses of a run that was recorded into `folder`.
+
+    The responses of one iteration at a time are in memory.
+    """
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan = plan
         self.folder = folder
-        self.tables = {t.column: t for t in tables(plan.graph)}
+        self.tables = {table.column: table for table in tables(plan.graph)}
         self._read: dict[str, tuple[Path, dict[str, ColumnData]]] = {}  # by node
 
     def prompts(self, node: Node, columns: Sequence[str], iteration: int, fan: int) -> Array:
-        """Those that a recorded iteration has responses to."""
-        found: Array = np.unique(self._iteration(node, columns, iteration)[1]["row"].values // fan)
-        return found
+        """Return the prompts that a recorded iteration has responses to."""
+        prompts: Array = np.unique(self._iteration(node, columns, iteration)[1]["row"].values // fan)
+        return prompts
 
     def responses(
         self, node: Node, columns: Sequence[str], iteration: int, prompts: list[Array], rows: Array, fan: int
     ) -> list[list[Array]]:
-        """What a generator would draw for these rows, `fan` of which belong to each prompt, by what `columns` name:
-        tokens, their log-probabilities as drawn, and more that is known of each."""
-        path, found = self._iteration(node, columns, iteration)
+        """Return the recorded responses for these rows, as a generator would sample them.
+
+        Each prompt has `fan` rows. The result has one list per name in `columns`: tokens, their log-probabilities
+        at sampling, and further columns.
+        """
+        path, recorded = self._iteration(node, columns, iteration)
         context = sequences(self.plan.graph, node).context
-        number = found["row"].values
-        place = np.minimum(np.searchsorted(number, rows), len(number) - 1)
-        if len(missing := rows[number[place] != rows]):
+        recorded_rows = recorded["row"].values
+        place = np.minimum(np.searchsorted(recorded_rows, rows), len(recorded_rows) - 1)
+        if len(missing := rows[recorded_rows[place] != rows]):
             raise RunError(
-                f"{path} holds no row {missing[0]}, which `{node.name}` ({node.span.place}) is to take from it"
+                f"{path} has no row {missing[0]}, which `{node.name}` ({node.span.place}) is to take from it"
             )
         for i, row in enumerate(place):
-            if not np.array_equal(np.concatenate([found[c][row] for c in context]), prompts[i // fan]):
-                what = f"row {rows[i]} of {path} is a response to another prompt than this run's"
-                raise RunError(f"{what}: {SAME}")
-        return [[found[_shown(self.plan.graph, name)][row] for row in place] for name in columns]
+            if not np.array_equal(np.concatenate([recorded[column][row] for column in context]), prompts[i // fan]):
+                message = f"row {rows[i]} of {path} is a response to another prompt than this run's"
+                raise RunError(f"{message}: {SAME}")
+        return [[recorded[_file_column(self.plan.graph, name)][row] for row in place] for name in columns]
 
     def _iteration(self, node: Node, columns: Sequence[str], iteration: int) -> tuple[Path, dict[str, ColumnData]]:
-        """The file of an iteration, and what is read of it."""
+        """Return the file of an iteration and its columns."""
         path = self.tables[columns[0]].file(self.folder, iteration)
         context = sequences(self.plan.graph, node).context
         if node.name not in self._read or self._read[node.name][0] != path:
-            names = ("row", *context, *(_shown(self.plan.graph, c) for c in columns))
+            names = ("row", *context, *(_file_column(self.plan.graph, column) for column in columns))
             self._read[node.name] = (path, tokenised(self.plan, node, _load(path, names)))
         return self._read[node.name]
 
 
 def _load(path: Path, names: tuple[str, ...]) -> dict[str, ColumnData]:
-    """These columns of the rows of a file that have all of them, by ascending number of the row."""
+    """Load these columns for the rows that have all of them, by ascending row number."""
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(path) as source:
-            if missing := [n for n in names if n not in source.schema_arrow.names]:
+            if missing := [column for column in names if column not in source.schema_arrow.names]:
                 raise RunError(f"{path} has no column `{missing[0]}`: it is the recording of another program")
             table = source.read(columns=list(names)).drop_null().sort_by("row").combine_chunks()
     except (OSError, pa.ArrowException) as error:
         raise RunError(f"{path} cannot be read: {error}") from None
     if not table.num_rows:
         raise RunError(f"{path} holds no rows")
-    return {name: _column(table.column(name).chunk(0)) for name in names}
+    return {name: _from_arrow(table.column(name).chunk(0)) for name in names}
 
 
-def _column(array: Any) -> ColumnData:
+def _from_arrow(array: Any) -> ColumnData:
     import pyarrow as pa
 
     if pa.types.is_large_string(array.type):

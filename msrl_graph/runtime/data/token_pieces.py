@@ -1,9 +1,10 @@
-"""Pieces of text that become tokens one by one and are read as one sequence: a response after its prompt, what an
-environment says after a response.
+"""Tokenization of pieces of text that are read as one sequence.
 
-Invariant: the tokens of a piece, after those of what comes before it, decode to the joined text. Some tokenizers put a
-blank before each text (Llama 2, TinyLlama): there a piece is encoded with what comes before it, and cut. Where that
-does not help either, the piece is refused.
+Examples are a response after its prompt, and an environment's reply after a response.
+
+Invariant: the tokens of a piece, after those of the text before it, decode to the joined text. Some tokenizers put
+a blank before each text (Llama 2, TinyLlama). For these a piece is encoded together with the text before it, and
+cut off. If that does not help either, the piece is refused.
 """
 
 from __future__ import annotations
@@ -18,81 +19,102 @@ import numpy as np
 
 from .columns import Array
 
-# Texts that stand for what comes before a piece, where that is not known or is joined with the piece to one token.
+# Substitutes for the text before a piece, if that is unknown or forms one token together with the piece.
 ANCHORS = ("=", "\n", "1", "a", ".")
-# Parts of a tokenizer that leave every text as it is. NFC composes characters, which the comparison does too.
+# Parts of a tokenizer that do not change a text. NFC composes characters, as the comparison does too.
 EXACT = {"Sequence", "Split", "Digits", "ByteLevel", "NFC"}
-# Parts of a tokenizer that never leave out a character of a text: NFC makes at most COMPOSED characters one.
+# Parts of a tokenizer that never drop a character of a text. NFC merges at most COMPOSED characters into one.
 KEEPING = {*EXACT, "Prepend", "Replace", "Metaspace", "Punctuation"}
 COMPOSED = 4
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 class BadPieceError(ValueError):
-    """A text that a tokenizer cannot encode after another; `index` is its place among those given."""
+    """A text that a tokenizer cannot encode after another text.
 
-    def __init__(self, what: str, index: int) -> None:
-        super().__init__(what)
+    `index` is its position among the given texts.
+    """
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
         self.index = index
 
 
 class Pieces:
-    """Encodes the pieces of a sequence with a tokenizer of the `tokenizers` library."""
+    """Encoder of a sequence's pieces, with a tokenizer of `tokenizers`."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[Array]:
-        """The tokens of each text by itself."""
-        return [np.asarray(e.ids, np.int32) for e in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        """Return the tokens of each text by itself."""
+        return [
+            np.asarray(encoding.ids, np.int32)
+            for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ]
 
     def following(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
-        """The tokens of each text after the text `before` it; None: it is not known. Raises BadPieceError."""
+        """Return the tokens of each text after the text `before` it. Raises BadPieceError.
+
+        `before` is None if it is not known.
+        """
         alone = self.encode(texts)
         if self.exact:
             return alone
-        given = [ANCHORS[0]] * len(texts) if before is None else before
-        first = self.encode(given)
-        joint = self.encode([b + t for b, t in zip(given, texts, strict=True)])
+        prefixes = [ANCHORS[0]] * len(texts) if before is None else before
+        first = self.encode(prefixes)
+        joint = self.encode([prefix + suffix for prefix, suffix in zip(prefixes, texts, strict=True)])
         wanted = self._decode(joint)
-        found: dict[int, Array] = {}
+        tokens: dict[int, Array] = {}
         for anchor in (None, "", *ANCHORS):
-            left = [i for i in range(len(texts)) if i not in found]
-            if not left:
+            remaining = [i for i in range(len(texts)) if i not in tokens]
+            if not remaining:
                 break
             if anchor is None:
                 tried: list[Array | None] = [*alone]
             elif not anchor:
-                tried = [_cut(whole, part) for whole, part in zip(joint, first, strict=True)]
+                tried = [
+                    _strip_prefix(joint_ids, anchor_ids) for joint_ids, anchor_ids in zip(joint, first, strict=True)
+                ]
             else:
-                (part,) = self.encode([anchor])
-                tried = [_cut(whole, part) for whole in self.encode([anchor + text for text in texts])]
-            fits = [(i, ids) for i in left if (ids := tried[i]) is not None]
+                (anchor_ids,) = self.encode([anchor])
+                tried = [
+                    _strip_prefix(joint_ids, anchor_ids) for joint_ids in self.encode([anchor + text for text in texts])
+                ]
+            fits = [(i, ids) for i in remaining if (ids := tried[i]) is not None]
             got = self._decode([np.concatenate([first[i], ids]) for i, ids in fits])
-            found |= {i: ids for (i, ids), text in zip(fits, got, strict=True) if _same(text, wanted[i])}
+            tokens |= {i: ids for (i, ids), text in zip(fits, got, strict=True) if _same_text(text, wanted[i])}
         for i in range(len(texts)):
-            if i not in found:
+            if i not in tokens:
                 (text,) = self._decode([np.concatenate([first[i], alone[i]])])
                 end = f"{wanted[i][-20:]!r} becomes {text[-20:]!r}"
-                raise BadPieceError(f"the tokenizer cannot encode it after what comes before it: {end}", i)
-        return [found[i] for i in range(len(texts))]
+                raise BadPieceError(f"the tokenizer cannot encode it after the text before it: {end}", i)
+        return [tokens[i] for i in range(len(texts))]
 
     @cached_property
     def exact(self) -> bool:
-        """Whether each text decodes to itself after any other, as far as the tokenizer's parts say."""
-        parts = {key: [*_parts(getattr(self.tokenizer, key))] for key in ("normalizer", "pre_tokenizer", "decoder")}
-        every = [part for some in parts.values() for part in some]
+        """Whether each text decodes to itself after any other text.
+
+        Decided by the types of the tokenizer's parts.
+        """
+        parts = {
+            key: [*_iterate_parts(getattr(self.tokenizer, key))] for key in ("normalizer", "pre_tokenizer", "decoder")
+        }
+        all_parts = [part for group in parts.values() for part in group]
         added = self.tokenizer.get_added_tokens_decoder().values()
         return (
-            {part["type"] for part in every} <= EXACT
+            {part["type"] for part in all_parts} <= EXACT
             and any(part["type"] == "ByteLevel" for part in parts["decoder"])
             and not any(part.get("add_prefix_space") for part in parts["pre_tokenizer"])
-            and not any(part.get("behavior") == "Removed" for part in every)
+            and not any(part.get("behavior") == "Removed" for part in all_parts)
             and not any(token.lstrip or token.rstrip or token.single_word for token in added)
         )
 
     def beginning(self, text: str, tokens: int) -> str:
-        """The text, or a beginning of it that has more than so many tokens, so that the text itself has more too."""
+        """Return the text, or a prefix of it that has more than `tokens` tokens.
+
+        If the prefix has more than that, the whole text has too.
+        """
         if len(text) <= tokens or self._longest is None:
             return text
         beginning = text[: tokens * self._longest + 1]
@@ -100,9 +122,14 @@ class Pieces:
 
     @cached_property
     def _longest(self) -> int | None:
-        """The most characters (after NFC, if the tokenizer composes them) that one token can stand for; None where a
-        part of the tokenizer may leave characters out or join any number of them."""
-        parts = [part for key in ("normalizer", "pre_tokenizer") for part in _parts(getattr(self.tokenizer, key))]
+        """The most characters that one token stands for.
+
+        They are counted after NFC if the tokenizer composes them. None if a part of the tokenizer may drop
+        characters or join any number of them.
+        """
+        parts = [
+            part for key in ("normalizer", "pre_tokenizer") for part in _iterate_parts(getattr(self.tokenizer, key))
+        ]
         added = self.tokenizer.get_added_tokens_decoder().values()
         keeps = (
             {part["type"] for part in parts} <= KEEPING
@@ -117,27 +144,31 @@ class Pieces:
         return max(map(len, known))
 
     def _decode(self, rows: Sequence[Array]) -> list[str]:
-        found: list[str] = self.tokenizer.decode_batch([r.tolist() for r in rows], skip_special_tokens=False)
-        return found
+        texts: list[str] = self.tokenizer.decode_batch([row.tolist() for row in rows], skip_special_tokens=False)
+        return texts
 
 
-def _parts(part: Any) -> Iterator[dict[str, Any]]:
-    """The parts of a normalizer, a pre-tokenizer or a decoder, as a tokenizer.json writes them."""
-    left = [json.loads(part.__getstate__())] if part is not None else []
-    while left:
-        yield (one := left.pop())
-        left += next((value for key, value in one.items() if key in ("normalizers", "pretokenizers", "decoders")), [])
+def _iterate_parts(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a normalizer, pre-tokenizer or decoder, as in tokenizer.json."""
+    pending = [json.loads(part.__getstate__())] if part is not None else []
+    while pending:
+        yield (current := pending.pop())
+        pending += next(
+            (value for key, value in current.items() if key in ("normalizers", "pretokenizers", "decoders")), []
+        )
 
 
 def _keeps_length(replace: dict[str, Any]) -> bool:
-    """Whether a normalizer that replaces a text writes at least as many characters."""
-    found = replace["pattern"].get("String")
-    return found is not None and len(replace["content"]) >= len(found)
+    """Return whether a replacement writes at least as many characters as it read."""
+    pattern = replace["pattern"].get("String")
+    return pattern is not None and len(replace["content"]) >= len(pattern)
 
 
 def _reads_all(model: Any, known: Mapping[str, int], bytewise: bool) -> bool:
-    """Whether a model makes at least one token of each character that is in no longer token. BPE does where it knows
-    all bytes, or has a token for an unknown character that it does not join with the next one's."""
+    """Return whether a model encodes every character, in a token of its own if need be.
+
+    BPE does if it knows all bytes, or has an unknown token that it does not fuse with the next one.
+    """
     from tokenizers.pre_tokenizers import ByteLevel
 
     if type(model).__name__ != "BPE":
@@ -148,11 +179,11 @@ def _reads_all(model: Any, known: Mapping[str, int], bytewise: bool) -> bool:
     return own or bool(model.byte_fallback and known.keys() >= {*BYTES})
 
 
-def _cut(whole: Array, part: Array) -> Array | None:
-    """What is left of tokens after those of their beginning; None where they begin otherwise."""
-    return whole[len(part) :] if np.array_equal(whole[: len(part)], part) else None
+def _strip_prefix(tokens: Array, part: Array) -> Array | None:
+    """Return the tokens after the prefix `part`, or None if they do not begin with it."""
+    return tokens[len(part) :] if np.array_equal(tokens[: len(part)], part) else None
 
 
-def _same(one: str, other: str) -> bool:
-    """Whether texts differ at most in how their characters are composed."""
+def _same_text(one: str, other: str) -> bool:
+    """Return whether texts differ at most in how their characters are composed."""
     return one == other or unicodedata.normalize("NFKC", one) == unicodedata.normalize("NFKC", other)
