@@ -66,7 +66,7 @@ def test_matches_is_of_the_whole_response(pattern, response, score):
 def test_a_pattern_that_is_none_is_told():
     with pytest.raises(
         ValueError,
-        match=r"the pattern '\(4' is no regular expression: missing \), unterminated subpattern at position 0",
+        match=r"the pattern '\(4' is not a regular expression: missing \), unterminated subpattern at position 0",
     ):
         matches("4", pattern="(4")
 

@@ -128,7 +128,7 @@ def test_an_empty_batch_stays_empty():
 def test_scores_without_an_order_are_refused_with_their_row(select, bad):
     more = (generator(),) if select in (best_random, resample) else ()
     with pytest.raises(
-        ValueError, match=rf"of 3 rows, row 1 \(from 0\) has the score {bad}, which is no finite number"
+        ValueError, match=rf"of 3 rows, row 1 \(from 0\) has the score {bad}, which is not a finite number"
     ):
         select(np.array([1, bad, 0]), *more)
 

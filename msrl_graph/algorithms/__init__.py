@@ -1,7 +1,7 @@
 """The algorithms of the package (`*.rlg`) and the functions that programs name.
 
-Invariant: one function with a mark of registry.py, in one of MODULES, is one new name in the language. The compiler
-reads the sources only; the runtime imports the module of the function that it calls.
+Invariant: each function in one of MODULES that has a mark of registry.py is one name in the language. The compiler
+only reads the sources. The runtime imports the module of a function that it calls.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states",
 
 @cache
 def library() -> dict[tuple[CallKind, str], tuple[Signature, str]]:
-    """The signature and the module of every name of the package, by kind and name."""
-    found = {}
+    """Return the signature and module of every built-in name, by kind and name."""
+    signatures_by_name = {}
     for module in MODULES:
         for name, signature in signatures((FOLDER / f"{module}.py").read_text(encoding="utf-8")).items():
             if not name.startswith("_"):
-                found[signature.kind, name] = (signature, module)
-    return found
+                signatures_by_name[signature.kind, name] = (signature, module)
+    return signatures_by_name
 
 
 def load(kind: CallKind, name: str) -> Callable[..., Any]:
-    """The function itself; KeyError where there is none."""
+    """Import a function. Raises KeyError if there is none."""
     function: Callable[..., Any] = getattr(import_module(f".{library()[kind, name][1]}", __name__), name)
     return function
 
 
 def scheduled(call: Expr) -> None:
-    """Calls a schedule for the first step of a run; ValueError where its options do not go together."""
+    """Call a schedule for the first step of a run, to check its options.
+
+    Raises ValueError if they do not go together.
+    """
     filled = {"step": 1, "last": 1}
     load("schedule", str(call.value))(
         **{name: filled[name] for name in library()["schedule", str(call.value)][0].fills}, **call.options()
@@ -47,9 +50,12 @@ def scheduled(call: Expr) -> None:
 
 @lru_cache(maxsize=1 << 10)
 def optimizer(call: Expr) -> OptimizerSpec:
-    """What the call of an optimizer gives, but for the learning rate, which comes with each step; ValueError where its
-    options do not go together."""
-    made: OptimizerSpec = load("optimizer", str(call.value))(
-        lr=0.0, **{k: v for k, v in call.options().items() if k != "lr"}
+    """Call an optimizer and return its specification.
+
+    The learning rate is left out, since it comes with each step. Raises ValueError if the options do not go
+    together.
+    """
+    spec: OptimizerSpec = load("optimizer", str(call.value))(
+        lr=0.0, **{option: value for option, value in call.options().items() if option != "lr"}
     )
-    return made
+    return spec

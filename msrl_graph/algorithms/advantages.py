@@ -1,9 +1,9 @@
-"""Advantage estimators: what a reward is worth beside its peers.
+"""Advantage estimators: the value of a reward compared with its peers.
 
-Each gives float64 arrays, one a row and as long as its response; a row that holds a nan or an infinite number gives one
-to all that it is compared with, so that the run names what is wrong. KL penalties are of the estimate k1 = old_logp -
-ref_logp, in nats. Where a `mask` is read, the tokens that it leaves out, an environment's, are nobody's actions: what
-is estimated is as if they were not there, and 0 at them.
+Each returns float64 arrays, one per row and as long as the row's response. A nan or an infinite number in a row
+makes every result nan or infinite that the row is compared with, so the run reports the bad number. KL penalties
+use the estimate k1 = old_logp - ref_logp, in nats. If a `mask` is read, the tokens that it leaves out (an
+environment's) are not actions: the estimates ignore them, and are 0 there.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @function(scope="group")
 def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32], *, std: bool = True) -> list[Array]:
-    """GRPO's advantage, (s - mean) / (std + 1e-6) over a prompt's responses, given to every token (arXiv:2402.03300,
-    section 4.1.2).
+    """GRPO's advantage, (s - mean) / (std + 1e-6) over a prompt's responses.
 
-    `response` holds one array of token ids a row, `reward` one number a row. The standard deviation is the unbiased
-    one; `std = false` leaves the division out (arXiv:2503.20783). A group of one, or without spread, gets 0; one with a
-    nan gets nan. Gives one array a row, as long as its response.
+    Every token of a response gets it (arXiv:2402.03300, section 4.1.2). `response` holds one array of token ids per
+    row, `reward` one number per row. The standard deviation is unbiased; `std = false` omits the division
+    (arXiv:2503.20783). The result is 0 for a group of one or without spread, and nan for a group with a nan.
+    Returns one array per row, as long as its response.
     """
-    centred = _centred(reward)
+    centred = _center(reward)
     if std and centred.any():
         centred = centred / (centred.std(ddof=1) + 1e-6)
     return _each_token(response, centred)
@@ -38,27 +38,27 @@ def group_norm(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32
 
 @function(scope="group")
 def leave_one_out(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
-    """RLOO's advantage, s minus the mean of the others' s among a prompt's responses, given to every token
-    (arXiv:2402.14740).
+    """RLOO's advantage, s minus the mean of the other responses' s.
 
-    `response` holds one array of token ids a row, `reward` one number a row. A group of one, or without spread, gets 0;
-    one with a nan gets nan. Gives one array a row, as long as its response.
+    The others are those of the same prompt; every token of a response gets the advantage (arXiv:2402.14740).
+    `response` holds one array of token ids per row, `reward` one number per row. The result is 0 for a group of one
+    or without spread, and nan for a group with a nan. Returns one array per row, as long as its response.
     """
-    n = len(reward)
-    return _each_token(response, _centred(reward) * (n / (n - 1) if n > 1 else 0.0))  # s - (sum - s) / (n - 1)
+    size = len(reward)
+    return _each_token(response, _center(reward) * (size / (size - 1) if size > 1 else 0.0))  # s - (sum - s) / (n - 1)
 
 
 @function(scope="group")
 def optimal_baseline(response: Sequence[NDArray[np.int32]], reward: NDArray[np.float32]) -> list[Array]:
-    """OPO's advantage, s minus the mean of a prompt's s weighted by their responses' lengths, given to every token
-    (arXiv:2505.23585).
+    """OPO's advantage, s minus the length-weighted mean of a prompt's s.
 
-    `response` holds one array of token ids a row, `reward` one number a row. A group of one, or without spread, gets 0;
-    one with a nan gets nan. Gives one array a row, as long as its response.
+    The weights are the lengths of the responses; every token of a response gets the advantage (arXiv:2505.23585).
+    `response` holds one array of token ids per row, `reward` one number per row. The result is 0 for a group of one
+    or without spread, and nan for a group with a nan. Returns one array per row, as long as its response.
     """
     import numpy as np
 
-    centred = _centred(reward)
+    centred = _center(reward)
     lengths = np.array([len(tokens) for tokens in response], np.float64)
     return _each_token(response, centred - (centred * lengths).sum() / max(lengths.sum(), 1.0))
 
@@ -74,12 +74,11 @@ def over_baseline(
     *,
     kl: NotNegative = 0.0,
 ) -> Array:
-    """ReMax's advantage: what a token's rewards from there on add up to, minus the reward of the prompt's greedy
-    response (arXiv:2310.10505, algorithm 2).
+    """ReMax's advantage: the sum of rewards from a token on, minus a baseline.
 
-    A token's reward is -kl (old_logp - ref_logp), and on the last token of the response its `reward` besides;
-    `baseline` is the greedy response's. Without log-probabilities there is no penalty. `mask` leaves out tokens of an
-    environment. Gives an array as long as the response.
+    The baseline is the reward of the prompt's greedy response (arXiv:2310.10505, algorithm 2). A token's reward is
+    -kl (old_logp - ref_logp), plus the response's `reward` on its last token. Without log-probabilities there is no
+    penalty. `mask` leaves out tokens of an environment. Returns an array as long as the response.
     """
     (rewards,) = _token_rewards(
         [response],
@@ -89,7 +88,7 @@ def over_baseline(
         kl,
         None if mask is None else [mask],
     )
-    return _laid([_returns(rewards, 1.0) - baseline], None if mask is None else [mask])[0]
+    return _place_tokens([_sum_returns(rewards, 1.0) - baseline], None if mask is None else [mask])[0]
 
 
 @function(scope="batch", together=("old_logp", "ref_logp", "kl"))
@@ -103,16 +102,16 @@ def discounted(
     kl: NotNegative = 0.0,
     gamma: Share = 1.0,
 ) -> list[Array]:
-    """REINFORCE++'s advantage: what a token's rewards from there on add up to, whitened over the batch
-    (arXiv:2501.03262).
+    """REINFORCE++'s advantage: the sum of rewards from a token on, whitened.
 
-    A token's reward is -kl (old_logp - ref_logp), and on the last token of its response the row's `reward` besides;
-    `gamma` discounts by token. Without log-probabilities there is no penalty. Whitened: (A - mean) / sqrt(variance +
-    1e-8) over all tokens of the batch, the variance unbiased; 0 where there is no spread. `mask` leaves out tokens of
-    an environment. Gives one array a row, as long as its response, empty for an empty one.
+    Source: arXiv:2501.03262. A token's reward is -kl (old_logp - ref_logp), plus the row's `reward` on the last
+    token of its response; `gamma` discounts per token. Without log-probabilities there is no penalty. Whitening
+    makes A into (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, with unbiased variance; the result
+    is 0 if there is no spread. `mask` leaves out tokens of an environment. Returns one array per row, as long as
+    its response, empty for an empty one.
     """
     rewards = _token_rewards(response, reward, old_logp, ref_logp, kl, mask)
-    return _laid(_whitened([_returns(r, gamma) for r in rewards]), mask)
+    return _place_tokens(_whiten([_sum_returns(row, gamma) for row in rewards]), mask)
 
 
 @function(scope="batch", together=("old_logp", "ref_logp", "kl_coef"))
@@ -129,41 +128,46 @@ def gae(
     lam: Share = 0.95,
     whiten: bool = True,
 ) -> tuple[list[Array], list[Array]]:
-    """Generalized advantage estimates, and the returns that a critic learns (arXiv:1506.02438, eq. 16; KL in the
-    reward: arXiv:1909.08593).
+    """Generalized advantage estimates, and the returns that a critic learns.
 
-    A token's reward r is -kl_coef (old_logp - ref_logp), and on the last token of its response the row's `score`
-    besides; without log-probabilities there is no penalty. `value` is the value of the state before each token is
-    written, 0 past the end: d = r + gamma V(next) - V, A = d + gamma lam A(next), and the returns are A + V. `whiten`
-    then makes A into (A - mean) / sqrt(variance + 1e-8) over all tokens of the batch, the variance unbiased; 0 where
-    there is no spread. `mask` leaves out tokens of an environment. Gives advantages and returns, one array a row each,
-    as long as its response, empty for an empty one.
+    Source: arXiv:1506.02438, eq. 16; KL in the reward: arXiv:1909.08593. A token's reward r is -kl_coef (old_logp -
+    ref_logp), plus the row's `score` on the last token of its response; without log-probabilities there is no
+    penalty. `value` is the value of the state before each token is written, 0 past the end: d = r + gamma V(next) -
+    V, A = d + gamma lam A(next), and the returns are A + V. `whiten` then makes A into (A - mean) / sqrt(variance +
+    1e-8) over all tokens of the batch, with unbiased variance; the result is 0 if there is no spread. `mask` leaves
+    out tokens of an environment. Returns advantages and returns, one array per row each, as long as its response,
+    empty for an empty one.
     """
     import numpy as np
 
     rewards = _token_rewards(response, score, old_logp, ref_logp, kl_coef, mask)
-    values = [np.asarray(v, np.float64)[_own(mask, i)] for i, v in enumerate(value)]
-    deltas = [r + gamma * np.append(v[1:], 0.0)[: len(v)] - v for r, v in zip(rewards, values, strict=True)]
-    advantages = [_returns(d, gamma * lam) for d in deltas]
-    returns = [a + v for a, v in zip(advantages, values, strict=True)]
-    return _laid(_whitened(advantages) if whiten else advantages, mask), _laid(returns, mask)
+    values = [
+        np.asarray(row_value, np.float64)[_select_policy_tokens(mask, row)] for row, row_value in enumerate(value)
+    ]
+    deltas = [
+        r + gamma * np.append(row_values[1:], 0.0)[: len(row_values)] - row_values
+        for r, row_values in zip(rewards, values, strict=True)
+    ]
+    advantages = [_sum_returns(row_deltas, gamma * lam) for row_deltas in deltas]
+    returns = [a + row_values for a, row_values in zip(advantages, values, strict=True)]
+    return _place_tokens(_whiten(advantages) if whiten else advantages, mask), _place_tokens(returns, mask)
 
 
-def _centred(scores: NDArray[np.float32]) -> Array:
-    """Scores minus their mean; exactly 0 where they are all the same, whatever the mean was rounded to."""
+def _center(scores: NDArray[np.float32]) -> Array:
+    """Return scores minus their mean; exactly 0 if all are equal, despite rounding."""
     import numpy as np
 
     exact = np.asarray(scores, np.float64)
     centred = exact - exact.mean()
-    # Of the largest score: the rounding of a mean is 1e-15 of it for any number of them, a real spread of float32
-    # scores 1e-8 at least.
+    # Relative to the largest score, a mean's rounding error is 1e-15 for any number of scores, and the spread of
+    # float32 scores that differ is at least 1e-8.
     return np.zeros_like(centred) if np.all(np.abs(centred) <= 1e-12 * np.abs(exact).max(initial=0)) else centred
 
 
 def _each_token(response: Sequence[NDArray[np.int32]], values: Array) -> list[Array]:
     import numpy as np
 
-    return [np.full(len(tokens), v) for tokens, v in zip(response, values, strict=True)]
+    return [np.full(len(tokens), token_value) for tokens, token_value in zip(response, values, strict=True)]
 
 
 def _token_rewards(
@@ -174,56 +178,62 @@ def _token_rewards(
     kl: float,
     mask: Sequence[NDArray[np.bool_]] | None,
 ) -> list[Array]:
-    """The KL penalty of each token that the mask leaves, and on the last one the row's score besides."""
+    """Return the rewards of the tokens that the mask selects.
+
+    A token's reward is its KL penalty, plus the row's score on the last token.
+    """
     import numpy as np
 
-    found = []
-    for i, (tokens, s) in enumerate(zip(response, score, strict=True)):
+    all_rewards = []
+    for row, (tokens, row_score) in enumerate(zip(response, score, strict=True)):
         rewards = np.zeros(len(tokens))
         if old_logp is not None and ref_logp is not None:
-            rewards = -kl * (np.asarray(old_logp[i], np.float64) - np.asarray(ref_logp[i], np.float64))
+            rewards = -kl * (np.asarray(old_logp[row], np.float64) - np.asarray(ref_logp[row], np.float64))
         if len(rewards) != len(tokens):
             raise ValueError(f"a response of {len(tokens)} tokens has {len(rewards)} log-probabilities")
-        rewards = rewards[_own(mask, i)]
-        rewards[-1:] += s
-        found.append(rewards)
-    return found
+        rewards = rewards[_select_policy_tokens(mask, row)]
+        rewards[-1:] += row_score
+        all_rewards.append(rewards)
+    return all_rewards
 
 
-def _own(mask: Sequence[NDArray[np.bool_]] | None, row: int) -> NDArray[np.bool_] | slice:
-    """Which tokens of a row the policy wrote: all where no mask says."""
+def _select_policy_tokens(mask: Sequence[NDArray[np.bool_]] | None, row: int) -> NDArray[np.bool_] | slice:
+    """Select the tokens of a row that the policy wrote: all if there is no mask."""
     return slice(None) if mask is None else mask[row]
 
 
-def _laid(rows: list[Array], mask: Sequence[NDArray[np.bool_]] | None) -> list[Array]:
-    """Values of the tokens that the mask leaves at their places in whole responses, with 0 at the others."""
+def _place_tokens(rows: list[Array], mask: Sequence[NDArray[np.bool_]] | None) -> list[Array]:
+    """Place values of masked tokens into whole responses, with 0 at the other tokens."""
     import numpy as np
 
     if mask is None:
         return rows
-    whole = [np.zeros(len(m)) for m in mask]
-    for values, own, row in zip(whole, mask, rows, strict=True):
+    responses = [np.zeros(len(row_mask)) for row_mask in mask]
+    for values, own, row in zip(responses, mask, rows, strict=True):
         values[own] = row
-    return whole
+    return responses
 
 
-def _returns(rewards: Array, discount: float) -> Array:
-    """What the rewards from each token on add up to, discounted by token."""
+def _sum_returns(rewards: Array, discount: float) -> Array:
+    """Return the sum of rewards from each token on, discounted per token."""
     import numpy as np
 
     returns = np.empty_like(rewards)
     total = 0.0
-    for t in range(len(rewards) - 1, -1, -1):
-        total = rewards[t] + discount * total
-        returns[t] = total
+    for token in range(len(rewards) - 1, -1, -1):
+        total = rewards[token] + discount * total
+        returns[token] = total
     return returns
 
 
-def _whitened(rows: list[Array]) -> list[Array]:
-    """All tokens with mean 0 and variance 1; 0 where there is no spread, and for a single token."""
+def _whiten(rows: list[Array]) -> list[Array]:
+    """Scale all tokens to mean 0 and variance 1.
+
+    The result is 0 for a single token or without spread.
+    """
     import numpy as np
 
-    flat = _centred(np.concatenate(rows)) if rows and sum(map(len, rows)) else np.zeros(0)
+    flat = _center(np.concatenate(rows)) if rows and sum(map(len, rows)) else np.zeros(0)
     if flat.any():
         flat = flat / np.sqrt(flat.var(ddof=1) + 1e-8)
-    return np.split(flat, np.cumsum([len(r) for r in rows])[:-1]) if rows else []
+    return np.split(flat, np.cumsum([len(row) for row in rows])[:-1]) if rows else []

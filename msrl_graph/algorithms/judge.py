@@ -1,11 +1,13 @@
-"""The program that asks the library math-verify whether two answers are equal: a question a line, a verdict a line.
+"""A worker process that asks math-verify whether two answers are equal.
 
-Invariant: a question takes at most its limit of processor time, ten times `timeout` by the clock and MEMORY bytes of
-address space, whatever the answers are: sympy may compute for days without coming back to Python, so the system's
-timers end the process. It is a child of one that has loaded the library and used it, and forks the next in
-milliseconds. What would make numbers of more than BITS bits is refused before it is computed, the same on every
-machine. A judge ends with its caller, even a killed one: it reads the end of its pipe, at the latest when its time is
-over. This file is run as its program, so it imports nothing of the package.
+It reads one question per line and writes one verdict per line.
+
+Invariant: a question takes at most its limit of CPU time, ten times `timeout` of wall-clock time, and MEMORY bytes
+of address space, whatever the answers are. sympy may compute for days without returning to Python, so timers of the
+system end the process. The process is a child of one that has loaded and used the library, which forks the next
+child in milliseconds. Expressions that would make numbers of more than BITS bits are refused before they are
+computed, the same on every machine. A judge ends with its caller, even if the caller is killed: it reads the end of
+its pipe, at the latest when its time is over. This file runs as a program, so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -21,26 +23,26 @@ from contextlib import suppress
 from typing import Any
 
 MEMORY = 2**30  # bytes of address space; a judge starts with 200 MB of it
-CLOCK = 10  # seconds by the clock for one of processor time: a busy machine changes no score
-BITS = 2**15  # of a whole number; 2024^{2024} has 22,000
-LONG = 1000  # characters of an answer
-DEEP = 16  # brackets in brackets
+CLOCK = 10  # wall-clock seconds per second of CPU time, so that a busy machine changes no score
+BITS = 2**15  # most bits of an integer; 2024^{2024} has 22,000
+LONG = 1000  # most characters of an answer
+DEEP = 16  # most levels of nested brackets
 TIMERS = {signal.SIGPROF, signal.SIGALRM}
-SPENT = 3  # exit status of a judge that has answered and wants a fresh one in its place
-# What a verdict may be beside 0 and 1, and what is told of it.
+SPENT = 3  # exit status of a judge that has answered and asks to be replaced
+# Verdicts other than 0 and 1, with their messages.
 REFUSED = {
     b"time": "math-verify took more than {limit:.3g} s",
     b"memory": "math-verify took too much memory",
     b"size": (
-        f"it makes a number of more than {BITS:,} bits, is longer than {LONG:,} characters, or brackets stand "
+        f"it makes a number of more than {BITS:,} bits, is longer than {LONG:,} characters, or nests brackets "
         f"more than {DEEP} deep"
     ),
-    b"died": "math-verify died of it",
+    b"died": "math-verify crashed on it",
 }
 
 _BRACKET = re.compile(r"([({\[])|([)}\]])")
-# Questions whose like others begin faster after: what the library loads late, and what its parser learns.
-_USUAL = (
+# Warm-up questions: after them the library has loaded its lazy parts and its parser has filled its caches.
+_WARM_UP = (
     (r"x = 5", r"5"),
     (r"2x+2", r"2(x+1)"),
     (r"\left(1, \frac{1}{2}\right)", r"(1,0.5)"),
@@ -52,11 +54,14 @@ _USUAL = (
 
 
 class TooLarge(BaseException):
-    """Nothing is computed of this; no `except Exception` of a library's takes it for an error."""
+    """An expression that is too large to compute.
+
+    A BaseException, so that no `except Exception` in a library catches it.
+    """
 
 
 def beyond(text: str) -> bool:
-    """Whether an answer is larger than any that is asked about: reading it would take seconds."""
+    """Return whether an answer is too large: parsing it would take seconds."""
     if len(text) > LONG:
         return True
     depth = 0
@@ -68,33 +73,36 @@ def beyond(text: str) -> bool:
 
 
 def serve(memory: int) -> None:
-    """Questions as `[response, marked, answer, limit, timeout]`, until the end of the file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, meant for the caller
+    """Answer questions until the end of the input.
+
+    A question is `[response, marked, answer, limit, timeout]`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is meant for the caller
     for timer in TIMERS:
         signal.signal(timer, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, TIMERS)
-    with suppress(ValueError, OSError):  # a lower limit holds already
+    with suppress(ValueError, OSError):  # a lower limit is already set
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     verdicts = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints is no verdict
+    os.dup2(2, 1)  # output that a library prints is not a verdict
 
     import ctypes
     import gc
     import logging
 
     logging.disable()
-    _bound()
-    for response, answer in _USUAL:
+    _limit_library()
+    for response, answer in _WARM_UP:
         _equal(response, True, answer)
     gc.freeze()
     library = ctypes.CDLL(None)
     own = os.getpid()
-    with suppress(BrokenPipeError):  # a caller that is gone
+    with suppress(BrokenPipeError):  # the caller has ended
         verdicts.write(b"ready\n")
         while True:
             child = os.fork()
             if not child:
-                library.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it dies with its parent
+                library.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the child dies with its parent
                 if os.getppid() == own:
                     _answer(verdicts, memory)
                 os._exit(0)
@@ -104,9 +112,8 @@ def serve(memory: int) -> None:
             elif -status in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT):
                 verdicts.write(b"died\n")
             elif status != SPENT:
-                os._exit(
-                    status if status >= 0 else 1
-                )  # the end of the file, or somebody has killed it: the caller asks another one
+                # The end of the input, or another process killed the child: the caller asks another judge.
+                os._exit(status if status >= 0 else 1)
 
 
 def _answer(verdicts: Any, memory: int) -> None:
@@ -123,14 +130,13 @@ def _answer(verdicts: Any, memory: int) -> None:
             verdict = b"size"
         except MemoryError:
             verdict = b"memory"
-        except Exception:  # what cannot be read
+        except Exception:  # an answer that cannot be parsed
             verdict = b"0"
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         spent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > memory // 2
-        verdicts.write(
-            (b"memory" if spent and verdict == b"0" else verdict) + b"\n"
-        )  # the library takes a MemoryError for no answer
+        # The library treats a MemoryError as a missing answer.
+        verdicts.write((b"memory" if spent and verdict == b"0" else verdict) + b"\n")
         if spent or verdict == b"memory":
             os._exit(SPENT)
 
@@ -146,37 +152,40 @@ def _equal(response: str, marked: bool, answer: str) -> bool:
             _golds.clear()
         _golds[answer] = math_verify.parse(rf"\boxed{{{answer}}}", parsing_timeout=None)
     gold = _golds[answer]
-    given = math_verify.parse(rf"\boxed{{{response}}}" if marked else response, parsing_timeout=None)
-    verdict = _same_number(gold, given)
+    candidate = math_verify.parse(rf"\boxed{{{response}}}" if marked else response, parsing_timeout=None)
+    verdict = _same_number(gold, candidate)
     if verdict is None:
-        return bool(math_verify.verify(gold, given, allow_set_relation_comp=True, timeout_seconds=None))
+        return bool(math_verify.verify(gold, candidate, allow_set_relation_comp=True, timeout_seconds=None))
     return verdict
 
 
-def _same_number(gold: list[Any], given: list[Any]) -> bool | None:
-    """Whether two constants are the same; None where they are none, or may be.
+def _same_number(gold: list[Any], candidate: list[Any]) -> bool | None:
+    """Return whether two constants are equal; None if that is undecided.
 
-    That constants differ is seen here in a tenth of the time. With decimals it is all decided here: to six places as by
-    math-verify, which finds all numbers below 1e-6 the same, so of small ones to five digits.
+    It is undecided for anything but constants, and for constants that may be equal. This finds in a tenth of the
+    time that constants differ. If there are decimals, the decision is final. They are compared to six places as in
+    math-verify. That would make all numbers below 1e-6 equal, so small ones are compared to five digits.
     """
     from sympy import Float, UnevaluatedExpr  # percent is the unevaluated hundredth
 
     try:
-        if any(x[0].has(UnevaluatedExpr) for x in (gold, given)):
+        if any(expressions[0].has(UnevaluatedExpr) for expressions in (gold, candidate)):
             return None
-        one, two = (complex(x[0].doit()) for x in (gold, given))
-    except (AttributeError, IndexError, TypeError, ValueError, OverflowError):  # no numbers, or large ones
+        first, second = (complex(expressions[0].doit()) for expressions in (gold, candidate))
+    except (AttributeError, IndexError, TypeError, ValueError, OverflowError):  # not numbers, or large ones
         return None
-    size = max(abs(one), abs(two))
-    apart = abs(one - two)
-    if any(x[0].has(Float) for x in (gold, given)):
-        return apart <= min(5e-7, 1e-5 * size)
-    return False if size < 1e100 and apart > 1e-5 * size else None
+    size = max(abs(first), abs(second))
+    difference = abs(first - second)
+    if any(expressions[0].has(Float) for expressions in (gold, candidate)):
+        return difference <= min(5e-7, 1e-5 * size)
+    return False if size < 1e100 and difference > 1e-5 * size else None
 
 
-def _bound() -> None:
-    """Has sympy refuse numbers that are too large before it computes them, and math-verify what is too large to be
-    read."""
+def _limit_library() -> None:
+    """Patch sympy and math-verify to refuse expressions that are too large.
+
+    sympy refuses them before it computes them, math-verify before it parses them.
+    """
     from math_verify import parser
     from mpmath import libmp
     from sympy import Integer, Rational, binomial, factorial, factorial2, gamma, subfactorial
@@ -194,11 +203,11 @@ def _bound() -> None:
         setattr(owner, name, staticmethod(bounded) if name == "eval" else bounded)
 
     def power(base: Any, exponent: Any) -> bool:
-        whole = isinstance(exponent, Rational) and exponent.is_finite and base.is_finite
-        return whole and abs(exponent.p) * (max(abs(base.p), base.q).bit_length() - 1) > BITS * exponent.q
+        is_rational = isinstance(exponent, Rational) and exponent.is_finite and base.is_finite
+        return is_rational and abs(exponent.p) * (max(abs(base.p), base.q).bit_length() - 1) > BITS * exponent.q
 
     def product(largest: Any, count: Any) -> bool:
-        """Of so many factors up to the largest."""
+        """Return whether a product of `count` factors up to `largest` is too large."""
         return (
             isinstance(count, Integer)
             and isinstance(largest, Integer)
@@ -207,7 +216,7 @@ def _bound() -> None:
 
     for number in (Integer, Rational):
         refuse(number, "_eval_power", power)
-    refuse(evalf, "evalf", lambda _, precision, *__: precision > BITS)  # in bits: it grows with an exponent
+    refuse(evalf, "evalf", lambda _, precision, *__: precision > BITS)  # in bits: the precision grows with an exponent
     for module in (libmp, libmp.libelefun, evalf):
         refuse(module, "mpf_pow_int", lambda _, exponent, *__: abs(exponent) > 2**64)
     for factors in (factorial, factorial2, gamma, subfactorial):

@@ -1,8 +1,8 @@
-"""Judges, processes that compare answers (judge.py), and how much of them the answers of a batch may take.
+"""Judge processes that compare answers (judge.py), and their time budget.
 
-Invariant: an answer's verdict does not depend on the answers beside it, unless these take so much that the budget is
-spent: answers that cost more than their limit are cut off, and take what is left of the budget in even shares, so that
-the quick ones are judged first, whatever their order is. Any thread may ask.
+Invariant: an answer's verdict does not depend on the other answers of the batch, unless these use up the budget.
+Answers that cost more than their limit are cut off and share the rest of the budget equally, so that cheap answers
+are judged first, whatever their order. Any thread may ask.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from typing import NamedTuple
 
 from . import judge
 
-LEAST = 0.05  # seconds of a processor that any answer may take; nine of ten take less than 0.02
-MOST = 16  # judges at once
-EACH = 8  # questions that are worth another judge
+LEAST = 0.05  # seconds of CPU time that every answer may take; nine of ten take less than 0.02
+MOST = 16  # most judges at once
+EACH = 8  # questions per additional judge
 
 
 class JudgeRequest(NamedTuple):
-    """Two answers in LaTeX. Unless it is `marked`, math-verify looks for the answer in `response`."""
+    """Two answers in LaTeX to compare.
+
+    Unless it is `marked`, math-verify searches `response` for the answer.
+    """
 
     response: str
     answer: str
@@ -34,7 +37,10 @@ class JudgeRequest(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether two answers are equal; `cut_off` tells why that was not found out, `late` that it was for its time."""
+    """Whether two answers are equal.
+
+    `cut_off` is the reason if that was not decided; `late` means that the time limit was the reason.
+    """
 
     equal: bool
     cut_off: str = ""
@@ -42,14 +48,17 @@ class Verdict(NamedTuple):
 
 
 class JudgeKilled(RuntimeError):
-    """Somebody has killed a judge before it was ready."""
+    """A judge was killed by another process before it was ready."""
 
 
 class Judge:
-    """A process of its own with so many bytes of address space. RuntimeError where it does not start."""
+    """A judge process with `memory` bytes of address space.
+
+    Raises RuntimeError if it does not start.
+    """
 
     def __init__(self, memory: int = judge.MEMORY) -> None:
-        # Sets are ordered by hashes, and sympy goes by their order.
+        # sympy depends on the order of sets, which depends on hashes.
         environment = {**os.environ, "PYTHONHASHSEED": "0"}
         command = [sys.executable, "-P", str(Path(judge.__file__)), str(memory)]
         self.process = subprocess.Popen(
@@ -67,14 +76,14 @@ class Judge:
             )
 
     def ask(self, question: JudgeRequest, limit: float, timeout: float) -> Verdict | None:
-        """The verdict, None where the judge was killed."""
+        """Return the verdict, or None if the judge was killed."""
         line = json.dumps([question.response, question.marked, question.answer, limit, timeout]).encode() + b"\n"
         with suppress(BrokenPipeError):
-            left = memoryview(line)
-            while left:  # a signal may cut a write
-                left = left[self._stdin.write(left) :]
-            if said := self._stdout.readline().strip():
-                return Verdict(said == b"1", judge.REFUSED.get(said, "").format(limit=limit), said == b"time")
+            unsent = memoryview(line)
+            while unsent:  # a signal may cut a write
+                unsent = unsent[self._stdin.write(unsent) :]
+            if reply := self._stdout.readline().strip():
+                return Verdict(reply == b"1", judge.REFUSED.get(reply, "").format(limit=limit), reply == b"time")
         return None
 
     def end(self) -> None:
@@ -83,7 +92,7 @@ class Judge:
         self._close()
 
     def forget(self) -> None:
-        """Lets go of the judge of a process that this one was forked from."""
+        """Release a judge that belongs to the process that this one was forked from."""
         self._close()
         self.process.returncode = 0
 
@@ -93,36 +102,36 @@ class Judge:
         self._stdout.close()
 
 
-# All of this process, and those that nobody asks right now: as many as there were questions at once.
+# All judges of this process, and the idle ones. There are as many as there were questions at once.
 _living: list[Judge] = []
 _idle: list[Judge] = []
 
 
 def equal(questions: Sequence[JudgeRequest], *, timeout: float, budget: float) -> list[Verdict]:
-    """What math-verify finds of each question, in at most `timeout` seconds of a processor.
+    """Compare each pair of answers with math-verify.
 
-    `budget` are the seconds that those may take together which come to no verdict, but any of them LEAST. RuntimeError
-    where no judge starts.
+    A pair takes at most `timeout` seconds of CPU time. `budget` is the number of seconds that pairs without a
+    verdict may take together; each may take at least LEAST. Raises RuntimeError if no judge starts.
     """
-    found = {
-        q: Verdict(False, judge.REFUSED[b"size"])
-        for q in questions
-        if judge.beyond(q.answer) or (q.marked and judge.beyond(q.response))
+    verdicts = {
+        question: Verdict(False, judge.REFUSED[b"size"])
+        for question in questions
+        if judge.beyond(question.answer) or (question.marked and judge.beyond(question.response))
     }
-    left = [q for q in dict.fromkeys(questions) if q not in found]
+    pending = [question for question in dict.fromkeys(questions) if question not in verdicts]
     limit = 0.0
-    # Limits are counted, not what was measured: who is asked again is the same on every machine, but for what comes
-    # close to a limit.
-    while left and (share := min(timeout, max(LEAST, budget / len(left)))) > limit:
+    # The budget counts limits, not measured times, so the pairs that are asked again are the same on every machine,
+    # except for pairs close to a limit.
+    while pending and (share := min(timeout, max(LEAST, budget / len(pending)))) > limit:
         limit = share
-        found |= zip(left, _asked(left, limit, timeout), strict=True)
-        left = [q for q in left if found[q].late]
-        budget -= limit * len(left)
-    return [found[q] for q in questions]
+        verdicts |= zip(pending, _asked(pending, limit, timeout), strict=True)
+        pending = [question for question in pending if verdicts[question].late]
+        budget -= limit * len(pending)
+    return [verdicts[question] for question in questions]
 
 
 def _asked(questions: Sequence[JudgeRequest], limit: float, timeout: float) -> list[Verdict]:
-    """The verdicts of judges beside each other, in the order of the questions."""
+    """Return the verdicts in the order of the questions; judges run in parallel."""
 
     def ask(question: JudgeRequest) -> Verdict:
         return _ask(question, limit, timeout)
@@ -136,46 +145,45 @@ def _asked(questions: Sequence[JudgeRequest], limit: float, timeout: float) -> l
 
 def _ask(question: JudgeRequest, limit: float, timeout: float) -> Verdict:
     status = 0
-    for left in range(
-        1 + len(_idle), -1, -1
-    ):  # a judge that someone else killed has not judged, and those that wait may all be dead
+    # A judge that another process killed has given no verdict, and all idle judges may be dead.
+    for attempts_left in range(1 + len(_idle), -1, -1):
         try:
-            one = _taken()
+            judge_process = _take_judge()
         except JudgeKilled:
-            if not left:
+            if not attempts_left:
                 raise
             continue
         try:
-            verdict = one.ask(question, limit, timeout)
+            verdict = judge_process.ask(question, limit, timeout)
         except BaseException:  # an interrupt leaves a question unanswered
-            one.end()
+            judge_process.end()
             raise
         if verdict is not None:
-            _idle.append(one)
+            _idle.append(judge_process)
             return verdict
-        status = one.process.wait()
-        one.end()
-    return Verdict(False, f"the process that runs math-verify dies again and again, last with status {status}")
+        status = judge_process.process.wait()
+        judge_process.end()
+    return Verdict(False, f"the process that runs math-verify keeps dying, last with status {status}")
 
 
-def _taken() -> Judge:
-    with suppress(IndexError):  # another thread may take the last one meanwhile
-        while one := _idle.pop():
-            if one.process.poll() is None:
-                return one
-            one.end()
+def _take_judge() -> Judge:
+    with suppress(IndexError):  # another thread may have taken the last one
+        while judge_process := _idle.pop():
+            if judge_process.process.poll() is None:
+                return judge_process
+            judge_process.end()
     return Judge()
 
 
 def _end_all() -> None:
-    for one in list(_living):
-        one.end()
+    for judge_process in list(_living):
+        judge_process.end()
 
 
 def _forget_all() -> None:
     _idle.clear()
-    for one in list(_living):
-        one.forget()
+    for judge_process in list(_living):
+        judge_process.forget()
 
 
 atexit.register(_end_all)

@@ -1,11 +1,12 @@
 """Terms of a loss.
 
-Each takes flat float tensors with one value a response token, of all rows of a micro-batch one after another, and gives
-such a tensor back; how tokens are reduced is the update's `reduce`, not the term's. A term that returns `Rows` gives
-one value a row. What it gives for a row depends on that row alone, unless its mark says `scope="mini_batch"`: then it
-is called once with all rows of the mini-batch, and may draw by `rng`. What the update fills is described in
-signatures.py: `logp`, `entropy`, `values`, `LogProbs` and `Scores` are differentiable, `lengths` are whole numbers. A
-term may give figures beside its loss, (loss, {name: values}), whose means are metrics.
+A term takes flat float tensors with one value per response token, of all rows of a micro-batch one after another,
+and returns such a tensor. How tokens are reduced is the update's `reduce`, not the term's. A term that returns
+`Rows` returns one value per row. Its values for a row depend on that row alone, unless its mark says
+`scope="mini_batch"`: then it is called once with all rows of the mini-batch, and may draw with `rng`. signatures.py
+describes the arguments that the update fills: `logp`, `entropy`, `values`, `LogProbs` and `Scores` are
+differentiable, `lengths` are integers. A term may return figures with its loss, (loss, {name: values}); their means
+are metrics.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     Scores: TypeAlias = Tensor
     Rows: TypeAlias = Tensor
     Figures: TypeAlias = dict[str, Tensor]
-else:  # annotations are read by the compiler, where torch is not installed
+else:  # the compiler reads annotations, and torch may be missing there
     Tokens = LogProbs = Scores = Rows = Figures = object
 
 
@@ -39,22 +40,24 @@ def clip(
     dual: Positive | None = None,
     ratio: Literal["token", "sequence"] = "token",
 ) -> tuple[Tokens, Figures]:
-    """PPO's clipped surrogate, as a loss: max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - old_logp)
-    (arXiv:1707.06347, eq. 7).
+    """PPO's clipped surrogate, as a loss (arXiv:1707.06347, eq. 7).
 
-    `high` defaults to `low`. Without `old_logp` the detached `logp` stands in, which is exact for one optimizer step a
-    batch. `dual` bounds the loss where A < 0 by -A dual (arXiv:1912.09729; there 3). `ratio = sequence` takes r =
-    exp(mean of logp - old_logp over the row) for each token of the row; its gradient is r times that of the token's
-    `logp`, so that one advantage for the row gives GSPO's (arXiv:2507.18071, eq. 7 and 10) and several GSPO-token's
-    (eq. 14). ValueError where it has no `lengths`. Tells the `ratio` of each token, whether it is `clipped`, so that it
-    has no gradient, and `kl`, r - 1 - log r of its own r, in nats: an estimate of KL(old, new), how far the policy has
-    gone from the one that drew (k3, http://joschu.net/blog/kl-approx.html).
+    max(-A r, -A clip(r, 1 - low, 1 + high)), r = exp(logp - old_logp). `high` defaults to `low`. Without `old_logp`
+    the detached `logp` replaces it, which is exact for one optimizer step per batch. `dual` bounds the loss where A
+    < 0 by -A dual (arXiv:1912.09729; there 3). `ratio = sequence` takes r = exp(mean of logp - old_logp over the
+    row) for each token of the row. Its gradient is r times that of the token's `logp`, so one advantage per row
+    gives GSPO (arXiv:2507.18071, eq. 7 and 10) and several give GSPO-token (eq. 14). Raises ValueError if it has no
+    `lengths`.
+
+    Reports the `ratio` of each token, whether it is `clipped`, so that it has no gradient, and `kl`, r - 1 - log r
+    of the token's own r, in nats. `kl` is an estimate of KL(old, new), the distance of the policy from the one that
+    drew the tokens (k3, http://joschu.net/blog/kl-approx.html).
     """
     log_ratio = logp - (logp.detach() if old_logp is None else old_logp)
     kl = _kl(log_ratio)
     if ratio == "sequence":
         log_ratio = _over_rows(log_ratio.detach(), lengths, mean=True) + (logp - logp.detach())
-    # Where the loss is bounded its gradient is 0 for a large ratio, and would be nan for one that overflows.
+    # Where the loss is bounded, the gradient of a large ratio is 0, but an overflow would make it nan.
     most = log_ratio.clamp(max=60)
     r = (most.where(advantage >= 0, log_ratio) if dual is None else most).exp()
     clipped = r.clamp(1 - low, 1 + (low if high is None else high))
@@ -67,14 +70,14 @@ def clip(
 def cispo(
     logp: Tokens, old_logp: Tokens, advantage: Tokens, *, low: Share | None = None, high: NotNegative = 4.0
 ) -> tuple[Tokens, Figures]:
-    """CISPO: -clip(r, 1 - low, 1 + high) A logp, the ratio r = exp(logp - old_logp) without gradient (arXiv:2506.13585,
-    eq. 4 and 5).
+    """CISPO, a bounded ratio without gradient (arXiv:2506.13585, eq. 4 and 5).
 
-    Every token keeps its gradient, and that of a token whose ratio is large is bounded. Without `low` there is no bound
-    below, as in the paper; ratios up to 5 are arXiv:2510.13786's. Tells what `clip` tells.
+    -clip(r, 1 - low, 1 + high) A logp, where the ratio r = exp(logp - old_logp) has no gradient. Every token keeps
+    its gradient, which is bounded if the token's ratio is large. Without `low` there is no lower bound, as in the
+    paper; ratios up to 5 are those of arXiv:2510.13786. Reports the same figures as `clip`.
     """
     log_ratio = logp.detach() - old_logp
-    r = log_ratio.clamp(max=60).exp()  # finite, or a large ratio of an advantage of 0 is nan
+    r = log_ratio.clamp(max=60).exp()  # finite: otherwise a large ratio times an advantage of 0 is nan
     weight = r.clamp(0.0 if low is None else 1 - low, 1 + high)
     return -weight * advantage * logp, {"ratio": r, "clipped": (weight != r).float(), "kl": _kl(log_ratio)}
 
@@ -89,13 +92,13 @@ def kl_cov(
     share: Share = 0.002,
     coef: NotNegative = 1.0,
 ) -> tuple[Tokens, Figures]:
-    """KL-Cov: -A r, and for the tokens of the mini-batch that make its entropy fall most coef |logp - old_logp| besides
-    (arXiv:2505.22617, section 4.2).
+    """KL-Cov: -A r, and a penalty on the tokens that lower the entropy most.
 
-    These are the `share` of all tokens, one at least, with the largest covariance (logp - mean)(A - mean), the means
-    over the mini-batch; of equals the first. r = exp(logp - old_logp). Within `rounding` of equality the penalty has no
-    slope, as at equality: there its sign is noise, as that of every token in the first step of an iteration. Tells the
-    `ratio` of each token, whether it is `chosen`, and `kl` as `clip`.
+    The penalty is coef |logp - old_logp| (arXiv:2505.22617, section 4.2). It applies to the `share` of the
+    mini-batch's tokens, one at least, with the largest covariance (logp - mean)(A - mean), the means over the
+    mini-batch; of equal ones the first. r = exp(logp - old_logp). Within `rounding` of equality the penalty has no
+    slope, as at equality: there its sign is noise, as for every token in the first step of an iteration. Reports
+    the `ratio` of each token, whether it is `chosen`, and `kl` as `clip` does.
     """
     import torch
 
@@ -103,7 +106,7 @@ def kl_cov(
     chosen = _covariance(logp, advantage).argsort(descending=True, stable=True)[: _count(logp, share)]
     picked = torch.zeros_like(logp, dtype=torch.bool).index_fill(0, chosen, True)
     r = log_ratio.exp()
-    loss = -advantage * r + coef * _size(log_ratio, rounding) * picked
+    loss = -advantage * r + coef * _flat_abs(log_ratio, rounding) * picked
     return loss, {"ratio": r, "chosen": picked.float(), "kl": _kl(log_ratio)}
 
 
@@ -120,38 +123,39 @@ def clip_cov(
     least: float = 1.0,
     most: float = 5.0,
 ) -> tuple[Tokens, Figures]:
-    """Clip-Cov: `clip`, and some tokens of the mini-batch that would make its entropy fall have no gradient
-    (arXiv:2505.22617, section 4.2).
+    """Clip-Cov: `clip`, without gradient for some tokens that lower the entropy.
 
-    They are drawn, as many as the `share` of all tokens, one at least, from those that are not clipped and whose
-    covariance (logp - mean)(A - mean), the means over the mini-batch, lies between `least` and `most`; their loss is 0.
-    Tells the `ratio` of each token, whether it is `clipped` either way or `chosen` so, and `kl`, as `clip`.
+    Source: arXiv:2505.22617, section 4.2. The tokens are drawn at random: the `share` of the mini-batch's tokens,
+    one at least, from those that are not clipped and whose covariance (logp - mean)(A - mean), the means over the
+    mini-batch, is between `least` and `most`. Their loss is 0. Reports the `ratio` of each token, whether it is
+    `clipped` for either reason or `chosen` in this way, and `kl`, as `clip` does.
     """
     import torch
 
-    loss, told = clip(logp, advantage, old_logp, low=low, high=high)
+    loss, figures = clip(logp, advantage, old_logp, low=low, high=high)
     cov = _covariance(logp, advantage)
-    able = ((cov > least) & (cov < most) & (told["clipped"] == 0)).nonzero().flatten()
+    able = ((cov > least) & (cov < most) & (figures["clipped"] == 0)).nonzero().flatten()
     chosen = able[torch.from_numpy(rng.permutation(len(able))[: _count(logp, share)])]
     picked = torch.zeros_like(logp, dtype=torch.bool).index_fill(0, chosen, True)
-    clipped = told["clipped"].masked_fill(picked, 1.0)
-    return loss.masked_fill(picked, 0.0), told | {"clipped": clipped, "chosen": picked.float()}
+    clipped = figures["clipped"].masked_fill(picked, 1.0)
+    return loss.masked_fill(picked, 0.0), figures | {"clipped": clipped, "chosen": picked.float()}
 
 
 @loss_term
 def kl(
     logp: Tokens, ref_logp: Tokens, rounding: float = 0.0, *, form: Literal["k1", "abs", "mse", "low_var"] = "low_var"
 ) -> Tokens:
-    """An estimate of the KL divergence of the policy from the reference, in nats a token.
+    """The KL divergence of the policy from the reference, in nats per token.
 
-    k1 = logp - ref; abs, which has no slope within `rounding` of equality; mse = (logp - ref)^2 / 2; low_var (k3) =
-    exp(d) - d - 1 with d = ref - logp clamped to +-20 and the result to +-10 (arXiv:2402.03300, eq. 4).
+    The estimate is k1 = logp - ref; abs, which has no slope within `rounding` of equality; mse = (logp - ref)^2 /
+    2; or low_var (k3) = exp(d) - d - 1 with d = ref - logp clamped to +-20 and the result to +-10
+    (arXiv:2402.03300, eq. 4).
     """
     d = ref_logp - logp
     if form == "k1":
         return -d
     if form == "abs":
-        return _size(d, rounding)
+        return _flat_abs(d, rounding)
     if form == "mse":
         return d.square() / 2
     d = d.clamp(-20, 20)
@@ -160,14 +164,19 @@ def kl(
 
 @loss_term
 def entropy(entropy: Tokens) -> Tokens:
-    """The entropy of the policy at each response token, in nats. A bonus for it has a minus: `loss = clip() - 0.001 *
-    entropy()`."""
+    """The entropy of the policy at each response token, in nats.
+
+    A bonus for it has a minus: `loss = clip() - 0.001 * entropy()`.
+    """
     return entropy
 
 
 @loss_term
 def sft(logp: Tokens) -> Tokens:
-    """The negative log-likelihood of each response token, in nats: supervised fine-tuning on what was kept."""
+    """The negative log-likelihood of each response token, in nats.
+
+    It is the loss of supervised fine-tuning on selected rows.
+    """
     return -logp
 
 
@@ -180,12 +189,12 @@ def truncated(
     most: Positive = 2.0,
     ratio: Literal["token", "sequence", "mean"] = "token",
 ) -> tuple[Tokens, Figures]:
-    """A truncated importance weight, min(r, most), r = exp(old_logp - gen_logp), without gradient (as in V-trace,
-    arXiv:1802.01561).
+    """A truncated importance weight, without gradient.
 
-    A factor for another term: it corrects for tokens that were drawn with `gen_logp`, by older weights or another
-    engine. `ratio = sequence` takes for each token of a row the product of the row's r, which is exact and varies with
-    the row's length; `mean` their geometric mean. ValueError where these have no `lengths`. Tells the `ratio` of each
+    min(r, most), r = exp(old_logp - gen_logp), as in V-trace (arXiv:1802.01561). A factor for another term: it
+    corrects for tokens that were drawn with `gen_logp`, by older weights or another engine. `ratio = sequence`
+    takes for each token of a row the product of the row's r, which is exact and varies with the row's length;
+    `mean` takes their geometric mean. Raises ValueError if these have no `lengths`. Reports the `ratio` of each
     token, and whether it is `clipped`.
     """
     r = _ratio(old_logp, gen_logp, lengths, ratio)
@@ -202,14 +211,14 @@ def masked(
     high: Positive = 2.0,
     ratio: Literal["token", "sequence", "mean"] = "token",
 ) -> tuple[Tokens, Figures]:
-    """A masked importance weight, r where low <= r <= high and else 0, without gradient (of tokens IcePop,
-    arXiv:2510.18855).
+    """A masked importance weight, without gradient.
 
-    A factor for another term, as `truncated`, whose `ratio` it has: what was drawn too differently is left out instead
-    of being cut. Tokens that are left out count in the mean all the same. Tells the `ratio` of each token, and whether
-    it is `left_out`.
+    r if low <= r <= high, else 0; per token it is IcePop (arXiv:2510.18855). A factor for another term, like
+    `truncated`, with the same `ratio`: tokens that were drawn too differently are left out instead of being cut.
+    Tokens that are left out still count in the mean. Reports the `ratio` of each token, and whether it is
+    `left_out`.
     """
-    r, out = _outside(old_logp, gen_logp, lengths, low, high, ratio)
+    r, out = _mask_outside(old_logp, gen_logp, lengths, low, high, ratio)
     return r.masked_fill(out, 0.0), {"ratio": r, "left_out": out.float()}
 
 
@@ -223,26 +232,27 @@ def trusted(
     high: Positive = 2.0,
     ratio: Literal["token", "sequence", "mean"] = "mean",
 ) -> tuple[Tokens, Figures]:
-    """1 where low <= r <= high and else 0: what was drawn too differently is rejected, as whole rows are by trust
-    region masking (arXiv:2512.23075), here by the geometric mean of the row's r.
+    """1 where low <= r <= high, else 0: rejection of what was drawn too differently.
 
-    A factor for another term, beside `truncated` if need be, whose `ratio` it has. What is left out counts in the mean
-    all the same. Tells the `ratio` of each token, and whether it is `left_out`.
+    Whole rows are rejected, as by trust region masking (arXiv:2512.23075), here by the geometric mean of the row's
+    r. A factor for another term, if need be together with `truncated`, with the same `ratio`. Tokens that are left
+    out still count in the mean. Reports the `ratio` of each token, and whether it is `left_out`.
     """
-    r, out = _outside(old_logp, gen_logp, lengths, low, high, ratio)
+    r, out = _mask_outside(old_logp, gen_logp, lengths, low, high, ratio)
     return (~out).to(r.dtype), {"ratio": r, "left_out": out.float()}
 
 
 @loss_term
 def value_clip(values: Tokens, value: Tokens, returns: Tokens, *, range: Positive = 0.5) -> tuple[Tokens, Figures]:
-    """PPO's value loss, max((v - R)^2, (clip(v, V - range, V + range) - R)^2) / 2.
+    """PPO's value loss, the larger of a plain and a clipped squared error.
 
-    v are the predictions of the weights being updated (`values`), V those that the advantages were computed from
-    (`value`), R the returns. (Stated by the first implementations of arXiv:1707.06347, not by the paper.) Reports
-    the `error` v - R of each token, and whether it is `clipped`, so that it has no gradient. The explained variance
-    follows from the moments of errors and returns.
+    max((v - R)^2, (clip(v, V - range, V + range) - R)^2) / 2. v are the predictions of the weights being updated
+    (`values`), V those that the advantages were computed from (`value`), R the returns. (It comes from the first
+    implementations of arXiv:1707.06347, not from the paper.) Reports the `error` v - R of each token, and whether
+    it is `clipped`, so that it has no gradient. The explained variance follows from the moments of errors and
+    returns.
     """
-    clipped = values.clamp(value - range, value + range)  # to the last bit `values` where it is inside
+    clipped = values.clamp(value - range, value + range)  # inside the range it is `values` to the last bit
     error = values - returns
     worst = error.square().maximum((clipped - returns).square())
     figures = {"error": error, "clipped": (error.square() < worst).float()}
@@ -263,18 +273,18 @@ def dpo(
     form: Literal["sigmoid", "hinge", "ipo"] = "sigmoid",
     smoothing: Share = 0.0,
 ) -> tuple[Rows, Figures]:
-    """Direct preference optimization, one value a pair: (1 - s) f(z) + s f(-z), s = `smoothing` (arXiv:2305.18290, eq.
-    7).
+    """Direct preference optimization, one value per pair (arXiv:2305.18290, eq. 7).
 
-    z = (chosen - rejected) - (ref_chosen - ref_rejected), the log-probabilities of all of a response's tokens added up,
-    of the weights being updated and of the reference. f(z) is -log sigmoid(beta z); with `hinge` max(0, 1 - beta z)
-    (arXiv:2305.10425); with `ipo` (z - 1 / (2 beta))^2 on the means over a response's tokens (arXiv:2310.12036, eq.
-    17). An empty response counts as 0. Tells the `margin` z of each pair, and whether it is above 0 (`accuracy`).
+    (1 - s) f(z) + s f(-z), s = `smoothing`. z = (chosen - rejected) - (ref_chosen - ref_rejected), the sums of the
+    log-probabilities of a response's tokens, of the weights being updated and of the reference. f(z) is -log
+    sigmoid(beta z); with `hinge` max(0, 1 - beta z) (arXiv:2305.10425); with `ipo` (z - 1 / (2 beta))^2 on the
+    means over a response's tokens (arXiv:2310.12036, eq. 17). An empty response counts as 0. Reports the `margin` z
+    of each pair, and whether it is above 0 (`accuracy`).
     """
     from torch.nn.functional import softplus
 
-    better = _sums(chosen - ref_chosen, chosen_lengths)
-    worse = _sums(rejected - ref_rejected, rejected_lengths)
+    better = _sum_rows(chosen - ref_chosen, chosen_lengths)
+    worse = _sum_rows(rejected - ref_rejected, rejected_lengths)
     if form == "ipo":
         better = better / chosen_lengths.clamp(min=1)
         worse = worse / rejected_lengths.clamp(min=1)
@@ -291,11 +301,11 @@ def dpo(
 
 @loss_term
 def bradley_terry(chosen: Scores, rejected: Scores, *, margin: NotNegative = 0.0) -> tuple[Rows, Figures]:
-    """The loss of a reward model that learns from pairs, -log sigmoid(chosen - rejected - margin), one value a pair
-    (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
+    """The loss of a reward model that learns from pairs, one value per pair.
 
-    `chosen` and `rejected` are the scores, by the weights being updated, of the prompt with either response behind it,
-    and `margin` is by how much the first is to be above the second. Tells the `margin` of each pair, chosen - rejected,
+    -log sigmoid(chosen - rejected - margin) (arXiv:2203.02155, eq. 1; with a margin arXiv:2307.09288, eq. 2).
+    `chosen` and `rejected` are the scores, by the weights being updated, of the prompt followed by either response.
+    `margin` is by how much the first is to exceed the second. Reports the `margin` of each pair, chosen - rejected,
     and whether it is above 0 (`accuracy`).
     """
     from torch.nn.functional import softplus
@@ -306,13 +316,13 @@ def bradley_terry(chosen: Scores, rejected: Scores, *, margin: NotNegative = 0.0
 
 @loss_term
 def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "reverse"] = "forward") -> Tokens:
-    """The KL divergence between a teacher and the policy at each response token, in nats, over the teacher's k best
-    tokens.
+    """The KL divergence between a teacher and the policy, in nats per token.
 
-    `top_logp` are the teacher's log-probabilities of its k best, one row of k a response token, and `top_ids`, which
-    binds the column of their ids, receives the policy's of the same. Both are made distributions over the k, so that
-    the divergence is 0 where they agree and never below. `forward` is KL(teacher, policy), which covers what the
-    teacher may say; `reverse` KL(policy, teacher), which seeks what it says most (arXiv:2306.13649).
+    It is over the teacher's k best tokens. `top_logp` are the teacher's log-probabilities of its k best, one row of
+    k per response token, and `top_ids`, which binds the column of their ids, receives the policy's for the same
+    tokens. Both are normalized over the k, so the divergence is 0 where they agree and never below. `forward` is
+    KL(teacher, policy), which covers everything that the teacher may say; `reverse` is KL(policy, teacher), which
+    seeks what it says most (arXiv:2306.13649).
     """
     teacher = top_logp.log_softmax(-1)
     policy = top_ids.log_softmax(-1)
@@ -320,14 +330,17 @@ def distil(top_logp: Tokens, top_ids: LogProbs, *, form: Literal["forward", "rev
     return (p.exp() * (p - q)).sum(-1)
 
 
-def _size(difference: Tokens, rounding: float) -> Tokens:
-    """|difference|, whose slope is 0 not only at equality but as far as two passes of the same weights may differ."""
+def _flat_abs(difference: Tokens, rounding: float) -> Tokens:
+    """Return |difference| without slope near equality.
+
+    The slope is 0 as far as two passes of the same weights may differ.
+    """
     size = difference.abs()
     return size.where(size > rounding, size.detach())
 
 
-def _sums(tokens: Tokens, lengths: Rows) -> Rows:
-    """The sum of each row, rows one after another in `tokens`."""
+def _sum_rows(tokens: Tokens, lengths: Rows) -> Rows:
+    """Return the sum of each row; the rows are one after another in `tokens`."""
     import torch
 
     rows = [row.sum() for row in tokens.split(lengths.tolist())]  # type: ignore[no-untyped-call]
@@ -335,41 +348,44 @@ def _sums(tokens: Tokens, lengths: Rows) -> Rows:
 
 
 def _over_rows(log_ratio: Tokens, lengths: Rows | None, mean: bool) -> Tokens:
-    """For each token the sum over its row, or the mean."""
+    """Return for each token the sum or the mean over its row."""
     if lengths is None:
         raise ValueError("the ratio of a sequence needs the rows' lengths")
-    sums = _sums(log_ratio, lengths)
+    sums = _sum_rows(log_ratio, lengths)
     return (sums / lengths.clamp(min=1) if mean else sums).repeat_interleave(lengths)
 
 
-def _ratio(old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, of: str) -> Tokens:
-    """exp(old_logp - gen_logp) of each token, or of its row, without gradient; finite for any."""
+def _ratio(old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, level: str) -> Tokens:
+    """Return exp(old_logp - gen_logp) of each token or row.
+
+    It has no gradient and is always finite.
+    """
     log_ratio = (old_logp - gen_logp).detach()
-    if of != "token":
-        log_ratio = _over_rows(log_ratio, lengths, mean=of == "mean")
+    if level != "token":
+        log_ratio = _over_rows(log_ratio, lengths, mean=level == "mean")
     return log_ratio.clamp(-60, 60).exp()
 
 
-def _outside(
-    old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, low: float, high: float, of: str
+def _mask_outside(
+    old_logp: Tokens, gen_logp: Tokens, lengths: Rows | None, low: float, high: float, level: str
 ) -> tuple[Tokens, Tokens]:
-    """Ratios, and which of them are out of the bounds."""
-    r = _ratio(old_logp, gen_logp, lengths, of)
+    """Return the ratios, and a mask of those outside the bounds."""
+    r = _ratio(old_logp, gen_logp, lengths, level)
     return r, (r < low) | (r > high)
 
 
 def _kl(log_ratio: Tokens) -> Tokens:
-    """r - 1 - log r of each ratio, finite for any."""
+    """Return r - 1 - log r of each ratio, always finite."""
     own = log_ratio.detach().clamp(max=60)
     return own.expm1() - own
 
 
 def _covariance(logp: Tokens, advantage: Tokens) -> Tokens:
-    """What each token has of the covariance of log-probability and advantage."""
+    """Return each token's part of the covariance of log-probability and advantage."""
     logp = logp.detach()
     return (logp - logp.mean()) * (advantage - advantage.mean())
 
 
 def _count(tokens: Tokens, share: float) -> int:
-    """How many tokens a share of them is, one at least."""
+    """Return how many tokens a share of them is, one at least."""
     return max(1, int(share * len(tokens)))

@@ -1,5 +1,7 @@
-"""Text that goes from one model to another: what a policy wrote, for a `text` column that each model reads by its own
-tokenizer."""
+"""Functions that pass text from one model to another.
+
+They turn what a policy wrote into a `text` column, which each model reads with its own tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,20 @@ if TYPE_CHECKING:
 
 @function()
 def text(response: str) -> str:
-    """The text of a column of tokens, without special tokens: for a `text` column that a model with another tokenizer
-    reads.
+    """The text of a token column, without special tokens.
 
-    The end token is special, so it stays behind. A character of which the last token is missing, since the response was
-    cut, is U+FFFD.
+    It is for a `text` column that a model with another tokenizer reads. The end token is special, so it is left
+    out. A character whose last token is missing, because the response was cut, is U+FFFD.
     """
     return response
 
 
 @function()
 def own_text(response: NDArray[np.int32], mask: NDArray[np.bool_], tokenizer: Any) -> str:
-    """The text of what a policy wrote in a response, without special tokens and what its environment wrote, which
-    `mask` leaves out."""
+    """The text that a policy wrote in a response, without special tokens.
+
+    `mask` leaves out the text of its environment.
+    """
     written: str = tokenizer.decode(response[mask], skip_special_tokens=True)
     return written
 
@@ -37,10 +40,11 @@ def own_text(response: NDArray[np.int32], mask: NDArray[np.bool_], tokenizer: An
 def add_message(
     prompt: str, response: str, *, role: Literal["assistant", "user", "system", "tool"] = "assistant"
 ) -> str:
-    """A conversation that goes on: the messages of `prompt`, and the response as one more, spoken by `role`.
+    """A continued conversation: the messages of `prompt` and then the response.
 
-    For a `text` column: a model that reads it renders the messages by its own chat template. A prompt that is no JSON
-    of messages is what the user says. The prompt is declared as `text` too: of tokens the template has made one text.
+    The new message has the role `role`. It is for a `text` column: a model that reads it renders the messages by
+    its own chat template. A prompt that is not a JSON list of messages becomes the user's message. The prompt is
+    declared as `text` too, because in tokens the template has already made it one text.
     """
     return json.dumps(
         [*(messages(prompt) or [{"role": "user", "content": prompt}]), {"role": role, "content": response}],
