@@ -83,8 +83,11 @@ def curve_of(points: list[list[float]]) -> dict[str, object]:
         (lambda p: p.write_bytes(b"\xff\x00"), "holds no calibration"),
         (lambda p: p.write_text(p.read_text()[:-50]), "holds no calibration"),
         (lambda p: p.write_text("[]"), "holds no calibration"),
-        (lambda p: edited(p, version=VERSION + 1), f"is of version {VERSION + 1}, this is version {VERSION}"),
-        (lambda p: edited(p, version="new"), "is of version new"),
+        (
+            lambda p: edited(p, version=VERSION + 1),
+            f"has version {VERSION + 1}, but this program needs version {VERSION}",
+        ),
+        (lambda p: edited(p, version="new"), "has version new"),
         (lambda p: edited(p, handover="fast"), "holds no calibration"),
         (lambda p: edited(p, handover=-1), "a figure of the runtime is not a positive number"),
         (lambda p: edited(p, busy={}), "nothing was measured"),
@@ -93,7 +96,7 @@ def curve_of(points: list[list[float]]) -> dict[str, object]:
         (lambda p: edited(p, busy=curve_of([[2, 1], [1, 1]])), "the sizes of a curve of 1 ranks do not rise"),
         (
             lambda p: edited(p, machine={"processor": "another", "cores": 64, "memory": 1}),
-            "is of another machine (another, 64 cores; ",
+            "belongs to another machine (another, 64 cores; ",
         ),
     ],
 )
@@ -101,7 +104,7 @@ def test_a_file_that_cannot_be_used_is_one_warning(file: Path, spoil: object, wo
     spoil(file)  # type: ignore[operator]
     told = calibration.read(file)
     assert isinstance(told, Diagnostic) and (told.code, told.severity) == ("calibration", "warning")
-    assert words in told.message and told.message.endswith("assumed figures stand in for it")
+    assert words in told.message and told.message.endswith("assumed figures are used instead")
     # The compiler says it once, where the program asks for this machine, and plans with what is assumed.
     result = translate(read("p.rlg", PROGRAM))
     assert [d.code for d in result.warnings if d.code == "calibration"] == ["calibration"]

@@ -151,7 +151,7 @@ def test_the_json_has_what_the_table_has():
     (warned,) = [f for f in told["findings"] if f["state"] != "ok"]
     assert warned == {
         "check": "shm",
-        "told": "there is no /dev/shm: rows go by temporary files",
+        "told": "there is no /dev/shm: rows use temporary files",
         "state": "warning",
         "next": "sudo mount -t tmpfs tmpfs /dev/shm",
         "hosts": ["node-a"],
@@ -217,11 +217,11 @@ def test_what_a_machine_lacks_of_a_program(plan):
         (
             "warning",
             "plan-memory",
-            "a host's rows have 67.1 MB, and /dev/shm has 1.05 MB free",
+            "a host's rows take 67.1 MB, but /dev/shm has 1.05 MB free",
             "sudo mount -o remount,size=16G /dev/shm",
         ),
-        ("wrong", "plan-files", f"model policy is not there: {weights}", "put it there"),
-        ("wrong", "plan-files", f"data source is not there: {data}", "put it there"),
+        ("wrong", "plan-files", f"model policy is missing: {weights}", "put it there"),
+        ("wrong", "plan-files", f"data source is missing: {data}", "put it there"),
     ]
 
 
@@ -239,8 +239,8 @@ def test_a_cluster_that_lacks_something_of_a_program(plan):
         for i, lacks in enumerate(((), {data}))
     ]
     assert [f[:3] for f in fits(plan, *found)] == [
-        ("wrong", "plan-devices", "the plan asks for 1 host of 2 CPU; 0 of 2 are such, and the most is 1"),
-        ("warning", "plan-files", f"data source is not there: {data}"),
+        ("wrong", "plan-devices", "the plan asks for 1 host of 2 CPU; 0 of 2 have that, and the most is 1"),
+        ("warning", "plan-files", f"data source is missing: {data}"),
     ]
 
 
@@ -310,7 +310,7 @@ def test_a_cluster_that_does_not_tell_in_time(monkeypatch):
     begin = time.monotonic()
     assert hosts.joined("127.0.0.1:1", question(None)) == (
         [],
-        [Finding("ray", "the Ray cluster at 127.0.0.1:1 does not tell of its hosts in time", "wrong", hosts.STATUS)],
+        [Finding("ray", "the Ray cluster at 127.0.0.1:1 does not report its hosts in time", "wrong", hosts.STATUS)],
     )
     assert time.monotonic() - begin < 10
 

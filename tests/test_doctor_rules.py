@@ -68,7 +68,7 @@ def test_a_process_may_see_some_of_the_devices():
     found = judge([a2(environment={"ASCEND_RT_VISIBLE_DEVICES": "4,5,6,7"}, said={TRY_NPU: "4\n"}).host()])
     assert [(f.state, f.told) for f in found if f.check in ("mask", "import")] == [
         ("ok", "torch sees 4 NPU"),
-        ("ok", "ASCEND_RT_VISIBLE_DEVICES leaves 4 of 8"),
+        ("ok", "ASCEND_RT_VISIBLE_DEVICES shows 4 of 8"),
     ]
     for mask in ("GPU-00000001", "1,0", "0, 1"):
         assert told(h100(environment={"CUDA_VISIBLE_DEVICES": mask}, said={TRY_GPU: "2\n"}).host()) == []
@@ -171,7 +171,7 @@ def test_an_npu_without_its_kernels_by_their_old_name():
     environment = {"ASCEND_HOME_PATH": LATEST, "LD_LIBRARY_PATH": f"{LATEST}/lib64"}
     none = dict.fromkeys(["vllm", "vllm-ascend"])
     assert told(a2(files=files, environment=environment, packages=none).host()) == [
-        "wrong kernels: CANN 8.1.RC1 has no operators for NPUs installed > bash "
+        "wrong kernels: CANN 8.1.RC1 has no NPU operators installed > bash "
         "Ascend-cann-kernels-*_8.1.RC1_linux-$(uname -m).run --install"
     ]
     files[f"{LATEST}/opp/built-in/op_impl/ai_core/tbe/kernel/ascend910b/add"] = ""
@@ -188,15 +188,15 @@ def test_the_second_die_of_a_package_is_told_by_its_own_name():
     dies[3] = (*dies[3][:5], 31877, 65536)
     said = {INFO: npu_smi(dies, "26.0.rc1", held=[(1, 1, 632268, "python3.1", 28000)])}
     assert told(a3(said=said).host()) == [
-        "warning device-memory: NPU 1 chip 1: up to 33.4 GB held, by python3.1 (632268) > wait until they end, or end "
-        "them: kill 632268"
+        "warning device-memory: NPU 1 chip 1: up to 33.4 GB in use, by python3.1 (632268) > wait until they end, or "
+        "end them: kill 632268"
     ]
 
 
 def test_the_plug_in_of_npus_on_a_machine_that_has_none():
     assert told(cpu(packages={"torch-npu": "2.10.0.post4"}).host()) == [
-        "wrong plugin: torch-npu 2.10.0.post4 is installed, and there is neither NPU nor CANN: torch, which loads "
-        "it, fails > pip uninstall torch-npu"
+        "wrong plugin: torch-npu 2.10.0.post4 is installed, but there is neither an NPU nor CANN: torch loads "
+        "it and fails > pip uninstall torch-npu"
     ]
 
 

@@ -74,7 +74,7 @@ def test_text_and_script_say_them_with_why():
     said = "TASK_QUEUE_ENABLE=1: no graph is captured with level 2 (verl, perf_tuning_on_ascend.rst)"
     assert said in ray_script(made)
     found = plan_text(made, width=200)
-    assert re.search(r"HCCL_NPU_SOCKET_PORT_RANGE=auto +any that is free.* all\n", found)
+    assert re.search(r"HCCL_NPU_SOCKET_PORT_RANGE=auto +any free port.* all\n", found)
     assert re.search(r"TASK_QUEUE_ENABLE=1 +no graph .* devices 0\.\.7\n", found)
 
 

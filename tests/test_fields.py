@@ -73,13 +73,13 @@ def test_what_is_taken(element, dims, value, taken):
             "json",
             (),
             b"a",
-            "what JSON does not know (Object of type bytes is not JSON serializable), where JSON belongs",
+            "a value that JSON does not know (Object of type bytes is not JSON serializable), where JSON belongs",
         ),
         (
             "json",
             (),
             [float("inf")],
-            "what JSON does not know (Out of range float values are not JSON compliant), where JSON belongs",
+            "a value that JSON does not know (Out of range float values are not JSON compliant), where JSON belongs",
         ),
     ],
 )

@@ -38,15 +38,15 @@ def test_what_a_process_sees_of_eight_devices(kind, mask, seen):
         (ASCEND, None, ""),
         (ASCEND, "0,1,4", ""),
         (CUDA, "4,1", ""),
-        (ASCEND, "", "ASCEND_RT_VISIBLE_DEVICES is empty: no device is seen"),
+        (ASCEND, "", "ASCEND_RT_VISIBLE_DEVICES is empty: no device is visible"),
         (ASCEND, "4,5,9", "ASCEND_RT_VISIBLE_DEVICES=4,5,9: there is no 9, only 0 to 7; 2 of 3 ids are read"),
-        (CUDA, "x", "CUDA_VISIBLE_DEVICES=x: `x` is no number; none of its ids is read"),
+        (CUDA, "x", "CUDA_VISIBLE_DEVICES=x: `x` is not a number; none of its ids is read"),
         (
             ASCEND,
             "1,0",
-            "ASCEND_RT_VISIBLE_DEVICES=1,0: 0 comes after 1, and ids have to rise; 1 of 2 ids are read",
+            "ASCEND_RT_VISIBLE_DEVICES=1,0: 0 comes after 1, but ids must rise; 1 of 2 ids are read",
         ),
-        (CUDA, "1,2,1", "CUDA_VISIBLE_DEVICES=1,2,1: 1 stands there twice; none of its ids is read"),
+        (CUDA, "1,2,1", "CUDA_VISIBLE_DEVICES=1,2,1: 1 is listed twice; none of its ids is read"),
     ],
 )
 def test_what_a_mask_hides_is_told(kind, mask, told):
@@ -62,7 +62,7 @@ def test_the_device_that_ray_gives_has_torchs_number(given, mask, index):
 
 
 def test_a_device_that_the_mask_does_not_list_is_told():
-    with pytest.raises(ValueError, match="Ray gave this process the device 3, and its mask lists 4,5"):
+    with pytest.raises(ValueError, match="Ray gave this process the device 3, but its mask lists 4,5"):
         visibility_masks.index(["3"], "4,5")
 
 

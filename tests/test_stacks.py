@@ -61,7 +61,7 @@ def test_what_cannot_be_in_one_environment():
     three = ["msrl-graph", "ray-ascend", "megatron-bridge"]
     assert all(clash([p for p in three if p != left]) is None for left in three)
     assert str(clash(three)) == (
-        "of Python ray-ascend 0.1 wants >= 3.10, < 3.12 (ray-ascend, README) and megatron-bridge 0.6.0 wants >= 3.12, "
+        "Python: ray-ascend 0.1 wants >= 3.10, < 3.12 (ray-ascend, README) and megatron-bridge 0.6.0 wants >= 3.12, "
         "< 3.13 (Megatron-Bridge 0.6.0, pyproject.toml)"
     )
     assert clash([]) is clash(["ray-ascend"]) is clash(["unknown", "msrl-graph"]) is None

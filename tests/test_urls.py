@@ -85,7 +85,7 @@ def test_a_file_is_fetched_once_and_again_when_it_has_changed(server, cache):
     assert urls.copy(url).read_text() == "another" and first.read_text() == "one"
     assert urls.copy(pin) == first
     shutil.rmtree(first.parent)
-    what = f"what lies at `{url}` has changed since the run was started"
+    what = f"the content of `{url}` has changed since the run started"
     assert told(pin) == ("missing-file", what, "start the run again")
 
 
@@ -107,7 +107,7 @@ def test_what_is_cut_short_on_the_way_is_no_copy(tmp_path, cache, monkeypatch):
     (tmp_path / "a.jsonl").write_text("one two")
     monkeypatch.setattr(LocalFileSystem, "get_file", lambda _, path, target: Path(target).write_text("one"))
     url = f"file://{tmp_path}/a.jsonl"
-    assert told(url) == ("missing-file", f"`{url}` cannot be read: OSError: of a.jsonl came 3 bytes of 7", "")
+    assert told(url) == ("missing-file", f"`{url}` cannot be read: OSError: a.jsonl has 3 bytes instead of 7", "")
     assert [p.suffix for p in cache.iterdir()] == [".lock"]
 
 
@@ -126,8 +126,8 @@ def test_a_copy_of_a_folder_is_the_folder(tmp_path_factory, files):
 def test_what_cannot_be_read_is_told_with_what_to_do(server, tmp_path):
     assert told(f"{server.url}/none.jsonl") == ("missing-file", f"there is nothing at `{server.url}/none.jsonl`", "")
     url = f"{server.url}/secret.jsonl"
-    help = "give the process what the file system asks of who reads, as its package looks for it"
-    assert told(url) == ("missing-file", f"`{url}` is not for this process to read", help)
+    help = "provide credentials where the file system's package looks for them"
+    assert told(url) == ("missing-file", f"this process may not read `{url}`", help)
     assert told(f"file://{tmp_path}/none", folder=True) == (
         "missing-file",
         f"there is nothing at `file://{tmp_path}/none`",
@@ -137,11 +137,11 @@ def test_what_cannot_be_read_is_told_with_what_to_do(server, tmp_path):
     assert code == "missing-file" and message.startswith(
         "`http://127.0.0.1:1/a.jsonl` cannot be read: ClientConnectorError: "
     )
-    what = "`oss://a/b` is read with a package that is not installed here"
+    what = "reading `oss://a/b` needs a package that is not installed"
     assert told("oss://a/b") == ("not-installed", what, "pip install ossfs")
     assert told("htp://a/b") == (
         "bad-value",
-        "`htp://a/b` is of no kind that fsspec reads: htp",
+        "fsspec cannot read `htp://a/b`: it has no protocol htp",
         "did you mean `http`?",
     )
 
@@ -210,7 +210,7 @@ def test_a_compiler_that_reads_no_url_loads_no_fsspec():
 def test_a_folder_that_is_none_to_write_into_is_told(server, tmp_path, capsys):
     path = str(EXAMPLE / "grpo.rlg")
     assert run_main([path, "--dry-run", "--out", f"{server.url}/out"]) == 1
-    what = f"nothing can be written at `{server.url}/out`: what is at http:// is only read"
+    what = f"nothing can be written at `{server.url}/out`: http:// is read-only"
     assert capsys.readouterr().err == f"error[bad-value]: {what}\n  = help: name another with --out\n"
     there = tmp_path / "out"
     (there / "logs").mkdir(parents=True)

@@ -149,7 +149,7 @@ def test_the_fix_that_is_named_helps(folder: Path, capsys: pytest.CaptureFixture
     model = folder / "model"
     renamed(model)
     assert compile_main([str(folder / "p.rlg"), "--check"]) == 1
-    assert "let transformers write the folder anew: `model.save_pretrained(folder)`" in capsys.readouterr().err
+    assert "let transformers write the folder again: `model.save_pretrained(folder)`" in capsys.readouterr().err
     AutoModelForCausalLM.from_pretrained(ARITHMETIC / "model").save_pretrained(model)
     (model / "weights.safetensors").unlink()
     assert compile_main([str(folder / "p.rlg"), "--check"]) == 0

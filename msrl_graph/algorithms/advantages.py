@@ -209,8 +209,8 @@ def _place_tokens(rows: list[Array], mask: Sequence[NDArray[np.bool_]] | None) -
     if mask is None:
         return rows
     responses = [np.zeros(len(row_mask)) for row_mask in mask]
-    for values, own, row in zip(responses, mask, rows, strict=True):
-        values[own] = row
+    for values, mask_of_row, row in zip(responses, mask, rows, strict=True):
+        values[mask_of_row] = row
     return responses
 
 

@@ -135,13 +135,13 @@ def given(text: str) -> Answer:
     after the last `</think>`, only that text counts; the text before it counts only if it is marked and the text
     after it states no answer.
     """
-    behind = text.rpartition(_THOUGHT)[2]
-    behind = behind if behind.strip() else text
+    final_text = text.rpartition(_THOUGHT)[2]
+    final_text = final_text if final_text.strip() else text
     return (
-        _find_marked_answer(behind)
-        or _find_stated_answer(behind)
+        _find_marked_answer(final_text)
+        or _find_stated_answer(final_text)
         or _find_marked_answer(text)
-        or _answer_without_mark(behind)
+        or _answer_without_mark(final_text)
     )
 
 

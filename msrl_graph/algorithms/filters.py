@@ -130,10 +130,10 @@ def _check_finite(score: NDArray[np.float32]) -> NDArray[np.float64]:
     import numpy as np
 
     scores = np.asarray(score, np.float64)
-    wrong = np.flatnonzero(~np.isfinite(scores))
-    if len(wrong):
+    bad_rows = np.flatnonzero(~np.isfinite(scores))
+    if len(bad_rows):
         raise ValueError(
-            f"of {len(scores)} rows, row {wrong[0]} (from 0) has the score {scores[wrong[0]]}, which is not a "
+            f"of {len(scores)} rows, row {bad_rows[0]} (from 0) has the score {scores[bad_rows[0]]}, which is not a "
             "finite number"
         )
     return scores

@@ -134,10 +134,10 @@ def _answer(verdicts: Any, memory: int) -> None:
             verdict = b"0"
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        spent = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > memory // 2
+        needs_replacement = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > memory // 2
         # The library treats a MemoryError as a missing answer.
-        verdicts.write((b"memory" if spent and verdict == b"0" else verdict) + b"\n")
-        if spent or verdict == b"memory":
+        verdicts.write((b"memory" if needs_replacement and verdict == b"0" else verdict) + b"\n")
+        if needs_replacement or verdict == b"memory":
             os._exit(SPENT)
 
 
@@ -193,12 +193,12 @@ def _limit_library() -> None:
     from sympy.functions.combinatorial.factorials import FallingFactorial, RisingFactorial
 
     def refuse(owner: Any, name: str, large: Callable[..., bool]) -> None:
-        plain = getattr(owner, name)
+        original = getattr(owner, name)
 
         def bounded(*arguments: Any, **options: Any) -> Any:
             if large(*arguments):
                 raise TooLarge
-            return plain(*arguments, **options)
+            return original(*arguments, **options)
 
         setattr(owner, name, staticmethod(bounded) if name == "eval" else bounded)
 
@@ -224,8 +224,8 @@ def _limit_library() -> None:
     for factors in (FallingFactorial, RisingFactorial):
         refuse(factors, "eval", product)
     refuse(binomial, "eval", lambda n, k: product(n, k) and product(n, n - k))
-    for read in ("latex2sympy", "parse_expr"):
-        refuse(parser, read, beyond)
+    for parser_name in ("latex2sympy", "parse_expr"):
+        refuse(parser, parser_name, beyond)
 
 
 if __name__ == "__main__":

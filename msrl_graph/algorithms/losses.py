@@ -58,8 +58,8 @@ def clip(
     if ratio == "sequence":
         log_ratio = _over_rows(log_ratio.detach(), lengths, mean=True) + (logp - logp.detach())
     # Where the loss is bounded, the gradient of a large ratio is 0, but an overflow would make it nan.
-    most = log_ratio.clamp(max=60)
-    r = (most.where(advantage >= 0, log_ratio) if dual is None else most).exp()
+    bounded = log_ratio.clamp(max=60)
+    r = (bounded.where(advantage >= 0, log_ratio) if dual is None else bounded).exp()
     clipped = r.clamp(1 - low, 1 + (low if high is None else high))
     loss = (-advantage * r).maximum(-advantage * clipped)
     loss = loss if dual is None else loss.where(advantage >= 0, loss.minimum(-advantage * dual))
@@ -134,8 +134,8 @@ def clip_cov(
 
     loss, figures = clip(logp, advantage, old_logp, low=low, high=high)
     cov = _covariance(logp, advantage)
-    able = ((cov > least) & (cov < most) & (figures["clipped"] == 0)).nonzero().flatten()
-    chosen = able[torch.from_numpy(rng.permutation(len(able))[: _count(logp, share)])]
+    candidates = ((cov > least) & (cov < most) & (figures["clipped"] == 0)).nonzero().flatten()
+    chosen = candidates[torch.from_numpy(rng.permutation(len(candidates))[: _count(logp, share)])]
     picked = torch.zeros_like(logp, dtype=torch.bool).index_fill(0, chosen, True)
     clipped = figures["clipped"].masked_fill(picked, 1.0)
     return loss.masked_fill(picked, 0.0), figures | {"clipped": clipped, "chosen": picked.float()}
@@ -218,8 +218,8 @@ def masked(
     Tokens that are left out still count in the mean. Reports the `ratio` of each token, and whether it is
     `left_out`.
     """
-    r, out = _mask_outside(old_logp, gen_logp, lengths, low, high, ratio)
-    return r.masked_fill(out, 0.0), {"ratio": r, "left_out": out.float()}
+    r, outside = _mask_outside(old_logp, gen_logp, lengths, low, high, ratio)
+    return r.masked_fill(outside, 0.0), {"ratio": r, "left_out": outside.float()}
 
 
 @loss_term
@@ -238,8 +238,8 @@ def trusted(
     r. A factor for another term, if need be together with `truncated`, with the same `ratio`. Tokens that are left
     out still count in the mean. Reports the `ratio` of each token, and whether it is `left_out`.
     """
-    r, out = _mask_outside(old_logp, gen_logp, lengths, low, high, ratio)
-    return (~out).to(r.dtype), {"ratio": r, "left_out": out.float()}
+    r, outside = _mask_outside(old_logp, gen_logp, lengths, low, high, ratio)
+    return (~outside).to(r.dtype), {"ratio": r, "left_out": outside.float()}
 
 
 @loss_term
@@ -376,8 +376,8 @@ def _mask_outside(
 
 def _kl(log_ratio: Tokens) -> Tokens:
     """Return r - 1 - log r of each ratio, always finite."""
-    own = log_ratio.detach().clamp(max=60)
-    return own.expm1() - own
+    clamped = log_ratio.detach().clamp(max=60)
+    return clamped.expm1() - clamped
 
 
 def _covariance(logp: Tokens, advantage: Tokens) -> Tokens:

@@ -95,9 +95,9 @@ def adamw_8bit(
     part that a rank holds, so another layout would round differently and give other weights.
     """
     moment_bytes = 1 + 4 / 256
-    why = "its blocks are cut from the part that a rank holds, so results would depend on the layout"
+    reason = "its blocks are cut from the part that a rank holds, so results would depend on the layout"
     return OptimizerSpec(
-        Rule("AdamW8bit", {}, {"exp_avg": moment_bytes, "exp_avg_sq": moment_bytes}), runs=False, why=why
+        Rule("AdamW8bit", {}, {"exp_avg": moment_bytes, "exp_avg_sq": moment_bytes}), runs=False, why=reason
     )
 
 

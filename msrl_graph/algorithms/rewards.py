@@ -40,23 +40,23 @@ def _verify_rows(
     from . import answers, judges
 
     rows = [(answers.given(text), answers.gold(expected)) for text, expected in zip(response, answer, strict=True)]
-    same = [answers.same(*row) for row in rows]
-    asked = [i for i, verdict in enumerate(same) if verdict is None]
-    questions = [judges.JudgeRequest(rows[i][0].text, rows[i][1].text, rows[i][0].marked) for i in asked]
+    decisions = [answers.same(*row) for row in rows]
+    undecided = [i for i, verdict in enumerate(decisions) if verdict is None]
+    questions = [judges.JudgeRequest(rows[i][0].text, rows[i][1].text, rows[i][0].marked) for i in undecided]
     verdicts = judges.equal(questions, timeout=timeout, budget=budget)
     cut_off = [
         (question, outcome.cut_off) for question, outcome in zip(questions, verdicts, strict=True) if outcome.cut_off
     ]
     tell("verify/cut_off", len(cut_off))
-    for question, why in cut_off[:TOLD]:
+    for question, reason in cut_off[:TOLD]:
         print(
-            f"math_verify: {why}, so it counts 0: {question.response[-100:]!r} against {question.answer[:100]!r}",
+            f"math_verify: {reason}, so it counts 0: {question.response[-100:]!r} against {question.answer[:100]!r}",
             file=sys.stderr,
         )
     if len(cut_off) > TOLD:
         print(f"math_verify: the same for {len(cut_off) - TOLD} more answers of {len(rows)}", file=sys.stderr)
-    known = dict(zip(asked, verdicts, strict=True))
-    return [float(known[i].equal if verdict is None else verdict) for i, verdict in enumerate(same)]
+    verdict_by_row = dict(zip(undecided, verdicts, strict=True))
+    return [float(verdict_by_row[i].equal if verdict is None else verdict) for i, verdict in enumerate(decisions)]
 
 
 @function(many=_verify_rows)

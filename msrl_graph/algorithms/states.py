@@ -38,8 +38,10 @@ def adaptive_kl(
     estimates = [
         np.asarray(old, np.float64) - np.asarray(ref, np.float64) for old, ref in zip(old_logp, ref_logp, strict=True)
     ]
-    own = estimates if mask is None else [row[row_mask] for row, row_mask in zip(estimates, mask, strict=True)]
-    means = [float(row.mean()) for row in own if len(row)]
+    policy_estimates = (
+        estimates if mask is None else [row[row_mask] for row, row_mask in zip(estimates, mask, strict=True)]
+    )
+    means = [float(row.mean()) for row in policy_estimates if len(row)]
     if not means:
         return float(kl_coef)
     error = float(np.clip(np.mean(means) / target - 1, -0.2, 0.2))

@@ -1,1 +1,1 @@
-"""A program's data files, row by row, and what their fields may hold."""
+"""The rows of a program's data files, and the values that their fields may hold."""

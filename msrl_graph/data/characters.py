@@ -1,7 +1,7 @@
-"""Text that consists of whole characters.
+r"""Checks that text consists of whole characters.
 
-Invariant: Python's strings may hold half of a character (a lone surrogate, such as `json.loads('"\\ud83d"')`), which no
-tokenizer, file or message takes. All text that enters a run is checked here.
+Invariant: a Python string may hold half of a character (a lone surrogate, such as `json.loads('"\\ud83d"')`), which
+no tokenizer, file or message accepts. All text that enters a run is checked here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from typing import Any
 
 
 def half_character(text: str) -> str:
-    """Describe the first half character of a text, as "half a character (U+D83D)"; empty if there is none."""
+    """Describe a text's first half character; "" if there is none.
+
+    The description is "half a character (U+D83D)".
+    """
     if text.isascii():
         return ""
     try:
@@ -22,10 +25,13 @@ def half_character(text: str) -> str:
 
 
 def half_character_within(value: Any) -> str:
-    """Describe the first half character in the texts and keys of a JSON value; empty if there is none."""
+    """Describe the first half character in a JSON value; "" if there is none.
+
+    Texts and keys are checked.
+    """
     return half_character(json.dumps(value, ensure_ascii=False))
 
 
 def escaped(text: str) -> str:
-    """A text for messages and logs, with each half character as its escape `\\udXXX`."""
+    r"""Escape each half character of a text as `\\udXXX`, for messages and logs."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

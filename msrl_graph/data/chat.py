@@ -1,7 +1,7 @@
 """Messages of a conversation, as data and functions have them.
 
-Invariant: what stands here says only whether something is messages; how they become text is the template's of the model
-that reads them.
+Invariant: this module only decides whether a value is messages. The chat template of the model that reads them
+turns them into text.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Messages = list[dict[str, Any]]
 
 
 def are_messages(value: Any) -> bool:
-    """Whether a value is a list of {"role": …, "content": …}, at least one."""
-    return isinstance(value, list) and bool(value) and all(_is_message(m) for m in value)
+    """Return whether a value is a non-empty list of {"role": …, "content": …}."""
+    return isinstance(value, list) and bool(value) and all(_is_message(message) for message in value)
 
 
 def _is_message(value: Any) -> bool:
@@ -28,7 +28,10 @@ def _is_message(value: Any) -> bool:
 
 
 def messages(text: str) -> Messages | None:
-    """The messages that a text is the JSON of; None for any other text, as for JSON with half a character in it."""
+    """Parse a text as a JSON list of messages; None for any other text.
+
+    JSON with half a character in it gives None too.
+    """
     if not text.lstrip().startswith("["):
         return None
     try:

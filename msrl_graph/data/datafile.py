@@ -1,7 +1,8 @@
-"""The rows of a data file as they are written, and whether they have the fields that are read.
+"""The rows of a data file as they are written, checked for the fields in use.
 
-Invariant: compiler and run read a file here, so both tell the same of a row. A file is read from its start, and no
-further than rows are taken; nothing heavy is imported, except what reads Parquet and numbers where a file has them.
+Invariant: compiler and run read files through this module, so both report the same errors. A file is read from its
+start, and only as far as rows are taken. Heavy packages are imported only for files that need them: Parquet files
+and columns of numbers.
 """
 
 from __future__ import annotations
@@ -25,34 +26,36 @@ from .chat import are_messages
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
-LOOKED = 100  # rows that `head` looks at
-CHARACTERS = 1 << 24  # that `head` reads
-NAMED = 12  # fields of a file that a message names
-FORMS = 4  # fields of an object that a message says how to read
+LOOKED = 100  # rows that `head` checks
+CHARACTERS = 1 << 24  # the most that `head` reads
+NAMED = 12  # most fields of a file that a message names
+FORMS = 4  # most fields of an object that a message shows how to read
 
 
 def rows(data: DataSource) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row of a JSON lines file, or of a Parquet one, with its line (or its number, from 1): the fields that are
-    read, by the name that the program gives. Raises Fault: a file that is missing or empty, a row that is no object or
-    lacks a field."""
+    """Yield each row of a JSON lines or Parquet file with its number.
+
+    The number is the line, in Parquet the row (from 1). A row holds the fields that are read, by the names that the
+    program gives. Raises Fault if the file is missing or empty, or if a row is not an object or lacks a field.
+    """
     empty = True
-    with _told(data):
+    with _report_errors(data):
         for row in _parquet(data) if is_parquet(data) else _objects(data):
             empty = False
             yield row
         if empty:
-            raise _empty(data)
+            raise _no_rows_fault(data)
 
 
 def head(data: DataSource, most: int, graph: Graph) -> int:
     """Count the rows of a file, up to `most`, and check the first `LOOKED` of them.
 
-    Raises Fault as `rows` and `take_row` do. A JSON lines file that is not at its end after `CHARACTERS` is taken to
-    have `most` rows.
+    Raises Fault as `rows` and `take_row` do. A JSON lines file that is longer than `CHARACTERS` counts as `most`
+    rows.
     """
-    with _told(data):
+    with _report_errors(data):
         if is_parquet(data):
-            with _opened(data) as file:
+            with _open_parquet(data) as file:
                 count: int = file.metadata.num_rows
             for number, row in islice(_parquet(data, LOOKED), LOOKED):
                 take_row(row, number, data, graph)
@@ -67,34 +70,37 @@ def head(data: DataSource, most: int, graph: Graph) -> int:
             if count < most and Path(data.path).stat().st_size >= CHARACTERS:
                 return most
         if not count:
-            raise _empty(data)
+            raise _no_rows_fault(data)
     return min(count, most)
 
 
 def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph) -> dict[str, Any]:
-    """Return the values of a row by column, as `fields.take` has them. Raises Fault where one does not fit."""
+    """Return the values of a row by column, as `fields.take` converts them.
+
+    Raises Fault if one does not fit.
+    """
     values = {}
     for column, name in data.fields.items():
         try:
             values[column] = fields.take(row[name], graph.column(column))
         except fields.Misfit as misfit:
-            help = _instead(row[name], graph.column(column), name)
+            help = _suggest_read(row[name], graph.column(column), name)
             raise bad(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}", help) from None
     return values
 
 
-def _instead(value: Any, column: Column, name: str) -> str:
-    """Say what to read instead of an object or a list that does not fit its column."""
-    whole = "a column of type `json` takes any object or list as it is, for functions"
+def _suggest_read(value: Any, column: Column, name: str) -> str:
+    """Suggest what to read instead of an object or list that does not fit its column."""
+    json_hint = "a column of type `json` takes any object or list as it is, for functions"
     if column.element == "json":
         return ""
     if not isinstance(value, Mapping) or not value:
-        return whole if column.element == "text" and isinstance(value, Mapping | list) else ""
-    fit = [n for n in nested_fields.names(value) if _fits(nested_fields.find(value, n), column)]
-    near = _close("", column.name, dict.fromkeys(fit, False))
-    forms = " or ".join(f'`{column.name} = "{name}.{n}"`' for n in ([near] if near else fit[:FORMS]))
+        return json_hint if column.element == "text" and isinstance(value, Mapping | list) else ""
+    fitting_fields = [field for field in nested_fields.names(value) if _fits(nested_fields.find(value, field), column)]
+    near = _find_close_field("", column.name, dict.fromkeys(fitting_fields, False))
+    forms = " or ".join(f'`{column.name} = "{name}.{field}"`' for field in ([near] if near else fitting_fields[:FORMS]))
     write = f"write {forms} to read a field of `{name}`; " if forms else ""
-    return f"{write}{_listed(value, name)}" + (f"; {whole}" if column.element == "text" else "")
+    return f"{write}{_list_fields(value, name)}" + (f"; {json_hint}" if column.element == "text" else "")
 
 
 def _fits(value: Any, column: Column) -> bool:
@@ -106,9 +112,12 @@ def _fits(value: Any, column: Column) -> bool:
 
 
 def few(data: DataSource, has: str, prompts: int) -> Diagnostic:
-    """A file that `has` fewer rows than an iteration takes prompts."""
+    """Warn that a file has fewer rows than an iteration takes prompts.
+
+    `has` describes the rows that it has.
+    """
     message = f"{data.path} has {has}, and an iteration begins with {prompts:,} prompts"
-    help = "give it more rows, or take fewer prompts: some come several times in an iteration, in groups of their own"
+    help = "add rows, or take fewer prompts: now some rows occur several times in an iteration, in separate groups"
     return Diagnostic("few-rows", message, data.span, help, "warning")
 
 
@@ -120,15 +129,15 @@ def where(data: DataSource, number: int) -> str:
     return f"{'row' if is_parquet(data) else 'line'} {number} of {data.path}"
 
 
-def bad(data: DataSource, number: int, what: str, help: str = "") -> Fault:
-    return Fault(Diagnostic("bad-data", f"{where(data, number)} {what}", data.span, help))
+def bad(data: DataSource, number: int, problem: str, help: str = "") -> Fault:
+    return Fault(Diagnostic("bad-data", f"{where(data, number)} {problem}", data.span, help))
 
 
 @contextmanager
-def _told(data: DataSource) -> Iterator[None]:
-    """What goes wrong with the file, told at its line in the program."""
+def _report_errors(data: DataSource) -> Iterator[None]:
+    """Turn errors of the file into a Fault at its line in the program."""
     try:
-        # To open a pipe is to wait for a writer, and it can be read only once.
+        # Opening a pipe would wait for a writer, and a pipe can be read only once.
         if not stat.S_ISREG(Path(data.path).stat().st_mode):
             raise OSError("it is not a regular file")
         yield
@@ -140,14 +149,16 @@ def _told(data: DataSource) -> Iterator[None]:
         ) from None
 
 
-def _empty(data: DataSource) -> Fault:
+def _no_rows_fault(data: DataSource) -> Fault:
     return Fault(Diagnostic("no-data", f"the data file {data.path} has no rows", data.span))
 
 
 def _lines(data: DataSource, most: int = -1) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers; those that end within the first `most` characters, where that
-    is not negative."""
-    # Not splitlines: a JSON string may hold U+2028 and its like.
+    """Yield the lines that are not blank, with their numbers.
+
+    If `most` is not negative, only lines that end within the first `most` characters.
+    """
+    # Not splitlines: a JSON string may hold U+2028 and similar characters.
     with Path(data.path).open(encoding="utf-8") as file:
         number = 0
         while line := file.readline(most):
@@ -166,133 +177,155 @@ def _object(data: DataSource, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        what = f"is not JSON: {error.msg} at column {error.colno}"
-        raise bad(data, number, what, fix_commands.lfs(data.path) if number == 1 else "") from None
+        problem = f"is not JSON: {error.msg} at column {error.colno}"
+        raise bad(data, number, problem, fix_commands.lfs(data.path) if number == 1 else "") from None
     except (ValueError, RecursionError) as error:  # a number of too many digits, too many brackets
         raise bad(data, number, f"cannot be read: {error}") from None
     if not isinstance(row, dict):
         raise bad(data, number, "is not an object", 'write one object a line: {"prompt": "...", ...}')
-    return _fields(data, where(data, number), row)
+    return _select_fields(data, where(data, number), row)
 
 
 @contextmanager
-def _opened(data: DataSource) -> Iterator[ParquetFile]:
-    """A Parquet file that has the fields."""
+def _open_parquet(data: DataSource) -> Iterator[ParquetFile]:
+    """Open a Parquet file and check that it has the fields."""
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         with parquet.ParquetFile(data.path) as file:
-            there = _types(file.schema_arrow)
-            _fields(data, f"the data file {data.path}", there)
+            types = _read_types(file.schema_arrow)
+            _select_fields(data, f"the data file {data.path}", types)
             for column, name in data.fields.items():
-                if twice := next((t for t in there.several if _overlap(name, t)), ""):
+                if repeated_field := next((repeated for repeated in types.several if _overlaps(name, repeated)), ""):
                     span = data.stated.get(column, data.span)
-                    raise Fault(Diagnostic("bad-data", f"the data file {data.path} has several fields `{twice}`", span))
+                    raise Fault(
+                        Diagnostic("bad-data", f"the data file {data.path} has several fields `{repeated_field}`", span)
+                    )
             yield file
     except pa.ArrowInvalid as error:
-        what = f"the data file {data.path} is not a Parquet file: {error}"
-        raise Fault(Diagnostic("bad-data", what, data.span, fix_commands.lfs(data.path))) from None
+        problem = f"the data file {data.path} is not a Parquet file: {error}"
+        raise Fault(Diagnostic("bad-data", problem, data.span, fix_commands.lfs(data.path))) from None
 
 
 def _parquet(data: DataSource, batch_size: int = 65536) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Messages come without the fields that are null: Arrow gives all structs of a column the fields of each."""
-    # A part at a time, and of it the fields that are read: a file may hold more than memory does.
-    with _opened(data) as file:
+    """Yield the rows of a Parquet file; messages without the fields that are null.
+
+    Arrow gives every struct of a column all fields of the column.
+    """
+    # One batch at a time, and only the fields that are read: a file may be larger than memory.
+    with _open_parquet(data) as file:
         number = 0
         for batch in file.iter_batches(batch_size, columns=list(dict.fromkeys(data.fields.values()))):
             for row in batch.to_pylist():
                 number += 1
-                found = _fields(data, where(data, number), row)
-                yield number, {name: _stated(value) if are_messages(value) else value for name, value in found.items()}
+                values = _select_fields(data, where(data, number), row)
+                yield (
+                    number,
+                    {name: _drop_nulls(value) if are_messages(value) else value for name, value in values.items()},
+                )
 
 
-def _overlap(field: str, other: str) -> bool:
-    """Whether one of two fields is the other, or a part of it."""
+def _overlaps(field: str, other: str) -> bool:
+    """Return whether one of two fields is the other, or a part of it."""
     return f"{field}.".startswith(f"{other}.") or other.startswith(f"{field}.")
 
 
 class _Types(dict[str, Any]):
-    """The fields of a Parquet file by name, each with its type in words, or as such a dict where it is a struct;
-    `several` are those of which there is more than one."""
+    """The fields of a Parquet file by name, each with its type as a text.
+
+    A struct is a nested _Types. `several` are the names that occur more than once.
+    """
 
     several: tuple[str, ...] = ()
 
 
-def _types(fields: Any) -> _Types:
+def _read_types(fields: Any) -> _Types:
     """Return the fields of a schema or of a type that is a struct."""
     import pyarrow as pa
 
-    found = _Types()
+    types = _Types()
     for field in fields:
-        if field.name in found:
-            found.several += (field.name,)
+        if field.name in types:
+            types.several += (field.name,)
         elif pa.types.is_struct(field.type):
-            found[field.name] = inner = _types(field.type)
-            found.several += tuple(f"{field.name}.{name}" for name in inner.several)
+            types[field.name] = inner = _read_types(field.type)
+            types.several += tuple(f"{field.name}.{name}" for name in inner.several)
         else:
-            found[field.name] = "list" if pa.types.is_nested(field.type) else str(field.type)
-    return found
+            types[field.name] = "list" if pa.types.is_nested(field.type) else str(field.type)
+    return types
 
 
-def _stated(value: Any) -> Any:
-    """A value without the fields that are null, however deep."""
+def _drop_nulls(value: Any) -> Any:
+    """Remove the fields that are null from a value, at any depth."""
     if isinstance(value, dict):
-        return {key: _stated(item) for key, item in value.items() if item is not None}
-    return [_stated(item) for item in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _fields(data: DataSource, what: str, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row that are read, or of a schema their types. Raises Fault for those that are not there,
-    each told where the program states it."""
-    found: dict[str, Any] = {}
+def _select_fields(data: DataSource, place: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a row that are read, or of a schema their types.
+
+    Raises Fault for missing fields, each at the place where the program names it.
+    """
+    values: dict[str, Any] = {}
     lacking = []
     for column, name in data.fields.items():
         try:
-            found[name] = nested_fields.find(row, name)
+            values[name] = nested_fields.find(row, name)
         except nested_fields.Absent as absent:
-            lacking.append(_lacks(data, what, row, column, absent))
+            lacking.append(_missing_field(data, place, row, column, absent))
     if lacking:
         raise Fault(*lacking)
-    return found
+    return values
 
 
-def _lacks(
-    data: DataSource, what: str, row: Mapping[str, Any], column: str, absent: nested_fields.Absent
+def _missing_field(
+    data: DataSource, place: str, row: Mapping[str, Any], column: str, absent: nested_fields.Absent
 ) -> Diagnostic:
-    """A field that a column reads and a row does not have."""
+    """Report a field that a column reads and a row does not have."""
     stated = data.stated.get(column)
     if not isinstance(absent.found, Mapping):
-        found = absent.found if isinstance(row, _Types) else fields.called(type(absent.found))
-        message = f"{what} has {found} in `{absent.inside}`, where an object with the field `{absent.part}` belongs"
+        kind = absent.found if isinstance(row, _Types) else fields.called(type(absent.found))
+        message = f"{place} has {kind} in `{absent.inside}`, where an object with the field `{absent.part}` belongs"
         help = f"give each row an object in `{absent.inside}`, or leave such rows out"
-        if found != "null":
+        if kind != "null":
             help = f"only an object, in Parquet a struct, has fields: `{absent.inside}` is not one"
         return Diagnostic("bad-data", message, stated or data.span, help)
-    listed = _listed(absent.found, absent.inside)
-    used = data.fields.values()
-    near = _close(data.fields[column], column, {n: o for n, o in nested_fields.names(row).items() if n not in used})
+    listed = _list_fields(absent.found, absent.inside)
+    used_fields = data.fields.values()
+    near = _find_close_field(
+        data.fields[column],
+        column,
+        {field: is_object for field, is_object in nested_fields.names(row).items() if field not in used_fields},
+    )
     guess = f"did you mean `{near}`? " if stated else f'write `{{ {column} = "{near}" }}`; '
     inside = f" in `{absent.inside}`" if absent.inside else ""
-    message = f"{what} has no field `{absent.part}`{inside}, which the column `{column}` reads"
+    message = f"{place} has no field `{absent.part}`{inside}, which the column `{column}` reads"
     return Diagnostic("bad-data", message, stated or data.span, f"{guess}{listed}" if near else listed)
 
 
-def _listed(there: Mapping[str, Any], name: str) -> str:
-    """The fields of an object `name`, or of a row (""), in words."""
-    first = ", ".join(f"`{k}`" for k in islice(there, NAMED)) or "none"
-    whose = f"the fields of `{name}`" if name else "its fields"
-    return f"{whose} are {first}" + (f" and {len(there) - NAMED:,} more" if len(there) > NAMED else "")
+def _list_fields(present: Mapping[str, Any], name: str) -> str:
+    """List the fields of an object `name`, or of a row (""), for a message."""
+    first = ", ".join(f"`{key}`" for key in islice(present, NAMED)) or "none"
+    subject = f"the fields of `{name}`" if name else "its fields"
+    return f"{subject} are {first}" + (f" and {len(present) - NAMED:,} more" if len(present) > NAMED else "")
 
 
-def _close(name: str, column: str, there: Mapping[str, bool]) -> str:
-    """The field that is likely meant, by dotted name and whether it is an object: one that is written nearly as the one
-    that is not there, or as the column. Of fields of objects the last part counts too; an object itself is meant only
-    where it is written nearly so."""
-    written = {n: n for n, is_object in there.items() if not is_object}
+def _find_close_field(name: str, column: str, candidates: Mapping[str, bool]) -> str:
+    """Return the field that is likely meant, or "".
+
+    `there` maps dotted names to whether they are objects. A field matches if its name is close to the missing one
+    or to the column. Of nested fields the last part counts too. An object matches only by its full name.
+    """
+    written = {candidate: candidate for candidate, is_object in candidates.items() if not is_object}
     for field in list(written):
         written.setdefault(field.rpartition(".")[2], field)
-    for word, least, of in ((name, 0.8, written | {n: n for n in there}), (column, 0.6, written), (name, 0.6, written)):
-        if found := difflib.get_close_matches(word, of, n=1, cutoff=least):
-            return of[found[0]]
+    for word, least, choices in (
+        (name, 0.8, written | {candidate: candidate for candidate in candidates}),
+        (column, 0.6, written),
+        (name, 0.6, written),
+    ):
+        if matches := difflib.get_close_matches(word, choices, n=1, cutoff=least):
+            return choices[matches[0]]
     return ""

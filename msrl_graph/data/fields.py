@@ -1,7 +1,8 @@
-"""What a field of a data file can hold, by the type of its column.
+"""The values that a field of a data file can hold, by the type of its column.
 
-Invariant: a value is taken as it is, or refused with what it is and what belongs in its place. Nothing is rounded, cut
-or guessed. NumPy is imported for columns of numbers only, since the compiler reads the first rows of a file too.
+Invariant: a value is taken as it is, or refused with a message of what it is and what belongs there. Nothing is
+rounded, cut or guessed. NumPy is imported for columns of numbers only, since the compiler also reads the first rows
+of a file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NumberField:
-    """The numbers of an element: their NumPy `dtype`, the Python `types` that a file may have, and words for them."""
+    """The numbers of an element type.
+
+    `dtype` is NumPy's, `types` are the Python types that a file may have, `one` and `several` describe them in
+    messages.
+    """
 
     dtype: str
     types: frozenset[type]
@@ -43,7 +48,7 @@ NUMBERS = {
 
 
 class Misfit(ValueError):
-    """`found` is in a field where `wanted` belongs."""
+    """A field holds `found`, although `wanted`."""
 
     def __init__(self, found: str, wanted: str) -> None:
         super().__init__(f"{found}, where {wanted}")
@@ -52,89 +57,96 @@ class Misfit(ValueError):
 
 
 def take(value: Any, column: Column) -> str | Messages | Array:
-    """A field's value for a column: text, which for `json` and for messages in a `text` column is JSON; messages, for
-    tokens; or the numbers of a row, flat, in the dtype of the column's element. Raises Misfit."""
+    """Convert a field's value for a column. Raises Misfit.
+
+    The result is text (JSON for `json`, and for messages in a `text` column), messages for tokens, or the numbers
+    of a row, flat, in the dtype of the column's element.
+    """
     if column.element == "json":
         return as_json(value)
     if column.element == "text":
         if are_messages(value):
-            return as_json(_stated(value))
+            return as_json(_drop_nulls(value))
         if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
             return str(value)
-        return _text(value, "text, a number or messages belong")
+        return _take_text(value, "text, a number or messages belong")
     if not holds_tokens(column):
-        return _numbers(value, column)
+        return _take_numbers(value, column)
     if isinstance(value, str) and (parsed := messages(value)) is not None:
-        value = parsed  # as a `text` column has them, and a Parquet file of JSON
+        value = parsed  # `text` columns and Parquet files with JSON hold messages as text
     wanted = "text, messages or token ids belong"
     if are_messages(value):
         if half := half_character_within(value):
             raise Misfit(half, wanted)
-        return _stated(value)
-    return _numbers(value, column, wanted) if isinstance(value, list) else _text(value, wanted)
+        return _drop_nulls(value)
+    return _take_numbers(value, column, wanted) if isinstance(value, list) else _take_text(value, wanted)
 
 
 def holds_tokens(column: Column) -> bool:
-    """Whether a column may be written as text: tokens, each row as many as it has."""
+    """Return whether a column may be written as text.
+
+    It may if it holds tokens, any number per row.
+    """
     return column.element in ("i32", "i64") and len(column.dims) == 1 and column.dims[0].ragged
 
 
-def _text(value: Any, wanted: str) -> str:
+def _take_text(value: Any, wanted: str) -> str:
     if not isinstance(value, str):
-        odd = isinstance(value, float) and not math.isfinite(value)
-        raise Misfit(str(value) if odd else called(type(value)), wanted)
+        is_not_finite = isinstance(value, float) and not math.isfinite(value)
+        raise Misfit(str(value) if is_not_finite else called(type(value)), wanted)
     if half := half_character(value):
         raise Misfit(half, wanted)
     return value
 
 
 def called(kind: type) -> str:
-    """The type of a JSON value in a word."""
+    """Return the name of a JSON value's type."""
     return "null" if kind is type(None) else kind.__name__
 
 
 def as_json(value: Any) -> str:
-    """A value as JSON. Raises Misfit for what JSON does not know."""
+    """Encode a value as JSON. Raises Misfit for a value that JSON does not know."""
     try:
-        return _text(json.dumps(value, ensure_ascii=False, allow_nan=False), "JSON belongs")
+        return _take_text(json.dumps(value, ensure_ascii=False, allow_nan=False), "JSON belongs")
     except (TypeError, ValueError) as error:
         raise (
             error
             if isinstance(error, Misfit)
-            else Misfit(f"what JSON does not know ({str(error).split(':')[0]})", "JSON belongs")
+            else Misfit(f"a value that JSON does not know ({str(error).split(':')[0]})", "JSON belongs")
         ) from None
 
 
-def _stated(value: Messages) -> Messages:
-    """Drop the keys of messages that are null: a chat template takes a null for a value."""
-    return [{k: v for k, v in message.items() if v is not None} for message in value]
+def _drop_nulls(value: Messages) -> Messages:
+    """Drop the null keys of messages, because a chat template takes null for a value."""
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
-def _numbers(value: Any, column: Column, wanted: str = "") -> Array:
+def _take_numbers(value: Any, column: Column, wanted: str = "") -> Array:
     import numpy as np
 
     kind = NUMBERS[column.element]
-    sizes = " x ".join(str(d.size) for d in column.dims if d.size and not d.ragged)
+    sizes = " x ".join(str(size.size) for size in column.dims if size.size and not size.ragged)
     wanted = wanted or (
         f"a list of {sizes + ' ' if sizes else ''}{kind.several} belongs" if column.dims else f"{kind.one} belongs"
     )
     flat = [value]
     for dim in column.dims:
-        if odd := {called(type(v)) for v in flat if not isinstance(v, list)}:
-            raise Misfit(min(odd), wanted)
-        if dim.size and not dim.ragged and (lengths := {len(v) for v in flat} - {dim.size}):
+        if wrong_types := {called(type(item)) for item in flat if not isinstance(item, list)}:
+            raise Misfit(min(wrong_types), wanted)
+        if dim.size and not dim.ragged and (lengths := {len(item) for item in flat} - {dim.size}):
             raise Misfit(f"a list of {min(lengths)}", wanted)
         flat = list(chain.from_iterable(flat))
-    within = "a list with " if column.dims else ""
-    if odd := {called(t) for t in set(map(type, flat)) - kind.types}:
-        raise Misfit(within + min(odd), wanted)
+    context = "a list with " if column.dims else ""
+    if wrong_types := {called(kind_of_item) for kind_of_item in set(map(type, flat)) - kind.types}:
+        raise Misfit(context + min(wrong_types), wanted)
     try:
         with np.errstate(over="ignore"):
             array: Array = np.asarray(flat, kind.dtype)
     except OverflowError:
-        raise Misfit(f"{within}{max(flat, key=abs):.3g}", wanted) from None
+        raise Misfit(f"{context}{max(flat, key=abs):.3g}", wanted) from None
     if not np.isfinite(array).all():
         raise Misfit(
-            f"{within}{next(v for v, fine in zip(flat, np.isfinite(array), strict=True) if not fine):.3g}", wanted
+            f"{context}{next(item for item, finite in zip(flat, np.isfinite(array), strict=True) if not finite):.3g}",
+            wanted,
         )
     return array

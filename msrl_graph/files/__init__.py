@@ -1,1 +1,1 @@
-"""The files that a user names, by paths or URLs: whether they are there, and what is in them."""
+"""Files that a user names by path or URL: whether they exist, and their content."""

@@ -1,6 +1,6 @@
-"""What to run so that the files of a model or of data can be read.
+"""Commands that make the files of a model or of data readable.
 
-Invariant: a hint is only given where its cause was seen in the files; each command is applied by a test.
+Invariant: a hint is given only if its cause was seen in the files. A test runs each command.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ SLOW_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def lfs(file: Path | str) -> str:
-    """Return how to fetch a file that is a pointer of Git LFS; "" if it is not one."""
+    """Return how to fetch a file that is a Git LFS pointer; "" if it is not one."""
     path = Path(file)
     try:
-        if not path.is_file():  # to open a pipe would wait for a writer
+        if not path.is_file():  # opening a pipe would wait for a writer
             return ""
         with path.open("rb") as opened:
             pointer = opened.read(len(POINTER)) == POINTER
@@ -30,25 +30,25 @@ def tokenizer(folder: Path | str) -> str:
     slow = next((name for name in SLOW_TOKENIZERS if (Path(folder) / name).is_file()), "")
     if not slow:
         return "copy the tokenizer.json of the model into the folder"
-    made = f'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
-    return f"let transformers write it from {slow}, in Python: `from transformers import AutoTokenizer; {made}`"
+    command = f'AutoTokenizer.from_pretrained("{folder}").save_pretrained("{folder}")'
+    return f"let transformers write it from {slow}, in Python: `from transformers import AutoTokenizer; {command}`"
 
 
 def tensor_names(folder: Path | str, present: Collection[str], missing: str) -> str:
-    """Return how to rename the tensors of a folder with other prefixes; "" if prefixes are not the cause."""
-    bare = missing.removeprefix("model.")
+    """Return how to rename a folder's tensors; "" if prefixes are not the cause."""
+    short_name = missing.removeprefix("model.")
     if f"module.{missing}" in present:
         name = 'k.removeprefix("module.")'
-    elif bare != missing and bare in present:
+    elif short_name != missing and short_name in present:
         name = 'k if k.startswith("lm_head.") else "model." + k'
     else:
         return ""
-    what = "its tensors have other prefixes than transformers writes"
+    cause = "its tensors have other prefixes than transformers writes"
     file = Path(folder) / "model.safetensors"
     if not file.is_file():
-        return f"{what}: load the weights in Python and write the folder again with `model.save_pretrained(folder)`"
+        return f"{cause}: load the weights in Python and write the folder again with `model.save_pretrained(folder)`"
     rename = f'save_file({{{name}: v for k, v in load_file("{file}").items()}}, "{file}", {{"format": "pt"}})'
-    return f"{what}: rename them in Python: `from safetensors.torch import load_file, save_file; {rename}`"
+    return f"{cause}: rename them in Python: `from safetensors.torch import load_file, save_file; {rename}`"
 
 
 __all__ = ["lfs", "tensor_names", "tokenizer"]

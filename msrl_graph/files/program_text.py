@@ -1,6 +1,6 @@
-"""The texts of programs, as files and callers have them.
+"""The texts of programs, from files and callers.
 
-Invariant: what is given is UTF-8 text whose lines end as the parser counts them.
+Invariant: the result is UTF-8 text with lines that end as the parser counts them.
 """
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ from ..diagnostics import NOWHERE, Diagnostic, Fault, Span
 
 
 def read(path: Path, name: str, span: Span = NOWHERE) -> str:
-    """The text of a program's file, which messages call `name`. Raises Fault where it cannot be read, at `span` if
-    another names it."""
+    """Read the text of a program's file; messages call it `name`.
+
+    Raises Fault if the file cannot be read, at `span` if another file names it.
+    """
     try:
         data = path.read_bytes()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise Fault(Diagnostic("missing-file", f"`{name}` cannot be read: {why.lower()}", span)) from None
+        reason = getattr(error, "strerror", None) or str(error)
+        raise Fault(Diagnostic("missing-file", f"`{name}` cannot be read: {reason.lower()}", span)) from None
     return decoded(data, name, span)
 
 
 def decoded(data: bytes, name: str, span: Span = NOWHERE) -> str:
-    """The text of a program's bytes. Raises Fault where they are not UTF-8."""
+    """Decode a program's bytes. Raises Fault if they are not UTF-8."""
     try:
         return plain(data.decode(), name)
     except UnicodeDecodeError:
@@ -30,8 +32,7 @@ def decoded(data: bytes, name: str, span: Span = NOWHERE) -> str:
 
 
 def plain(text: str, name: str) -> str:
-    """A text as the parser counts its lines, whatever an editor writes: without a byte order mark, each line ended by
-    `\\n`."""
+    r"""Normalize a text: no byte order mark, and each line ends with `\n`."""
     if not text.isascii():
         try:
             text.encode()

@@ -1,6 +1,6 @@
-"""Regular files of a folder that a stranger may have made, such as a downloaded model.
+"""Regular files of an untrusted folder, such as a downloaded model.
 
-Invariant: what is read is a regular file inside the folder, even if links in it change meanwhile: the check is made on
+Invariant: only regular files inside the folder are read, even if links in it change meanwhile: the check is made on
 the open file, not on its path.
 """
 
@@ -17,8 +17,11 @@ class OutsideError(OSError):
 
 
 def roots(folder: Path) -> list[Path]:
-    """Return the real folders that a folder's files may be in: itself, and for a snapshot in the cache of the
-    Hugging Face Hub the blobs of the same repository, which its files are links to."""
+    """Return the real folders that a folder's files may be in.
+
+    They are the folder itself and, for a snapshot in the Hugging Face cache, the repository's blobs, which its
+    files link to.
+    """
     real = folder.resolve()
     return [real, real.parent.parent / "blobs"] if real.parent.name == "snapshots" else [real]
 
@@ -30,8 +33,8 @@ def escape(file: Path, folder: Path) -> Path | None:
 
 
 def open_inside(file: Path, folder: Path) -> BinaryIO:
-    """Open a regular file inside a folder for reading. Raises OutsideError for anything else."""
-    # Without O_NONBLOCK a pipe that nobody writes into would hold the caller.
+    """Open a regular file inside a folder for reading. Raises OutsideError otherwise."""
+    # Without O_NONBLOCK a pipe without a writer would block the caller.
     handle = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
         real = Path(os.readlink(f"/proc/self/fd/{handle.fileno()}"))  # noqa: PTH115 (a Path would resolve further)

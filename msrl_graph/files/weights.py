@@ -1,7 +1,7 @@
-"""Find the weight files of a model's folder by the rule of transformers.
+"""The weight files of a model's folder, found by the rule of transformers.
 
-Invariant: the weights are in `model.safetensors`, or else in the files that `model.safetensors.index.json` names. Of
-each of these files only the tensors that the index assigns to it are read. No other file is read for weights.
+Invariant: the weights are in `model.safetensors`, or else in the files that `model.safetensors.index.json` names.
+Of each of these files only the tensors that the index assigns to it are read. No other file is read for weights.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ COPY_AGAIN = "copy the model's folder again, with all files that its index names
 class UnclearError(ValueError):
     """A folder's weights are incomplete or ambiguous; `help` says what to do."""
 
-    def __init__(self, what: str, help: str) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, help: str) -> None:
+        super().__init__(message)
         self.help = help
 
 
@@ -37,29 +37,35 @@ class WeightFiles:
 
 
 def weight_files(folder: Path | str) -> WeightFiles:
-    """Find the weight files of a folder; empty if it has no safetensors files. Raises UnclearError and OSError."""
+    """Find the weight files of a folder; empty if it has no safetensors files.
+
+    Raises UnclearError and OSError.
+    """
     present = sorted(Path(folder).glob("*.safetensors"))
-    whole = Path(folder) / WHOLE
+    single = Path(folder) / WHOLE
     index = Path(folder) / INDEX
-    if whole in present:
-        read: dict[Path, frozenset[str] | None] = {whole: None}
+    if single in present:
+        files: dict[Path, frozenset[str] | None] = {single: None}
     elif index.is_file():
-        read = {**_read_index(index)}
-        if absent := [file.name for file in read if file not in present]:
-            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+        files = {**_read_index(index)}
+        if absent := [file.name for file in files if file not in present]:
+            others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
             raise UnclearError(
-                f"{index} names {absent[0]}{more}, which {'is' if not more else 'are'} missing", COPY_AGAIN
+                f"{index} names {absent[0]}{others}, which {'is' if not others else 'are'} missing", COPY_AGAIN
             )
     elif present:
-        what = f"{folder} holds {present[0].name}, but neither {WHOLE} nor {INDEX}, by which weights are found"
-        raise UnclearError(what, "let transformers write the folder anew: `model.save_pretrained(folder)`")
+        message = f"{folder} holds {present[0].name}, but neither {WHOLE} nor {INDEX}, which list the weights"
+        raise UnclearError(message, "let transformers write the folder again: `model.save_pretrained(folder)`")
     else:
         return WeightFiles({})
-    return WeightFiles(read, tuple(file for file in present if file not in read))
+    return WeightFiles(files, tuple(file for file in present if file not in files))
 
 
 def candidate_weight_files(folder: Path | str) -> list[Path]:
-    """List the weight files of a folder; every safetensors file if `weight_files` rejects the folder."""
+    """List a folder's weight files, or every safetensors file if they are unclear.
+
+    They are unclear if `weight_files` rejects the folder.
+    """
     try:
         return [*weight_files(folder).read]
     except (UnclearError, OSError):
@@ -69,17 +75,23 @@ def candidate_weight_files(folder: Path | str) -> list[Path]:
 def _read_index(index: Path) -> dict[Path, frozenset[str]]:
     """Read an index: its files, each with the names of its tensors."""
     try:
-        said = json.loads(index.read_text(encoding="utf-8"))
-        placed = said["weight_map"]
+        content = json.loads(index.read_text(encoding="utf-8"))
+        placed = content["weight_map"]
         names: dict[str, set[str]] = {}
         for tensor, file in placed.items():
             names.setdefault(file, set()).add(tensor)
-        wrong = next((file for file in names if Path(file).name != file or not file.endswith(".safetensors")), None)
+        invalid_file = next(
+            (file for file in names if Path(file).name != file or not file.endswith(".safetensors")), None
+        )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UnclearError(f"{index} is not an index of weights: {type(error).__name__}", COPY_AGAIN) from error
-    if wrong is not None or not names:
-        what = f"names {wrong!r}, which is not a safetensors file in the same folder" if names else "names no tensor"
-        raise UnclearError(f"{index} {what}", COPY_AGAIN)
+    if invalid_file is not None or not names:
+        problem = (
+            f"names {invalid_file!r}, which is not a safetensors file in the same folder"
+            if names
+            else "names no tensor"
+        )
+        raise UnclearError(f"{index} {problem}", COPY_AGAIN)
     return {index.with_name(file): frozenset(names[file]) for file in sorted(names)}
 
 

@@ -1,1 +1,1 @@
-"""What a plan runs on: devices, hosts and links, each figure with its source."""
+"""The hardware of a plan: devices, hosts and links, each figure with its source."""

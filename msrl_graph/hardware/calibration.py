@@ -1,7 +1,7 @@
-"""What `msrl-doctor --calibrate` measured of this machine: its file, and the device that it makes.
+"""Measurements of this machine by `msrl-doctor --calibrate`.
 
-Invariant: a file that is missing where nobody named it is no news; any other that cannot be used is told in one
-warning, and the assumed figures stand in for it. The measuring itself is in runtime/calibrate/measure.py.
+Invariant: a missing file that the user did not name is ignored. Any other file that cannot be used gives one
+warning, and the assumed figures are used instead. runtime/calibrate/measure.py does the measuring.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CURVES = ("f32", "bf16", "memory_bandwidth", "layer", "attention")
 
 @dataclass(frozen=True)
 class MachineIdentity:
-    """What makes a machine another one."""
+    """The properties that tell machines apart."""
 
     processor: str
     cores: int
@@ -34,8 +34,10 @@ class MachineIdentity:
 
 @dataclass(frozen=True)
 class BusyRates:
-    """What each of so many processes of one machine can do while all are busy: figures as Device has them, collectives
-    as (seconds at least, bytes/s)."""
+    """The rates of each process of a machine while all are busy.
+
+    Figures are as in Device; collectives are (minimum seconds, bytes/s).
+    """
 
     threads: int
     launch: float
@@ -47,11 +49,14 @@ class BusyRates:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`busy` by the number of processes. `noise` is the median relative spread of what was measured several times."""
+    """The measurements of a machine.
+
+    `busy` is by the number of processes. `noise` is the median relative spread of repeated measurements.
+    """
 
     version: int
     date: str
-    seconds: float  # that measuring took
+    seconds: float  # duration of the measuring
     machine: MachineIdentity
     versions: dict[str, str]
     noise: float
@@ -62,20 +67,23 @@ class Calibration:
     busy: dict[int, BusyRates]
 
     def of(self, ranks: int) -> BusyRates:
-        """For so many ranks; more than were measured together share what the most of them had."""
-        known = sorted(self.busy)
-        near = next((n for n in known if n >= ranks), known[-1])
-        found = self.busy[near]
-        if ranks <= near:
-            return found
-        less = near / ranks
+        """Return the rates for a number of ranks.
+
+        More ranks than were measured share the rates of the largest measured number.
+        """
+        measured_counts = sorted(self.busy)
+        nearest = next((count for count in measured_counts if count >= ranks), measured_counts[-1])
+        rates = self.busy[nearest]
+        if ranks <= nearest:
+            return rates
+        scale = nearest / ranks
         return replace(
-            found,
-            launch=found.launch / less,
-            row=found.row / less,
-            copy=found.copy * less,
-            curves={k: tuple((s, r * less) for s, r in c) for k, c in found.curves.items()},
-            collectives={k: (s / less, r * less) for k, (s, r) in found.collectives.items()},
+            rates,
+            launch=rates.launch / scale,
+            row=rates.row / scale,
+            copy=rates.copy * scale,
+            curves={name: tuple((size, rate * scale) for size, rate in curve) for name, curve in rates.curves.items()},
+            collectives={kind: (least / scale, rate * scale) for kind, (least, rate) in rates.collectives.items()},
         )
 
 
@@ -90,32 +98,34 @@ def this_machine() -> MachineIdentity:
 
 
 def location() -> tuple[Path | None, bool]:
-    """Where the file is looked for, and whether that was stated: MSRL_HERE (empty: nowhere), else a file among the
-    user's settings."""
+    """Return the path of the file, and whether the user stated it.
+
+    MSRL_HERE states it (empty: no file); otherwise it is among the user's settings.
+    """
     stated = os.environ.get("MSRL_HERE")
     if stated is not None:
         return (Path(stated) if stated else None), True
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "msrl_graph" / "here.json", False
 
 
-def write(found: Calibration, path: Path) -> None:
-    """Raises OSError."""
+def write(calibration: Calibration, path: Path) -> None:
+    """Write a calibration file. Raises OSError."""
     import msgspec
 
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(calibration)) + b"\n")
     partial.rename(path)
 
 
 def read(path: Path, span: Span = NOWHERE) -> Calibration | Diagnostic:
-    """What a file holds, or a warning that says why it is not used."""
+    """Read a calibration file, or return a warning that says why it is not used."""
     import msgspec
 
-    again = "measure this machine with `msrl-doctor --calibrate`"
+    help = "measure this machine with `msrl-doctor --calibrate`"
 
     def warning(message: str) -> Diagnostic:
-        return Diagnostic("calibration", f"{message}; assumed figures stand in for it", span, again, "warning")
+        return Diagnostic("calibration", f"{message}; assumed figures are used instead", span, help, "warning")
 
     try:
         content = path.read_bytes()
@@ -124,86 +134,110 @@ def read(path: Path, span: Span = NOWHERE) -> Calibration | Diagnostic:
     try:
         version = msgspec.json.decode(content, type=dict).get("version")
         if version != VERSION:
-            return warning(f"`{path}` is of version {version}, this is version {VERSION}")
-        found = msgspec.json.decode(content, type=Calibration)
+            return warning(f"`{path}` has version {version}, but this program needs version {VERSION}")
+        calibration = msgspec.json.decode(content, type=Calibration)
     except (msgspec.DecodeError, ValueError) as error:
         return warning(f"`{path}` holds no calibration: {str(error).splitlines()[0].lower()}")
-    if what := _unsound(found):
-        return warning(f"`{path}` holds no calibration: {what}")
-    here = this_machine()
-    if (found.machine.processor, found.machine.cores) != (here.processor, here.cores):
-        return warning(f"`{path}` is of another machine ({found.machine.words}; this one is {here.words})")
-    return found
+    if problem := _find_invalid(calibration):
+        return warning(f"`{path}` holds no calibration: {problem}")
+    machine = this_machine()
+    if (calibration.machine.processor, calibration.machine.cores) != (machine.processor, machine.cores):
+        return warning(
+            f"`{path}` belongs to another machine ({calibration.machine.words}; this one is {machine.words})"
+        )
+    return calibration
 
 
-def _unsound(found: Calibration) -> str:
-    """What no measuring can have given."""
-    if not found.busy:
+def _find_invalid(calibration: Calibration) -> str:
+    """Describe values that no measurement can give; "" if there are none."""
+    if not calibration.busy:
         return "nothing was measured"
-    if any(not 0 < x < float("inf") for x in (found.turn, found.handover, found.share, found.function)):
+    if any(
+        not 0 < figure < float("inf")
+        for figure in (calibration.turn, calibration.handover, calibration.share, calibration.function)
+    ):
         return "a figure of the runtime is not a positive number"
-    for ranks, busy in found.busy.items():
+    for ranks, busy in calibration.busy.items():
         numbers = [
             busy.launch,
-            *(x for c in busy.curves.values() for p in c for x in p),
-            *(x for c in busy.collectives.values() for x in c),
+            *(number for curve in busy.curves.values() for point in curve for number in point),
+            *(number for collective in busy.collectives.values() for number in collective),
         ]
-        if ranks < 1 or any(not 0 < x < float("inf") for x in numbers):
+        if ranks < 1 or any(not 0 < number < float("inf") for number in numbers):
             return f"a figure of {ranks} ranks is not a positive number"
-        if {*CURVES} - {k for k, c in busy.curves.items() if c}:
+        if {*CURVES} - {name for name, curve in busy.curves.items() if curve}:
             return f"figures of {ranks} ranks are missing"
-        if any([p[0] for p in c] != sorted({p[0] for p in c}) for c in busy.curves.values()):
+        if any(
+            [point[0] for point in curve] != sorted({point[0] for point in curve}) for curve in busy.curves.values()
+        ):
             return f"the sizes of a curve of {ranks} ranks do not rise"
     return ""
 
 
 def here(name: str, ranks: int, span: Span = NOWHERE) -> tuple[Device, list[Diagnostic]]:
-    """The CPU preset `name` for a host of so many ranks, with what was measured of this machine, and what there is to
-    tell of that."""
+    """Return the CPU preset `name` with the measurements of this machine.
+
+    `ranks` is the number of ranks on the host. The second value are warnings about the file.
+    """
     path, stated = location()
     if path is None or not (stated or path.is_file()):
         return DEVICES[name], []
-    found = read(path, span)
-    return (DEVICES[name], [found]) if isinstance(found, Diagnostic) else (device(found, name, ranks), [])
+    calibration = read(path, span)
+    return (
+        (DEVICES[name], [calibration])
+        if isinstance(calibration, Diagnostic)
+        else (device(calibration, name, ranks), [])
+    )
 
 
 def applied(cluster: ClusterSpec) -> tuple[ClusterSpec, list[Diagnostic]]:
-    """A cluster of CPUs with what was measured of this machine, where the program states no figure of its own."""
+    """Apply the measurements of this machine to a cluster of CPUs.
+
+    Figures that the program states stay. The second value are warnings about the file.
+    """
     if not cluster.device.kind.is_host:
         return cluster, []
-    found, told = here(cluster.device.name, cluster.devices_per_node, cluster.span)
-    stated: dict[str, Any] = {f.name: getattr(cluster.device, f.name) for f in fields(cluster.device)}
+    measured, warnings = here(cluster.device.name, cluster.devices_per_node, cluster.span)
+    stated: dict[str, Any] = {item.name: getattr(cluster.device, item.name) for item in fields(cluster.device)}
     stated = {name: value for name, value in stated.items() if isinstance(value, Figure) and value.source == "stated"}
-    flops = {k: f for k, f in cluster.device.flops.items() if f.source == "stated"}
-    curves = {k: c for k, c in found.curves.items() if k not in {*stated, *flops}}
-    peaks = tuple(p for p in cluster.device.peaks if p in {*found.peaks, *stated, *(f"flops_{k}" for k in flops)})
+    flops = {dtype: figure for dtype, figure in cluster.device.flops.items() if figure.source == "stated"}
+    curves = {kind: curve for kind, curve in measured.curves.items() if kind not in {*stated, *flops}}
+    peaks = tuple(
+        peak
+        for peak in cluster.device.peaks
+        if peak in {*measured.peaks, *stated, *(f"flops_{dtype}" for dtype in flops)}
+    )
     return replace(
-        cluster, device=replace(found, **stated, flops={**found.flops, **flops}, curves=curves, peaks=peaks)
-    ), told
+        cluster, device=replace(measured, **stated, flops={**measured.flops, **flops}, curves=curves, peaks=peaks)
+    ), warnings
 
 
-def device(found: Calibration, name: str, ranks: int) -> Device:
-    """The CPU preset `name` as it was measured with so many ranks on the machine."""
-    basis = f"this machine, {found.date}, {ranks} rank{'s' * (ranks > 1)} busy"
+def device(calibration: Calibration, name: str, ranks: int) -> Device:
+    """Build the CPU preset `name` from measurements with `ranks` ranks on the machine."""
+    basis = f"this machine, {calibration.date}, {ranks} rank{'s' * (ranks > 1)} busy"
 
     def measured(value: float) -> Figure:
         return Figure(value, "measured", basis)
 
-    busy = found.of(ranks)
+    busy = calibration.of(ranks)
     preset = DEVICES[name]
-    large = {k: measured(rate_at(c, float("inf"))) for k, c in busy.curves.items()}
-    collectives = {k: Collective(measured(s), measured(r)) for k, (s, r) in busy.collectives.items()}
+    large = {curve_name: measured(rate_at(curve, float("inf"))) for curve_name, curve in busy.curves.items()}
+    collectives = {
+        kind: Collective(measured(seconds), measured(rate)) for kind, (seconds, rate) in busy.collectives.items()
+    }
     gather = collectives.get("all_gather")
     return replace(
         preset,
         peaks=(),
-        flops={k: large.get(k, f) for k, f in preset.flops.items()},
+        flops={dtype: large.get(dtype, figure) for dtype, figure in preset.flops.items()},
         memory_bandwidth=large["memory_bandwidth"],
         host_link=measured(busy.copy),
         device_link=gather.rate if gather else preset.device_link,
         latency=gather.least if gather else preset.latency,
         launch=measured(busy.launch),
-        overheads=Overheads(*map(measured, (found.turn, found.handover, found.share, busy.row, found.function))),
+        overheads=Overheads(
+            *map(measured, (calibration.turn, calibration.handover, calibration.share, busy.row, calibration.function))
+        ),
         collectives=collectives,
         curves=busy.curves,
     )

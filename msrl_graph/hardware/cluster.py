@@ -1,8 +1,8 @@
 """Devices, hosts and links, each figure with its source.
 
-Invariant: a figure is never bare; `source` says whether it was measured, derived, read off a datasheet, or assumed,
-`basis` where. A device's figure is what it could do at best, a peak, or what is reached, and the device says which,
-wherever the figure comes from; of a peak a share is counted.
+Invariant: a figure always has a `source` (measured, derived, taken from a datasheet, or assumed) and a `basis` that
+says where it comes from. A device's figure is either a peak or a rate that is reached. The device says which,
+whatever the figure's source; of a peak only a share is counted.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..diagnostics import NOWHERE, Span
 from .device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST, DeviceKind
 
 Source = Literal["measured", "derived", "datasheet", "assumed", "stated"]
-# How much each source is to be trusted: a derived figure is worth what its weakest input is worth.
+# Sources by trust, the least first. A derived figure is as good as its weakest input.
 TRUST: tuple[Source, ...] = ("assumed", "datasheet", "stated", "measured", "derived")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, where it comes from, and how."""
+    """A number, its source, and the basis for it."""
 
     value: float
     source: Source
@@ -33,10 +33,10 @@ class Figure:
 
 
 def weakest(*figures: Figure) -> Source:
-    return min((f.source for f in figures), key=TRUST.index)
+    return min((figure.source for figure in figures), key=TRUST.index)
 
 
-# What is reached of a figure of a device that is a peak.
+# The share of a device's peak figure that is reached.
 SHARES = {
     "flops_bf16": Figure(0.4, "assumed", "40 % of peak FLOP/s"),
     "flops_f32": Figure(0.4, "assumed", "40 % of peak FLOP/s"),
@@ -47,16 +47,20 @@ SHARES = {
 }
 
 
-# A rate at some sizes of an operation, the sizes rising.
+# Rates at several sizes of an operation, in ascending order of size.
 Curve = tuple[tuple[float, float], ...]
 
 
 def rate_at(curve: Curve, size: float) -> float:
-    """The rate at a size: a straight line between the two nearest on scales of logarithms, level beyond the ends. So
-    size / rate never falls with size, if it does not between the curve's own points."""
-    before = [p for p in curve if p[0] <= size] or [curve[0]]
-    after = [p for p in curve if p[0] >= size] or [curve[-1]]
-    (low, slow), (high, fast) = before[-1], after[0]
+    """Return the rate at a size.
+
+    It is interpolated linearly between the two nearest sizes, on logarithmic scales, and constant beyond the ends.
+    So size / rate never falls with size, unless it does between the curve's own points.
+    """
+    before = [point for point in curve if point[0] <= size] or [curve[0]]
+    after = [point for point in curve if point[0] >= size] or [curve[-1]]
+    low, slow = before[-1]
+    high, fast = after[0]
     if not low < size < high:
         return slow
     part = math.log(size / low) / math.log(high / low)
@@ -65,8 +69,10 @@ def rate_at(curve: Curve, size: float) -> float:
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective takes among the devices of a host: seconds at least, and beyond that bytes/s that a device
-    receives."""
+    """The time of a collective among the devices of a host.
+
+    `least` is the minimum in seconds, `rate` the bytes/s that a device receives beyond that.
+    """
 
     least: Figure
     rate: Figure
@@ -74,23 +80,25 @@ class Collective:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What the runtime itself takes, in seconds."""
+    """The time that the runtime itself takes, in seconds."""
 
-    turn: Figure  # to begin an iteration and to end it
-    handover: Figure  # from a node's rows to the next node's having them, through the dock
-    # what the dock's own processes take of a processor for each share that a group of a node takes and gives back
+    turn: Figure  # to begin and end an iteration
+    handover: Figure  # until the next node has a node's rows, through the dock
+    # CPU time of the dock's processes for each share that a group of a node takes and gives back
     share: Figure
-    row: Figure  # a row on its way into tensors and out of them
-    function: Figure  # a row that a Python function is called with, what it does itself left out
+    row: Figure  # to convert a row into tensors and back
+    function: Figure  # to call a Python function with a row, without the function's own time
 
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of device. Bytes, bytes/s and FLOP/s, as they stand in a program; with what of it to count, methods and
-    properties tell. `resource` is Ray's name for one device. Where rates were measured at several sizes, `curves` has
-    them: FLOP/s of a matrix product by its type and its FLOP, of `attention` by the FLOP of a row's head, bytes/s of
-    the memory by the bytes that an operation moves, streaming (`memory_bandwidth`) or in the order of an eager
-    `layer`."""
+    """A kind of device.
+
+    Figures are in bytes, bytes/s and FLOP/s, as a program states them; methods and properties say how much of them
+    counts. `resource` is Ray's name for one device. `curves` has rates that were measured at several sizes: FLOP/s
+    of a matrix product by its type and FLOP, of `attention` by the FLOP of a row's head, and bytes/s of the memory
+    by the bytes that an operation moves, either streaming (`memory_bandwidth`) or in the order of an eager `layer`.
+    """
 
     name: str
     backend: str  # of DEVICE_KINDS
@@ -98,58 +106,61 @@ class Device:
     memory: Figure
     flops: dict[str, Figure]  # by dtype
     memory_bandwidth: Figure
-    host_link: Figure  # one way, a device
-    device_link: Figure  # within a host, a device
+    host_link: Figure  # one way, per device
+    device_link: Figure  # within a host, per device
     host_memory: Figure
-    launch: Figure  # seconds that one kernel takes at least
-    latency: Figure  # seconds that a collective takes at least
+    launch: Figure  # minimum seconds of a kernel
+    latency: Figure  # minimum seconds of a collective
     overheads: Overheads
-    peaks: tuple[str, ...]  # of SHARES: those figures that are peaks
-    dies: int = 1  # that a device is made of: a process has a die
-    host_dies: int = 0  # that hosts with such devices have; 0: of any number
-    fabric: Figure | None = None  # between hosts, a device: what collectives go over; None: the hosts' network
-    collectives: dict[str, Collective] = field(default_factory=dict)  # by kind, where they were measured
+    peaks: tuple[str, ...]  # the figures in SHARES that are peaks
+    dies: int = 1  # dies per device; each process has one die
+    host_dies: int = 0  # dies per host; 0: any number
+    fabric: Figure | None = None  # between hosts, per device, for collectives; None: the hosts' network
+    collectives: dict[str, Collective] = field(default_factory=dict)  # by kind, if measured
     curves: dict[str, Curve] = field(default_factory=dict)
 
     @property
     def kind(self) -> DeviceKind:
         return DEVICE_KINDS[self.backend]
 
-    def rate(self, of: str, size: float) -> Figure:
-        """FLOP/s of a product in a type (`f32`, `bf16`) or of `attention`, or bytes/s of the memory
-        (`memory_bandwidth`, `layer`), as they are reached."""
+    def rate(self, operation: str, size: float) -> Figure:
+        """Return a rate that is reached at a size.
+
+        `of` is a type of a matrix product (`f32`, `bf16`) or `attention` in FLOP/s, or `memory_bandwidth` or
+        `layer` in bytes/s.
+        """
         name = (
             "memory_bandwidth"
-            if of in ("memory_bandwidth", "layer")
-            else f"flops_{of if of in self.flops else next(iter(self.flops))}"
+            if operation in ("memory_bandwidth", "layer")
+            else f"flops_{operation if operation in self.flops else next(iter(self.flops))}"
         )
-        whole = self._reached[name]
-        curve = self.curves.get(of)
-        return Figure(rate_at(curve, size), "measured", whole.basis) if curve and size > 0 else whole
+        reached = self._reached[name]
+        curve = self.curves.get(operation)
+        return Figure(rate_at(curve, size), "measured", reached.basis) if curve and size > 0 else reached
 
     def figure(self, name: str) -> Figure | None:
-        """The figure that an attribute of a cluster states: `memory_bandwidth`, `flops_bf16`."""
-        found = self.flops.get(name.removeprefix("flops_")) if name.startswith("flops_") else getattr(self, name)
-        assert found is None or isinstance(found, Figure)
-        return found
+        """Return the figure that a cluster's attribute states, such as `flops_bf16`."""
+        figure = self.flops.get(name.removeprefix("flops_")) if name.startswith("flops_") else getattr(self, name)
+        assert figure is None or isinstance(figure, Figure)
+        return figure
 
     def share(self, name: str) -> float:
-        """What of a figure is reached: of one that is no peak all."""
+        """Return the share of a figure that is reached: 1 if it is not a peak."""
         return SHARES[name].value if name in self.peaks else 1.0
 
     @cached_property
     def _reached(self) -> dict[str, Figure]:
-        """What is reached of each figure that may be a peak."""
-        found = {name: figure for name in SHARES if (figure := self.figure(name)) is not None}
-        for name in found.keys() & {*self.peaks}:
-            figure = found[name]
+        """The rate that is reached, for each figure that may be a peak."""
+        reached = {name: figure for name in SHARES if (figure := self.figure(name)) is not None}
+        for name in reached.keys() & {*self.peaks}:
+            figure = reached[name]
             share = SHARES[name]
-            found[name] = Figure(figure.value * share.value, weakest(figure, share), f"{share.basis}; {figure.basis}")
-        return found
+            reached[name] = Figure(figure.value * share.value, weakest(figure, share), f"{share.basis}; {figure.basis}")
+        return reached
 
     @property
     def copies(self) -> Figure:
-        """Bytes/s to the host's memory or from it, as they are reached."""
+        """Bytes/s that are reached to or from the host's memory."""
         return self._reached["host_link"]
 
     @property
@@ -159,7 +170,10 @@ class Device:
 
     @property
     def far_links(self) -> Figure:
-        """Bytes/s of a device that collectives reach between hosts. KeyError: it has no fabric."""
+        """Bytes/s per device that collectives reach between hosts.
+
+        Raises KeyError if the device has no fabric.
+        """
         return self._reached["fabric"]
 
     def collective(self, kind: str) -> Collective:
@@ -168,27 +182,30 @@ class Device:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """`nodes` equal hosts of `devices_per_node` devices."""
+    """A cluster of `nodes` equal hosts with `devices_per_node` devices each."""
 
     name: str
     device: Device
     nodes: int
     devices_per_node: int
-    network: Figure  # bytes/s that are reached between two hosts: what rows go over
+    network: Figure  # bytes/s that are reached between two hosts; carries rows
     span: Span = NOWHERE
-    interface: str = ""  # by which hosts speak to each other; "": that of the address that Ray has of each
+    interface: str = ""  # network interface between hosts; "": that of each host's address in Ray
 
     @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
     def between(self, devices: int) -> Figure:
-        """Bytes/s that a host reaches to others in collectives that so many devices take part in, at each end."""
+        """Return the bytes/s that a host reaches to others in collectives.
+
+        `devices` take part at each end.
+        """
         if self.device.fabric is None:
             return self.network
         fabric = self.device.far_links
-        each = min(devices, self.devices_per_node)
-        return Figure(each * fabric.value, fabric.source, f"{each} a host; {fabric.basis}")
+        per_host = min(devices, self.devices_per_node)
+        return Figure(per_host * fabric.value, fabric.source, f"{per_host} a host; {fabric.basis}")
 
     def host(self, device: int) -> int:
         return device // self.devices_per_node
@@ -217,19 +234,19 @@ OVERHEADS = Overheads(
 
 
 def _ascend_910c(name: str, dies: int) -> Device:
-    whole = "one package of two dies" if dies == 2 else "one die of two"
+    package = "one package of two dies" if dies == 2 else "one die of two"
     return Device(
         name=name,
         backend=ASCEND.name,
         resource=ASCEND.resource,
-        memory=_datasheet(64e9 * dies, f"{_CM384}; {whole}"),
+        memory=_datasheet(64e9 * dies, f"{_CM384}; {package}"),
         flops={
-            "bf16": _datasheet(376e12 * dies, f"{_CM384}; {whole}"),
+            "bf16": _datasheet(376e12 * dies, f"{_CM384}; {package}"),
             "f32": _assumed(94e12 * dies, "a quarter of bf16"),
         },
-        memory_bandwidth=_datasheet(1.6e12 * dies, f"{_CM384}; {whole}"),
+        memory_bandwidth=_datasheet(1.6e12 * dies, f"{_CM384}; {package}"),
         host_link=_PAPER_LINK,
-        device_link=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way; {whole}"),
+        device_link=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way; {package}"),
         host_memory=_assumed(1.5e12, "a host of 8 packages"),
         launch=_LAUNCH,
         latency=_LATENCY,
@@ -237,7 +254,7 @@ def _ascend_910c(name: str, dies: int) -> Device:
         peaks=tuple(name for name in SHARES if name != "host_link"),
         dies=dies,
         host_dies=16,
-        fabric=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way, to any device of its 48 hosts; {whole}"),
+        fabric=_datasheet(196e9 * dies, f"{_CM384}, unified bus, one way, to any device of its 48 hosts; {package}"),
     )
 
 
@@ -251,11 +268,13 @@ def _nvidia(
     link: Figure | None = None,
     fabric: Figure | None = None,
 ) -> Device:
-    """`sheet` has all figures but those of the links; `flops` in bfloat16, dense, and in float32 without tensor cores;
-    `link` over NVLink, without which devices of a
-    host meet over PCIe."""
+    """Build the preset of an NVIDIA device.
+
+    `sheet` is the source of all figures except those of the links. `flops` are in bfloat16, dense, and in float32
+    without tensor cores. `link` is over NVLink; without it devices of a host are connected by PCIe.
+    """
     host = _datasheet({4: 32e9, 5: 64e9}[pcie], f"{sheet}, PCIe {pcie} x16 one way")
-    whole = _assumed(2e12, "a host of 8 devices") if link else _assumed(512e9, "a host of 8 devices on PCIe")
+    host_memory = _assumed(2e12, "a host of 8 devices") if link else _assumed(512e9, "a host of 8 devices on PCIe")
     return Device(
         name=name,
         backend=CUDA.name,
@@ -268,7 +287,7 @@ def _nvidia(
         memory_bandwidth=_datasheet(bandwidth, sheet),
         host_link=host,
         device_link=link or _assumed(host.value, "no NVLink: PCIe, as to the host"),
-        host_memory=whole,
+        host_memory=host_memory,
         launch=_LAUNCH,
         latency=_LATENCY,
         overheads=OVERHEADS,
@@ -277,9 +296,9 @@ def _nvidia(
     )
 
 
-def _of_nvidia() -> Iterator[Device]:
+def _nvidia_devices() -> Iterator[Device]:
     a100, a800, h100, h200, h20, b200 = (
-        f"NVIDIA {x} datasheet" for x in ("A100 SXM", "A800 SXM", "H100 SXM", "H200 SXM", "H20", "HGX B200")
+        f"NVIDIA {model} datasheet" for model in ("A100 SXM", "A800 SXM", "H100 SXM", "H200 SXM", "H20", "HGX B200")
     )
 
     def nvlink(sheet: str, value: float) -> Figure:
@@ -304,7 +323,7 @@ def _of_nvidia() -> Iterator[Device]:
     yield _nvidia("h20", f"{h20}, as its sellers print it", 96e9, 4e12, (148e12, 44e12), 5, nvlink(h20, 450e9), port)
     dgx = fabric(50e9, "NVIDIA DGX B200 datasheet", "ConnectX-7")
     yield _nvidia("b200", b200, 180e9, 8e12, (2250e12, 75e12), 5, nvlink(b200, 900e9), dgx)
-    # Hosts of these meet over their `network`. Products are summed in float32, as in training.
+    # Their hosts are connected by their `network`. Products are summed in float32, as in training.
     yield _nvidia("l40s", "NVIDIA L40S datasheet", 48e9, 864e9, (362e12, 91.6e12), 4)
     yield _nvidia("rtx3090", "NVIDIA GA102 whitepaper, RTX 3090", 24e9, 936e9, (71e12, 35.6e12), 4)
     yield _nvidia("rtx4090", "NVIDIA Ada whitepaper, RTX 4090", 24e9, 1.008e12, (165e12, 82.6e12), 4)
@@ -312,7 +331,10 @@ def _of_nvidia() -> Iterator[Device]:
 
 
 def _cpu(name: str) -> Device:
-    """A rank process with one core. The memory is this machine's where the system tells it."""
+    """Build the preset of a CPU: a rank process with one core.
+
+    The memory is this machine's if the system reports it.
+    """
     try:
         size = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         memory = Figure(size, "measured", "this machine's memory, shared by its ranks")
@@ -340,8 +362,8 @@ def _cpu(name: str) -> Device:
 
 def _presets() -> dict[str, Device]:
     return {
-        d.name: d
-        for d in (
+        device.name: device
+        for device in (
             _ascend_910c("ascend-910c", 2),
             _ascend_910c("ascend-910c-die", 1),
             Device(
@@ -360,7 +382,7 @@ def _presets() -> dict[str, Device]:
                 peaks=tuple(name for name in SHARES if name != "host_link"),
                 fabric=_datasheet(25e9, "Atlas 800T A2: one 200 Gb/s RoCE port a device"),
             ),
-            *_of_nvidia(),
+            *_nvidia_devices(),
             _cpu("cpu"),
             _cpu("here"),
         )
@@ -368,29 +390,31 @@ def _presets() -> dict[str, Device]:
 
 
 DEVICES = _presets()
-# What people call a device besides its own name: Huawei's servers, and what is short.
-_CALLED = {
+# Other names of devices: Huawei's servers, and short names.
+_ALIASES = {
     "ascend-910b": ("a2", "atlas a2", "atlas 800t a2", "910b1", "910b2", "910b3"),
     "ascend-910c": ("a3", "atlas a3"),
-    **{f"rtx{n}": (str(n),) for n in (3090, 4090, 5090)},
+    **{f"rtx{number}": (str(number),) for number in (3090, 4090, 5090)},
 }
 _MAKERS = re.compile("nvidia|geforce|huawei|ascend|sxm[45]?")
 
 
 def named(name: str) -> str:
-    """The preset that a name means, whatever its case, hyphens, maker, and its own memory, as `NVIDIA A100-SXM4-80GB`;
-    "" where it is none's."""
-    said = _letters(name)
+    """Return the preset that a name means; "" if there is none.
+
+    Case, hyphens, the maker, and the preset's own memory size are ignored, as in `NVIDIA A100-SXM4-80GB`.
+    """
+    letters = _normalize_name(name)
     for device in DEVICES.values():
-        calls = {_letters(n) for n in (device.name, *_CALLED.get(device.name, ()))}
-        if said in calls | {f"{c}{device.memory.value / 1e9:.0f}gb" for c in calls}:
+        calls = {_normalize_name(alias) for alias in (device.name, *_ALIASES.get(device.name, ()))}
+        if letters in calls | {f"{call}{device.memory.value / 1e9:.0f}gb" for call in calls}:
             return device.name
     return ""
 
 
-def _letters(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return _MAKERS.sub("", re.sub("[^a-z0-9]", "", name.lower()))
 
 
-# Between hosts, where the file gives no figure: the paper measured 300 MB/s between its servers.
+# Between hosts, if the file gives no figure: the paper measured 300 MB/s between its servers.
 NETWORK = _assumed(300e6, "arXiv:2507.19017 measured 300 MB/s between servers; state `network` for yours")

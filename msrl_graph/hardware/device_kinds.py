@@ -1,7 +1,7 @@
-"""The kinds of devices: what each is called by whom, and what sets it apart.
+"""The kinds of devices: their names in other software, and their differences.
 
-Invariant: what the package knows of a kind stands here once; no other file has the name of one, or of its collectives
-(the names of the presets in cluster.py are names of programs). What torch does with a kind is in backends/devices.py.
+Invariant: the package's knowledge of a kind is here, once. No other file has the name of a kind or of its
+collectives (the presets in cluster.py are names of programs). backends/devices.py has what torch does with a kind.
 """
 
 from __future__ import annotations
@@ -15,37 +15,47 @@ from typing import Any, Literal
 from . import visibility_masks
 from .environment_variables import Setting, SettingConditions, Settings, nothing
 
-# Where an engine computes: on the cores of a host, or on what is beside them.
+# Where an engine computes: on the cores of a host, or on its devices.
 Where = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """`name` is a plan's word for it, `torch` PyTorch's, which knows it once `plugin` is imported, `resource` Ray's.
-    `collectives` is its backend of torch.distributed, `interfaces` the variables that say by which network interface
-    such speak, each with how it is told one by its whole name (NCCL and HCCL take a bare name for a beginning).
-    `visible` is the variable that says which devices a process sees (visibility_masks.py), `files` are those of a
-    host's devices in /dev, `cards` what the maker and model of one begin with, as `lspci -n` has them; a host's cores
-    have none of these. `settings` are the variables that its processes want. `adaptors` are the packages that adapt
-    others to it, by these. `kernels` is the file of backends/kernels that layers are computed by."""
+    """A kind of device.
+
+    - `name`: its name in a plan.
+    - `torch`: its name in PyTorch, which knows it once `plugin` is imported.
+    - `resource`: its name in Ray.
+    - `collectives`: its backend of torch.distributed.
+    - `interfaces`: variables that select the network interface of collectives, each with the form of an exact name
+    (NCCL and HCCL take a bare name for a prefix).
+    - `visible`: the variable of the devices that a process sees (visibility_masks.py).
+    - `files`: the pattern of a host's devices in /dev.
+    - `cards`: prefixes of their maker and model, in the form of `lspci -n`.
+    - `settings`: the environment variables that its processes need.
+    - `adaptors`: packages that adapt other packages to it, by the adapted package.
+    - `kernels`: the file of backends/kernels that computes layers.
+
+    The cores of a host have no `visible`, `files` and `cards`.
+    """
 
     name: str
     torch: str
     resource: str
     collectives: str
-    asked_as: str  # the option by which an actor asks Ray for it; "": as a resource of its own
+    asked_as: str  # the option with which an actor asks Ray for it; "": a custom resource
     interfaces: tuple[str, ...]
     visible: str = ""
-    rising: bool = False  # what `visible` lists has to rise, and nothing but digits and commas may stand there
+    rising: bool = False  # the ids in `visible` must rise, and only digits and commas are allowed
     files: str = ""
     cards: tuple[str, ...] = ()
     plugin: str = ""
     kernels: str = "torch_native"
-    is_host: bool = False  # a device is a core of its host: what else runs there takes from it
-    shares_host_memory: bool = False  # what a rank holds lies in its host's memory
-    runs_ahead: bool = True  # Python goes on while operators run
+    is_host: bool = False  # a device is a core of its host, which other programs use too
+    shares_host_memory: bool = False  # a rank's data is in its host's memory
+    runs_ahead: bool = True  # Python continues while operators run
     groups_beside_sleep: bool = True  # process groups can be made while an engine on the device sleeps
-    group_bytes: int = 0  # what a process group keeps on a device beside tensors, where the kind's makers say it
+    group_bytes: int = 0  # device memory of a process group in addition to tensors, if the makers document it
     adaptors: tuple[tuple[str, str], ...] = ()
     settings: Settings = nothing
 
@@ -54,27 +64,34 @@ class DeviceKind:
         return "host" if self.is_host else "device"
 
     def backends(self) -> str:
-        """The backends that a process group is made with: those of the device's tensors, and of its host's."""
-        return self.collectives if self.is_host else ",".join(f"{k.torch}:{k.collectives}" for k in (HOST, self))
+        """Return the backends of a process group.
+
+        They are for tensors of the device and of its host.
+        """
+        return (
+            self.collectives if self.is_host else ",".join(f"{kind.torch}:{kind.collectives}" for kind in (HOST, self))
+        )
 
     def here(self) -> int:
-        """How many this machine has: of its cores, or of the devices that this process may see."""
+        """Count this machine's cores, or the devices that this process may see."""
         if self.is_host:
             return os.cpu_count() or 1
         return len(visibility_masks.seen(self, os.environ.get(self.visible), self.there()))
 
     def there(self) -> int:
-        """How many devices this machine has beside its cores, whatever a process may see of them."""
+        """Count the devices of this machine, whatever a process may see of them."""
         return len([*Path("/dev").glob(self.files)]) if self.files else 0
 
     def packages(self, needs: Iterable[str]) -> tuple[str, ...]:
-        """What must be installed on its hosts where something needs these packages."""
+        """Return the packages to install on hosts where something needs `needs`."""
         adaptors = dict(self.adaptors)
-        return tuple(dict.fromkeys(p for need in needs for p in (need, adaptors.get(need, need))))
+        return tuple(dict.fromkeys(package for need in needs for package in (need, adaptors.get(need, need))))
 
     def ray(self, number: int = 1) -> dict[str, Any]:
-        """How an actor asks Ray for so many, and for no core beside them, which Ray would add: the placement group
-        that it is put in has none."""
+        """Return the options with which an actor asks Ray for `number` devices.
+
+        They exclude the core that Ray would add, because the actor's placement group has none.
+        """
         return {"num_cpus": 0} | ({self.asked_as: number} if self.asked_as else {"resources": {self.resource: number}})
 
 
@@ -102,24 +119,24 @@ CUDA = DeviceKind(
 )
 
 
-# A communicator has two buffers of HCCL_BUFFSIZE, one to send and one to receive.
+# A communicator has two buffers of HCCL_BUFFSIZE: one to send and one to receive.
 HCCL_MIB = 200
 
 
-def _hccl(wants: SettingConditions) -> Iterator[Setting]:
+def _hccl_settings(wants: SettingConditions) -> Iterator[Setting]:
     reference = "CANN, environment variables"
     waits = f"{wants.deadline + 60:.0f}"
-    counted = "in MB: each process group keeps two such buffers on a device, and memory has them"
+    counted = "in MB: each process group keeps two such buffers in a device's memory"
     yield Setting("HCCL_BUFFSIZE", str(HCCL_MIB), counted, reference)
-    # HCCL's own 120 s to connect are for ranks that begin at once; these have loaded their weights before.
-    for what in ("CONNECT", "EXEC"):
-        longer = "longer than the run's deadline, which says who is waited for"
-        yield Setting(f"HCCL_{what}_TIMEOUT", waits, longer, reference)
-    for where in ("HOST", "NPU"):
-        free = "any that is free: other processes may speak from here, too"
-        yield Setting(f"HCCL_{where}_SOCKET_PORT_RANGE", "auto", free, "verl, trainer/constants_ppo.py")
+    # HCCL's default of 120 s to connect is for ranks that start together; these load their weights first.
+    for phase in ("CONNECT", "EXEC"):
+        longer = "longer than the run's deadline, whose report names what is waited for"
+        yield Setting(f"HCCL_{phase}_TIMEOUT", waits, longer, reference)
+    for end in ("HOST", "NPU"):
+        free = "any free port: other processes may use ports of this host too"
+        yield Setting(f"HCCL_{end}_SOCKET_PORT_RANGE", "auto", free, "verl, trainer/constants_ppo.py")
     if wants.deterministic:
-        same = "sums in one order: a seed gives the same weights"
+        same = "a fixed order of sums: a seed gives the same weights"
         yield Setting("HCCL_DETERMINISTIC", "true", same, reference)
         yield Setting("LCCL_DETERMINISTIC", "1", same, "MindSpore Transformers, env_variables")
 
@@ -140,6 +157,6 @@ ASCEND = DeviceKind(
     adaptors=(("torch", "torch-npu"), ("vllm", "vllm-ascend"), ("megatron-core", "mindspeed")),
     groups_beside_sleep=False,  # github.com/Ascend/pytorch/issues/166
     group_bytes=2 * HCCL_MIB << 20,
-    settings=_hccl,
+    settings=_hccl_settings,
 )
 DEVICE_KINDS = {kind.name: kind for kind in (HOST, CUDA, ASCEND)}

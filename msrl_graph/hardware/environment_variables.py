@@ -1,6 +1,7 @@
-"""Environment variables that a run wants of its processes: of a kind of device, or of an engine.
+"""Environment variables that a run sets, for a device kind or an engine.
 
-Invariant: each has why, and where that is said. What a user has set stays as it is, and is told (`differing`).
+Invariant: each has a reason and a source. A variable that the user has set stays as it is, and is reported
+(`differing`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Setting:
-    """A variable with its value, why, and the source that says so. `fails` is the pattern of those values that are
-    known to end in an error, or in weights or tokens that are wrong without one."""
+    """A variable with its value, the reason, and the source of the reason.
+
+    `fails` is a pattern of values that are known to cause an error, or silently wrong weights or tokens.
+    """
 
     name: str
     value: str
@@ -27,8 +30,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class SettingConditions:
-    """What of a run settings go by: the seconds after which it gives up waiting, and whether its rows and weights are
-    to follow from the seed."""
+    """The properties of a run that settings depend on.
+
+    `deadline` is the number of seconds after which the run stops waiting. `deterministic`: rows and weights must
+    follow from the seed.
+    """
 
     deadline: float
     deterministic: bool
@@ -42,10 +48,14 @@ def nothing(wants: SettingConditions) -> Iterable[Setting]:
 
 
 def differing(settings: Iterable[Setting], environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
-    """What is set otherwise in an environment, each with its value there."""
-    return [(s, environment[s.name]) for s in settings if environment.get(s.name, s.value) != s.value]
+    """Return the settings that an environment overrides, with their values there."""
+    return [
+        (setting, environment[setting.name])
+        for setting in settings
+        if environment.get(setting.name, setting.value) != setting.value
+    ]
 
 
 def applied(settings: Iterable[Setting], environment: Mapping[str, str]) -> dict[str, str]:
-    """What is to be set in an environment."""
-    return {s.name: s.value for s in settings if s.name not in environment}
+    """Return the variables to set in an environment."""
+    return {setting.name: setting.value for setting in settings if setting.name not in environment}

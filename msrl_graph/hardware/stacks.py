@@ -1,7 +1,7 @@
-"""Stacks: the packages that are installed beside each other for a kind of device, and which cannot be.
+"""Stacks: packages installed together for a kind of device, and conflicts.
 
-Invariant: what the project knows of versions that go together stands here once, as data; nothing is imported or asked
-of an index. constraints/NAME.txt has the whole closure of a stack; constraints/resolve.py writes it from here.
+Invariant: the project's knowledge of compatible versions is here, once, as data. Nothing is imported, and no index
+is asked. constraints/NAME.txt has the whole closure of a stack; constraints/resolve.py writes it from here.
 """
 
 from __future__ import annotations
@@ -16,10 +16,19 @@ from .version_pairs import PYTHON, numbers
 
 @dataclass(frozen=True)
 class Stack:
-    """`kinds` are the devices that it is for, `pythons` the versions of Python that it is locked for, `platform` the
-    wheels that it takes. `pins` are the versions that are chosen, `extras` those of this package whose needs come
-    beside them, the `lowest` that they allow or the newest; the rest of the lock follows. `elsewhere` are packages that
-    belong to it and that the index has not, each with where it comes from. `source` says who pins these versions."""
+    """Packages that are installed together.
+
+    - `kinds`: the device kinds that it is for.
+    - `pythons`: the versions of Python that it is locked for.
+    - `platform`: the platform of its wheels.
+    - `pins`: the chosen versions.
+    - `extras`: the extras of this package that are installed too.
+    - `lowest`: take the lowest allowed versions of their requirements instead of the newest.
+    - `elsewhere`: packages that belong to it but are not in the index, each with its place.
+    - `source`: the source of the pins.
+
+    The rest of the lock follows from these.
+    """
 
     name: str
     kinds: tuple[str, ...]
@@ -32,7 +41,8 @@ class Stack:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
 
-HOSTS, BOARDS = "x86_64-manylinux_2_28", "aarch64-manylinux_2_28"  # of PCs; of Kunpeng, beside Ascend devices
+HOSTS = "x86_64-manylinux_2_28"  # of PCs
+BOARDS = "aarch64-manylinux_2_28"  # of Kunpeng CPUs in hosts with Ascend devices
 BUILT = "the CPU build of PyTorch: from PyTorch's own index, or a wheel at hand"
 STACKS = {
     stack.name: stack
@@ -102,29 +112,32 @@ STACKS = {
 
 @dataclass(frozen=True)
 class VersionRange:
-    """Versions from `least` on, and `below` another; "" is no bound."""
+    """Versions from `least` on and below `below`; "" is no bound."""
 
     least: str = ""
     below: str = ""
 
     def __str__(self) -> str:
         bounds = (f">= {self.least}" * bool(self.least), f"< {self.below}" * bool(self.below))
-        return ", ".join(b for b in bounds if b)
+        return ", ".join(bound for bound in bounds if bound)
 
     def meets(self, other: VersionRange) -> bool:
-        """Whether a version can be in both."""
+        """Return whether a version can be in both ranges."""
         least = max(numbers(self.least), numbers(other.least))
-        return all(least < numbers(r.below) for r in (self, other) if r.below)
+        return all(least < numbers(versions.below) for versions in (self, other) if versions.below)
 
 
-def _exactly(version: str) -> VersionRange:
+def _exact_range(version: str) -> VersionRange:
     *parts, last = version.split(".")
     return VersionRange(version, ".".join((*parts, str(int(last) + 1))))
 
 
 @dataclass(frozen=True)
 class Release:
-    """What a release of a package wants of Python and of the packages beside it, as its `source` says."""
+    """A release of a package, with the versions of Python and packages that it needs.
+
+    `source` says where these are documented.
+    """
 
     package: str
     version: str
@@ -132,7 +145,7 @@ class Release:
     source: str
 
 
-# The newest of a package last.
+# The newest release of a package is last.
 RELEASES = (
     Release(
         "msrl-graph",
@@ -150,7 +163,7 @@ RELEASES = (
     Release(
         "vllm-ascend",
         "0.23.0",
-        {PYTHON: VersionRange("3.10", "3.13"), "torch": _exactly("2.10.0"), "transformers": _exactly("5.5.4")},
+        {PYTHON: VersionRange("3.10", "3.13"), "torch": _exact_range("2.10.0"), "transformers": _exact_range("5.5.4")},
         STACKS[ASCEND.name].source,
     ),
     Release(
@@ -169,14 +182,14 @@ RELEASES = (
         "mindspeed",
         "26.1.0_core_r0.12.1",
         {
-            PYTHON: _exactly("3.10"),
-            "torch": _exactly("2.7.1"),
-            "megatron-core": _exactly("0.12.1"),
+            PYTHON: _exact_range("3.10"),
+            "torch": _exact_range("2.7.1"),
+            "megatron-core": _exact_range("0.12.1"),
             "numpy": VersionRange(below="1.26.1"),
         },
         "MindSpeed 26.1.0, docs/zh/release_notes_core.md and requirements.txt",
     ),
-    # Its README has Python 3.10 and torch 2.7.1, too; verl runs it with Python 3.12 and torch 2.10.
+    # Its README names Python 3.10 and torch 2.7.1 too; verl runs it with Python 3.12 and torch 2.10.
     Release(
         "mindspeed", "core_r0.16.0", {"megatron-core": VersionRange("0.16", "0.17")}, "verl, ascend_tutorial/get_start"
     ),
@@ -185,31 +198,46 @@ RELEASES = (
 
 @dataclass(frozen=True)
 class VersionConflict:
-    """Two releases that want of a `package` (or of Python) what no version of it is."""
+    """Two releases that need incompatible versions of a `package` (or of Python)."""
 
     first: Release
     second: Release
     package: str
 
     def __str__(self) -> str:
-        told = (
-            f"{r.package} {r.version} wants {r.wants[self.package]} ({r.source})" for r in (self.first, self.second)
+        needs = (
+            f"{release.package} {release.version} wants {release.wants[self.package]} ({release.source})"
+            for release in (self.first, self.second)
         )
-        return f"of {self.package} {' and '.join(told)}"
+        return f"{self.package}: {' and '.join(needs)}"
 
 
 def clash(packages: Collection[str]) -> VersionConflict | None:
-    """Why packages cannot be in one environment, by the newest releases of each; None where releases of all of them go
-    together, as far as is known."""
-    known = ([r for r in RELEASES if r.package == p] for p in dict.fromkeys(packages))
-    found: VersionConflict | None = None
-    for chosen in product(*(releases for releases in known if releases)):
-        found = next((c for pair in combinations(chosen, 2) if (c := _between(*pair))), None)
-        if found is None:
+    """Return why packages cannot be in one environment, by their newest releases.
+
+    None if releases of all of them are compatible, as far as is known.
+    """
+    release_lists = (
+        [release for release in RELEASES if release.package == package] for package in dict.fromkeys(packages)
+    )
+    conflict: VersionConflict | None = None
+    for combination in product(*(releases for releases in release_lists if releases)):
+        conflict = next(
+            (conflict_of_pair for pair in combinations(combination, 2) if (conflict_of_pair := _find_conflict(*pair))),
+            None,
+        )
+        if conflict is None:
             break
-    return found
+    return conflict
 
 
-def _between(first: Release, second: Release) -> VersionConflict | None:
-    both = (p for p in first.wants if p in second.wants)
-    return next((VersionConflict(first, second, p) for p in both if not first.wants[p].meets(second.wants[p])), None)
+def _find_conflict(first: Release, second: Release) -> VersionConflict | None:
+    both = (package for package in first.wants if package in second.wants)
+    return next(
+        (
+            VersionConflict(first, second, package)
+            for package in both
+            if not first.wants[package].meets(second.wants[package])
+        ),
+        None,
+    )

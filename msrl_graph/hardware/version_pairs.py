@@ -1,7 +1,8 @@
-"""Which versions go together, each pair with who says so: drivers, toolkits, torch and its plug-ins, engines.
+"""Compatible versions of drivers, toolkits, torch and its plug-ins, and engines.
 
-Invariant: what the package knows of versions that go together stands here once. Who asks brings the versions, and
-nothing is read to find them. Drivers and CANN are called as below; all else is called as `pip list` calls it.
+Invariant: the package's knowledge of compatible versions is here, once, each pair with its source. The caller
+provides the versions; nothing is read to find them. Drivers and CANN have the names below, everything else the name
+of `pip list`.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ PYTHON = "Python"
 
 @dataclass(frozen=True)
 class VersionPair:
-    """`package`, in releases that begin with `release`, goes with versions of `other`: those whose first `same` numbers
-    are its own, or those that begin with `exact`, or those from `least` on and below `below`."""
+    """Versions of `package` that are compatible with versions of `other`.
+
+    It applies to releases of `package` that begin with `release`. The compatible versions of `other` are those
+    whose first `same` numbers are the package's own, or those that begin with `exact`, or those from `least` on and
+    below `below`.
+    """
 
     package: str
     other: str
@@ -32,23 +37,26 @@ class VersionPair:
     below: str = ""
 
     def wanted(self, version: str) -> str:
-        """What it goes with in a version of its own, in words."""
+        """Describe the versions of `other` that `version` is compatible with."""
         if self.least:
             return f"{self.least} or later" + (f", below {self.below}" if self.below else "")
         return self.exact or ".".join(map(str, numbers(version)[: self.same]))
 
     def holds(self, version: str, other: str) -> bool:
-        found = numbers(other)
+        parts = numbers(other)
         if self.least:
-            return found >= numbers(self.least) and not (self.below and found >= numbers(self.below))
+            return parts >= numbers(self.least) and not (self.below and parts >= numbers(self.below))
         wanted = numbers(self.wanted(version))
-        return found[: len(wanted)] == wanted
+        return parts[: len(wanted)] == wanted
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The numbers that a version begins with: (2, 10, 0) of `2.10.0.post4`, `2.10.0rc1` and `2.10.0+cpu`."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    """Return the leading numbers of a version.
+
+    (2, 10, 0) of `2.10.0.post4`, `2.10.0rc1` and `2.10.0+cpu`.
+    """
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 _PLUGIN = "github.com/Ascend/pytorch, README: the first three numbers are those of torch"
@@ -73,13 +81,15 @@ PAIRS = (
 
 
 def broken(versions: Mapping[str, str]) -> Iterator[VersionPair]:
-    """The pairs that do not hold among versions by what they are of, the first that is to be mended first: what has to
-    change its version is in no other. Of what has no version nothing is said."""
+    """Yield the incompatible pairs among versions, the first to fix first.
+
+    A package whose version has to change is in no later pair. Packages without a version are skipped.
+    """
     changed: set[str] = set()
     for pair in PAIRS:
         version = versions.get(pair.package, "")
         other = versions.get(pair.other, "")
-        known = version and other and not {pair.package, pair.other} & changed
-        if known and version.startswith(pair.release) and not pair.holds(version, other):
+        applies = version and other and not {pair.package, pair.other} & changed
+        if applies and version.startswith(pair.release) and not pair.holds(version, other):
             changed.add(pair.other)
             yield pair

@@ -1,10 +1,11 @@
-"""Masks: which of its host's devices a process sees, and by which numbers.
+"""Visibility masks: the host's devices that a process sees, and their numbers.
 
-A mask is a variable such as ASCEND_RT_VISIBLE_DEVICES=4,5,6,7. It lists devices by the host's numbers; torch calls the
-first that it lists 0, the next 1, and so on. Ray hands out devices by the host's numbers, and shows a process its own
-alone, unless RAY_EXPERIMENTAL_NOSET_… keeps it from that: then the process sees all that the mask lists.
+A mask is a variable such as ASCEND_RT_VISIBLE_DEVICES=4,5,6,7. It lists devices by the host's numbers; torch
+numbers the listed devices 0, 1 and so on. Ray assigns devices by the host's numbers and shows a process only its
+own, unless RAY_EXPERIMENTAL_NOSET_… disables that: then the process sees all devices that the mask lists.
 
-Invariant: the host's numbers become torch's here and nowhere else. Drivers say nothing of what they leave out.
+Invariant: only this file converts the host's numbers to torch's. Drivers do not report the devices that they leave
+out.
 """
 
 from __future__ import annotations
@@ -16,51 +17,60 @@ if TYPE_CHECKING:
     from .device_kinds import DeviceKind
 
 
-def read(kind: DeviceKind, mask: str, there: int) -> tuple[list[str], str]:
-    """The ids that a driver reads of a mask on a host of so many devices, and why it reads no further: it stops at the
-    first that it cannot use. Ids by which only the driver knows devices (GPU-…, MIG-…) are taken as they stand."""
+def read(kind: DeviceKind, mask: str, count: int) -> tuple[list[str], str]:
+    """Parse a visibility mask; return the accepted ids and why parsing stopped.
+
+    `there` is the number of devices of the host. A driver stops at the first id that it cannot use. Ids that only
+    the driver can resolve (GPU-…, MIG-…) are accepted unchecked.
+    """
     ids = mask.split(",") if mask.strip() else []
-    found = list[str]()
+    accepted = list[str]()
     if mask.startswith(("GPU-", "MIG-")):
         return ids, ""
-    for i in ids if kind.rising else [i.strip() for i in ids]:
-        if not i.isdigit():
-            return found, f"`{i}` is no number"
-        if int(i) >= there:
-            return found, f"there is no {i}, only {'0' if there == 1 else f'0 to {there - 1}'}"
-        if i in found:  # of such CUDA takes none
-            return found if kind.rising else [], f"{i} stands there twice"
-        if kind.rising and found and int(i) < int(found[-1]):
-            return found, f"{i} comes after {found[-1]}, and ids have to rise"
-        found.append(i)
-    return found, ""
+    for device_id in ids if kind.rising else [device_id.strip() for device_id in ids]:
+        if not device_id.isdigit():
+            return accepted, f"`{device_id}` is not a number"
+        if int(device_id) >= count:
+            return accepted, f"there is no {device_id}, only {'0' if count == 1 else f'0 to {count - 1}'}"
+        if device_id in accepted:  # CUDA ignores the whole mask then
+            return accepted if kind.rising else [], f"{device_id} is listed twice"
+        if kind.rising and accepted and int(device_id) < int(accepted[-1]):
+            return accepted, f"{device_id} comes after {accepted[-1]}, but ids must rise"
+        accepted.append(device_id)
+    return accepted, ""
 
 
-def seen(kind: DeviceKind, mask: str | None, there: int) -> list[str]:
-    """The ids, in torch's order, of the devices that a process with a mask sees of so many; without one (None) all."""
-    return [*map(str, range(there))] if mask is None else read(kind, mask, there)[0]
+def seen(kind: DeviceKind, mask: str | None, count: int) -> list[str]:
+    """Return the ids, in torch's order, of the visible devices; all without a mask.
+
+    `there` is the number of devices of the host.
+    """
+    return [*map(str, range(count))] if mask is None else read(kind, mask, count)[0]
 
 
-def wrong(kind: DeviceKind, mask: str | None, there: int) -> str:
-    """What a mask lists and does not show, in words; "" where it shows all of it."""
-    if mask is None or not there:
+def wrong(kind: DeviceKind, mask: str | None, count: int) -> str:
+    """Describe the ids of a mask that are not visible; "" if all are."""
+    if mask is None or not count:
         return ""
-    found, why = read(kind, mask, there)
-    if not found and not why:
-        return f"{kind.visible} is empty: no device is seen"
+    accepted, reason = read(kind, mask, count)
+    if not accepted and not reason:
+        return f"{kind.visible} is empty: no device is visible"
     ids = mask.split(",")
-    what = f"{len(found)} of {len(ids)} ids are read" if found else "none of its ids is read"
-    return f"{kind.visible}={mask}: {why}; {what}" if why else ""
+    accepted_part = f"{len(accepted)} of {len(ids)} ids are read" if accepted else "none of its ids is read"
+    return f"{kind.visible}={mask}: {reason}; {accepted_part}" if reason else ""
 
 
-def index(given: Sequence[str], mask: str | None) -> int:
-    """Torch's number of the device that Ray has given a process: where it stands in the mask that the process sees.
-    Without a mask the host's number is torch's. ValueError: the mask does not list it."""
-    if not given:
+def index(assigned: Sequence[str], mask: str | None) -> int:
+    """Return torch's number of the device that Ray assigned to this process.
+
+    It is the device's position in the mask of the process; without a mask it is the host's number. Raises
+    ValueError if the mask does not list it.
+    """
+    if not assigned:
         return 0
     if mask is None:
-        return int(given[0])
-    found = [i.strip() for i in mask.split(",")]
-    if given[0] not in found:
-        raise ValueError(f"Ray gave this process the device {given[0]}, and its mask lists {mask or 'none'}")
-    return found.index(given[0])
+        return int(assigned[0])
+    listed = [device_id.strip() for device_id in mask.split(",")]
+    if assigned[0] not in listed:
+        raise ValueError(f"Ray gave this process the device {assigned[0]}, but its mask lists {mask or 'none'}")
+    return listed.index(assigned[0])

@@ -59,11 +59,7 @@ class DatasetPreview:
         return f"the first {self.looked:,}" if self.looked < self.rows else f"{self.rows:,}"
 
     def doubts(self, data: DataSource, prompts: int) -> Iterator[Diagnostic]:
-        """Yield warnings about the data.
-
-        They report that most rows are left out, that texts hold control tokens, or that an iteration takes more
-        rows than there are.
-        """
+        """Yield warnings on left-out rows, control tokens, and too few rows."""
         if 2 * self.out > self.looked:
             help = "raise the bounds, or use other data: the run trains only on the remaining rows"
             yield Diagnostic("bad-data", f"{data.path}: {self}", data.span, help, "warning")
@@ -106,9 +102,9 @@ def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -
     if not (names := [re.escape(token.content) for token in added if token.special and token.content]):
         return
     control = re.compile("|".join(sorted(names, key=len, reverse=True)))
-    read = token_columns(dataset.graph)
+    read_columns = token_columns(dataset.graph)
     for line, row in rows.items():
-        for column in [name for name in row if name in read]:
+        for column in [name for name in row if name in read_columns]:
             texts = [text for text in _strings(row[column]) if text]
             if column in dataset.responses:
                 texts = [dataset.tokens.unended(text) for text in texts]
@@ -207,8 +203,8 @@ class Dataset:
         keep = np.ones(len(rows), bool)
         for name in data.fields:
             fits = self._find_fitting_rows(name, plan)
-            if out := int((keep & ~fits).sum()):
-                self.left_out[name] = out
+            if excluded := int((keep & ~fits).sum()):
+                self.left_out[name] = excluded
             keep &= fits
         self.usable = np.flatnonzero(keep)
         if not len(self.usable):
@@ -256,20 +252,22 @@ class Dataset:
         self.cut |= {
             line for line, part, text in zip(lines, encoded_texts, full_texts, strict=True) if len(part) < len(text)
         }
-        before = self.preceding.get(name)
-        if before is None or self.tokens.pieces.exact:
+        previous_columns = self.preceding.get(name)
+        if previous_columns is None or self.tokens.pieces.exact:
             return self.tokens.encode(encoded_texts)
         encoded = self.tokens.encode(
             [item if line in self.cut else "" for item, line in zip(encoded_texts, lines, strict=True)]
         )
-        used = [i for i, line in enumerate(lines) if line not in self.cut]
-        known = {*before} <= self.data.fields.keys()
+        uncut = [i for i, line in enumerate(lines) if line not in self.cut]
+        all_from_file = {*previous_columns} <= self.data.fields.keys()
         try:
-            preceding = [self._text_before(before, rows[i], lines[i]) for i in used] if known else None
-            following = self.tokens.following([encoded_texts[i] for i in used], preceding)
+            preceding = (
+                [self._text_before(previous_columns, rows[i], lines[i]) for i in uncut] if all_from_file else None
+            )
+            following = self.tokens.following([encoded_texts[i] for i in uncut], preceding)
         except BadPieceError as error:
-            raise self._encoding_fault(name, lines[used[error.index]], error) from None
-        for i, ids in zip(used, following, strict=True):
+            raise self._encoding_fault(name, lines[uncut[error.index]], error) from None
+        for i, ids in zip(uncut, following, strict=True):
             encoded[i] = ids
         return encoded
 
@@ -295,22 +293,19 @@ class Dataset:
         return text
 
     def _text(self, name: str, row: dict[str, Any], line: int) -> str:
-        """Return the text that a row's tokens are encoded from.
-
-        Text is used as it is; messages are rendered by the chat template.
-        """
+        """Return a row's text as the model reads it: messages are rendered."""
         value: str | Messages = row[name]
         if isinstance(value, str):
             return value
         if name not in self.responses:
             return self._render(name, line, self.tokens.prompt, value)
-        before = [column for column in self.responses[name] if column in row]
+        previous_columns = [column for column in self.responses[name] if column in row]
         prompts = [
             prompt if isinstance(prompt, list) else messages(prompt) if isinstance(prompt, str) else None
-            for prompt in (row[column] for column in before)
+            for prompt in (row[column] for column in previous_columns)
         ]
         if len(prompts) > 1 or None in prompts:
-            others = " and ".join(f"`{self.data.fields[column]}`" for column in before)
+            others = " and ".join(f"`{self.data.fields[column]}`" for column in previous_columns)
             message = (
                 f"has messages in `{self.data.fields[name]}`, but no single list of messages before it, in {others}"
             )
@@ -331,36 +326,39 @@ class Dataset:
             if not dims or dims[0].like not in self.columns:
                 continue
             size = math.prod(dim.size for dim in dims[1:])
-            wanted = self.columns[dims[0].like].lengths
+            expected = self.columns[dims[0].like].lengths
             # Lines in `cut` are left out anyway, and only a prefix of them is encoded.
             complete = np.array([line not in self.cut for line in self.lines])
-            if len(wrong_rows := np.flatnonzero(complete & (column.lengths != wanted * size))):
+            if len(wrong_rows := np.flatnonzero(complete & (column.lengths != expected * size))):
                 row = wrong_rows[0]
                 message = f"has {column.lengths[row] // size} values in `{self.data.fields[name]}`"
-                raise bad(self.data, self.lines[row], f"{message}, but `{dims[0].like}` has {wanted[row]}")
+                raise bad(self.data, self.lines[row], f"{message}, but `{dims[0].like}` has {expected[row]}")
 
     def _find_fitting_rows(self, name: str, plan: Plan) -> Array:
-        """Return a mask of the rows whose column fits.
-
-        A column fits if it is no longer than its bound and, if a model reads it, not empty.
-        """
+        """Return a mask of the rows whose column is not too long, nor empty for a model."""
         kind = self.graph.column(name)
         column = self.columns[name]
-        read = [(node, sequences(self.graph, node)) for node in models(self.graph)]
+        sequences_by_node = [(node, sequences(self.graph, node)) for node in models(self.graph)]
         readers = {
-            plan.model(node.name).path for node, sequence in read if name in (*sequence.context, *sequence.scored)
+            plan.model(node.name).path
+            for node, sequence in sequences_by_node
+            if name in (*sequence.context, *sequence.scored)
         }
         lengths = [column.lengths]
         if kind.element == "text":
             lengths = []
             for tokens in map(Tokens, sorted(readers)):
-                asked = [self._render(name, line, tokens.asked, column.text(i)) for i, line in enumerate(self.lines)]
+                input_texts = [
+                    self._render(name, line, tokens.asked, column.text(i)) for i, line in enumerate(self.lines)
+                ]
                 follows = name in self.preceding
                 if kind.dims or not follows or tokens.pieces.exact:  # otherwise the whole text must be encodable
-                    asked = [tokens.beginning(text, self.graph.bound(name) if kind.dims else 0) for text in asked]
+                    input_texts = [
+                        tokens.beginning(text, self.graph.bound(name) if kind.dims else 0) for text in input_texts
+                    ]
                 encode = tokens.following if follows else tokens.encode
                 try:
-                    lengths.append(np.array([len(ids) for ids in encode(asked)]))
+                    lengths.append(np.array([len(ids) for ids in encode(input_texts)]))
                 except BadPieceError as error:
                     raise self._encoding_fault(name, self.lines[error.index], error) from None
         fits = np.ones(len(column), bool)
@@ -394,10 +392,7 @@ class Dataset:
         return where(self.data, self.lines[self.usable[index]])
 
     def indices(self, position: int, count: int) -> Array:
-        """Return `count` rows from `position` on, of endless passes over the data.
-
-        Each pass has an order of its own.
-        """
+        """Return `count` rows from `position` on, of endless shuffled passes."""
         return data_order.shuffled(self.order, len(self), position, count)
 
     def drawn(self, weights: Array, iteration: int, position: int, count: int) -> Array:

@@ -92,13 +92,18 @@ def comparison(plan: Plan) -> Comparison | None:
         response, column = drawn(graph, node)
         edges = [edge for edge in graph.reshards() if edge.dst == node.name]
         worker = graph.node(edges[0].src).worker if edges else node.worker
-        fed = (*sequences(graph, node).context, response)
+        generated_sequence = (*sequences(graph, node).context, response)
         for other in order:
-            read = sequences(graph, other)
-            gives = other.verb == "update" or any(
+            sequence = sequences(graph, other)
+            computes_logp = other.verb == "update" or any(
                 [dim.like for dim in graph.column(written).dims] == [response] for written in other.writes
             )
-            if other.worker == worker and other.verb != "generate" and gives and (*read.context, *read.scored) == fed:
+            if (
+                other.worker == worker
+                and other.verb != "generate"
+                and computes_logp
+                and (*sequence.context, *sequence.scored) == generated_sequence
+            ):
                 kinds = {dtype(plan, node.name), dtype(plan, other.name)}
                 return Comparison(
                     other.name,
@@ -152,10 +157,10 @@ class NumericsWatch:
 
         No `on_nan` setting helps here.
         """
-        if len(bare := rows[lengths == 0]):
+        if len(empty_rows := rows[lengths == 0]):
             raise RunError(
                 _format_message(
-                    node, task, bare, "the input of its model holds no token, so there is nothing to predict from"
+                    node, task, empty_rows, "the input of its model holds no token, so there is nothing to predict from"
                 )
             )
 
@@ -173,10 +178,10 @@ class NumericsWatch:
         scores = [name for name in scores if tempered(self.graph, self.graph.node(name))]
         bad = ~np.isfinite(values) | (values < 0) | ((values == 0) & bool(scores))
         if bad.any():
-            wanted = (
+            requirement = (
                 f"it must be above 0, since `{scores[0]}` scores `{response}`" if scores else "it must be 0 or more"
             )
-            problem = f"the temperature `{name}` is {values[bad][0]:g}: {wanted}"
+            problem = f"the temperature `{name}` is {values[bad][0]:g}: {requirement}"
             raise RunError(_format_message(node, task, rows[bad], problem))
 
     def finite(
@@ -196,9 +201,9 @@ class NumericsWatch:
         """
         bad = not_finite(column)
         known = np.zeros(len(bad), bool) if known is None else known
-        if len(new := np.flatnonzero(bad & ~known)):
-            values = column.take(new).values
-            self.tell(node, task, report, reason, rows[new], problem.format(values[~np.isfinite(values)][0]))
+        if len(new_rows := np.flatnonzero(bad & ~known)):
+            values = column.take(new_rows).values
+            self.tell(node, task, report, reason, rows[new_rows], problem.format(values[~np.isfinite(values)][0]))
         return bad | known
 
     def results(
@@ -261,21 +266,21 @@ class NumericsWatch:
         self, node: Node, task: Task, report: Report, rows: Array, tokens: ColumnData, logp: ColumnData, vocabulary: int
     ) -> None:
         """Check generated responses; in a response of several turns, the policy's tokens."""
-        strange = outside(tokens, vocabulary)
-        if len(new := np.flatnonzero(strange)):
-            values = tokens.take(new).values
+        unknown = outside(tokens, vocabulary)
+        if len(bad_rows := np.flatnonzero(unknown)):
+            values = tokens.take(bad_rows).values
             token = values[(values < 0) | (values >= vocabulary)][0]
             self.tell(
                 node,
                 task,
                 report,
                 "token",
-                rows[new],
+                rows[bad_rows],
                 f"it drew the token {token}, outside the vocabulary of {vocabulary}",
             )
-        if len(new := np.flatnonzero(tokens.lengths == 0)):
-            self.tell(node, task, report, "empty", rows[new], "the response is empty")
-        self.finite(node, task, report, "logp", "it drew a token with the log-probability {}", rows, logp, strange)
+        if len(bad_rows := np.flatnonzero(tokens.lengths == 0)):
+            self.tell(node, task, report, "empty", rows[bad_rows], "the response is empty")
+        self.finite(node, task, report, "logp", "it drew a token with the log-probability {}", rows, logp, unknown)
 
     def check_drift(
         self,
@@ -299,33 +304,32 @@ class NumericsWatch:
         known = known | _rows_with(as_drawn, written & ~np.isfinite(as_drawn.values))
         row = np.repeat(np.arange(len(rows)), logp.lengths)
         compared = written & ~known[row]
-        off = np.abs(logp.values - as_drawn.values)[compared].astype(np.float64)
+        difference = np.abs(logp.values - as_drawn.values)[compared].astype(np.float64)
         row = row[compared]
-        if not len(off):
+        if not len(difference):
             return known
         suffix = f"/{age}" if age else ""
-        report.count(f"logp_drift{suffix}", float(off.sum()), len(off))
-        report.peak(f"logp_drift_max{suffix}", float(off.max()))
+        report.count(f"logp_drift{suffix}", float(difference.sum()), len(difference))
+        report.peak(f"logp_drift_max{suffix}", float(difference.max()))
         if age:
             return known
         tolerance = self.comparison.tolerance / np.minimum(
             1.0, sampled.heat
         )  # temperatures below 1 magnify the errors of logits
-        if off.mean() <= tolerance[row].mean():
+        if difference.mean() <= tolerance[row].mean():
             return known
-        by_row = np.bincount(row, off, len(rows)) / np.maximum(np.bincount(row, minlength=len(rows)), 1)
-        far = np.flatnonzero(by_row > tolerance)
-        far = far[np.argsort(-by_row[far], kind="stable")]
+        by_row = np.bincount(row, difference, len(rows)) / np.maximum(np.bincount(row, minlength=len(rows)), 1)
+        far_rows = np.flatnonzero(by_row > tolerance)
+        far_rows = far_rows[np.argsort(-by_row[far_rows], kind="stable")]
         writer = self.graph.writer(self.comparison.response)
         problem = (
             f"the log-probabilities of `{self.comparison.response}` are not those that `{writer.name}` "
             f"({writer.span.place}) drew it "
-            f"with: off by {by_row[far[0]]:.3g} nats on row {rows[far[0]]}, by {off.mean():.3g} on average, where "
-            "rounding makes at most "
-            f"{tolerance[far[0]]:.3g}"
+            f"with: off by {by_row[far_rows[0]]:.3g} nats on row {rows[far_rows[0]]}, "
+            f"by {difference.mean():.3g} on average, where rounding makes at most {tolerance[far_rows[0]]:.3g}"
         )
-        self.tell(node, task, report, "drift", rows[far], problem)
-        known[far] = True
+        self.tell(node, task, report, "drift", rows[far_rows], problem)
+        known[far_rows] = True
         return known
 
 
@@ -354,10 +358,10 @@ def known_tokens(columns: list[ColumnData], size: int) -> tuple[list[ColumnData]
     Also returns a mask of the rows that had an unknown token. Such a token would end the process, or be ignored
     silently under tensor parallelism.
     """
-    strange = np.any([outside(column, size) for column in columns], axis=0)
+    unknown = np.any([outside(column, size) for column in columns], axis=0)
     return [
         replace(column, values=column.values.clip(0, size - 1)) for column in columns
-    ] if strange.any() else columns, strange
+    ] if unknown.any() else columns, unknown
 
 
 def _rows_with(column: ColumnData, bad: Array) -> Array:

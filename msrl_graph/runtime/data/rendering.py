@@ -191,8 +191,8 @@ def _answer(kind: Kind, folder: str, arguments: Any) -> tuple[str, str]:
             return "fine", json.dumps(_takes_tools(with_tools(chat.chat_template)))
         messages, prompt, more = arguments
         text: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more)
-        if len(text) > (most := most_text(messages, more)):
-            return "bound", f"writes {len(text):,} characters, more than {most:,} for one conversation"
+        if len(text) > (limit := most_text(messages, more)):
+            return "bound", f"writes {len(text):,} characters, more than {limit:,} for one conversation"
         return "fine", text
     except MemoryError:
         return "bound", f"needs more than {MEMORY >> 20} MiB of memory for one conversation"

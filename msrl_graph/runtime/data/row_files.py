@@ -71,12 +71,12 @@ def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]
     bases = generated if generated and not several else {0: graph.made(0), **generated}
 
     def ids(base: int) -> dict[str, int]:
-        above = {
+        ancestors = {
             row_sets.sets[rowset].level: rowset
             for rowset in reversed(chain(row_sets.sets, base))
             if rowset != base or (not rowset and not several)
         }
-        return {f"{graph.made(level) if several else 'prompt'}_row": rowset for level, rowset in above.items()}
+        return {f"{graph.made(level) if several else 'prompt'}_row": rowset for level, rowset in ancestors.items()}
 
     return [
         RecordedTable(column if several else "", column, base, {"row": base, **ids(base)})
@@ -117,20 +117,20 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     diagnostics = []
     levels = tables(plan.graph)
     declared = {column.name: column for column in plan.graph.columns}
-    hidden = {
+    reserved = {
         _file_column(plan.graph, name)
         for node in plan.graph.verb("generate")
         for name in (*drawn(plan.graph, node), *beginnings(plan.graph, node).values())
         if name not in declared
     }
-    hidden |= {_file_column(plan.graph, sieve.column) for sieve in rowsets(plan.graph).sieves.values()}
-    hidden |= {ORIGIN} if any(CallAttributes.of(other).select is not None for other in plan.graph.nodes) else set()
-    own = {
-        *hidden,
+    reserved |= {_file_column(plan.graph, sieve.column) for sieve in rowsets(plan.graph).sieves.values()}
+    reserved |= {ORIGIN} if any(CallAttributes.of(other).select is not None for other in plan.graph.nodes) else set()
+    own_names = {
+        *reserved,
         *(name_of_id for table in levels for name_of_id in table.ids),
         *(f"{name}_text" for name in _token_columns(plan)),
     }
-    for name in sorted(own & declared.keys()) if record else ():
+    for name in sorted(own_names & declared.keys()) if record else ():
         message = f"`{name}` is the name of a column that every recording has"
         diagnostics.append(
             Diagnostic("bad-value", message, declared[name].span, "give the column another name, or leave out --record")
@@ -150,13 +150,13 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
         )
     elif replay:
         responses = {drawn(plan.graph, other)[0] for other in plan.graph.verb("generate")}
-        needed = (
+        needed_files = (
             (iteration, table.file(Path(replay), iteration))
             for iteration in range(begin, plan.deploy.run.iterations)
             for table in levels
             if table.column in responses
         )
-        missing = next(((iteration, path) for iteration, path in needed if not path.is_file()), None)
+        missing = next(((iteration, path) for iteration, path in needed_files if not path.is_file()), None)
         if missing is not None:
             message = f"the recording in {replay} has no iteration {missing[0]}: there is no file {missing[1]}"
             help = (
@@ -170,7 +170,7 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
 
 
 def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> None:
-    """Write the rows of a task into a run's folder: all rows of each column, ascending.
+    """Write all rows of a task's columns into a run's folder, ascending.
 
     An evaluation runs only the nodes that it needs. A generation that it does not run has no table in it.
     """
@@ -184,8 +184,8 @@ def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> N
         path = level.file(run, task.number, "" if task.trains else task.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        here = _select_rows(level, row_sets, row_numbers, pieces, task.trains)
-        parquet.write_table(_build_table(level, plan, row_sets, row_numbers, here, pieces), partial)
+        rows_by_set = _select_rows(level, row_sets, row_numbers, pieces, task.trains)
+        parquet.write_table(_build_table(level, plan, row_sets, row_numbers, rows_by_set, pieces), partial)
         partial.replace(path)
 
 
@@ -206,7 +206,7 @@ def _build_table(
     plan: Plan,
     row_sets: Rowsets,
     numbers: Numbers,
-    here: dict[int, Array],
+    rows_by_set: dict[int, Array],
     pieces: dict[str, ColumnRows],
 ) -> Any:
     """Build a level's table with the columns of this level and those above it.
@@ -216,23 +216,23 @@ def _build_table(
     import pyarrow as pa
 
     graph = plan.graph
-    rows = np.unique(np.concatenate([*here.values()]))
+    rows = np.unique(np.concatenate([*rows_by_set.values()]))
 
     def row_numbers(rowset: int, only: bool = False) -> Array:
-        """Return each row's row number in a set, or its ancestor's there; -1 if there is none.
+        """Return the number in a set of each row, or of its ancestor there.
 
-        `only`: without descendants.
+        -1 if there is none. `only`: without descendants.
         """
-        wanted = np.full(len(rows), -1)
-        for own_set, own_rows in here.items():
+        result = np.full(len(rows), -1)
+        for own_set, own_rows in rows_by_set.items():
             if rowset == own_set or (rowset in chain(row_sets.sets, own_set) and not only):
-                wanted[np.searchsorted(rows, own_rows)] = numbers.above(own_rows, own_set, rowset)
-        return wanted
+                result[np.searchsorted(rows, own_rows)] = numbers.above(own_rows, own_set, rowset)
+        return result
 
     arrays: dict[str, Any] = {"row": pa.array(rows)} | {
         name: pa.array(row_numbers(row_set)) for name, row_set in level.ids.items() if name != "row"
     }
-    if len(here) > 1:
+    if len(rows_by_set) > 1:
         arrays[ORIGIN] = pa.array(row_numbers(level.rows))
     declared = {column.name: column for column in graph.columns}
     sets = {
@@ -247,14 +247,14 @@ def _build_table(
     for name in (*(column for column in declared if column in pieces), *sorted(pieces.keys() - declared.keys())):
         rowset = sets.get(name, 0)
         piece = pieces[name]
-        if not any(rowset in chain(row_sets.sets, own) for own in here):
+        if not any(rowset in chain(row_sets.sets, own_set) for own_set in rows_by_set):
             continue
         # A verdict (how often a row continues) is written at the row only, not at its repeats.
-        wanted = row_numbers(rowset, only=rowset in here and isinstance(piece, Verdicts))
-        place = np.minimum(np.searchsorted(piece.rows, wanted), max(len(piece.rows) - 1, 0))
+        row_ids = row_numbers(rowset, only=rowset in rows_by_set and isinstance(piece, Verdicts))
+        places = np.minimum(np.searchsorted(piece.rows, row_ids), max(len(piece.rows) - 1, 0))
         text = name in declared and declared[name].element in ("text", "json")
-        has = piece.rows[~not_finite(piece.column)] if name in graph.optional else piece.rows
-        arrays[_file_column(graph, name)] = _to_arrow(piece.column, place, np.isin(wanted, has), text)
+        rows_with_value = piece.rows[~not_finite(piece.column)] if name in graph.optional else piece.rows
+        arrays[_file_column(graph, name)] = _to_arrow(piece.column, places, np.isin(row_ids, rows_with_value), text)
     for name in (n for n in _token_columns(plan) if n in arrays):
         ids = [row or [] for row in arrays[name].to_pylist()]
         arrays[f"{name}_text"] = pa.array(of_column(plan, name).decode(map(np.asarray, ids), special=True), pa.string())
@@ -280,24 +280,24 @@ def _select_rows(
             if (other.failures or other.generates) and other.rows == level.rows
         ),
     ]
-    here = {level.rows: np.unique(np.concatenate([pieces.get(name, nothing).rows for name in column_names]))}
+    rows_by_set = {level.rows: np.unique(np.concatenate([pieces.get(name, nothing).rows for name in column_names]))}
     for sieve in row_sets.sieves.values():
-        if sieve.rows in here and sieve.left != sieve.rows and not trains:
-            here[sieve.left] = here[sieve.rows]
-        elif sieve.rows in here and sieve.left != sieve.rows:
+        if sieve.rows in rows_by_set and sieve.left != sieve.rows and not trains:
+            rows_by_set[sieve.left] = rows_by_set[sieve.rows]
+        elif sieve.rows in rows_by_set and sieve.left != sieve.rows:
             verdicts = pieces.get(sieve.column, nothing)
             chosen = verdicts.rows
             times = verdicts.column.values
             repeats = np.concatenate([np.arange(count) for count in times]) if len(chosen) else chosen
-            here[sieve.left] = np.repeat(chosen, times) + repeats * numbers.space[sieve.rows]
-    return here
+            rows_by_set[sieve.left] = np.repeat(chosen, times) + repeats * numbers.space[sieve.rows]
+    return rows_by_set
 
 
-def _to_arrow(column: ColumnData, place: Array, present: Array, text: bool) -> Any:
+def _to_arrow(column: ColumnData, places: Array, present: Array, text: bool) -> Any:
     """Build an Arrow array of the rows at these places, null where a row is missing."""
     import pyarrow as pa
 
-    values_present = column.take(place[present])
+    values_present = column.take(places[present])
     if values_present.offsets is None:
         index = np.cumsum(present) - 1
         return pa.array(values_present.values).take(pa.array(index, mask=~present))
@@ -346,16 +346,16 @@ class Recording:
         path, recorded = self._iteration(node, columns, iteration)
         context = sequences(self.plan.graph, node).context
         recorded_rows = recorded["row"].values
-        place = np.minimum(np.searchsorted(recorded_rows, rows), len(recorded_rows) - 1)
-        if len(missing := rows[recorded_rows[place] != rows]):
+        places = np.minimum(np.searchsorted(recorded_rows, rows), len(recorded_rows) - 1)
+        if len(missing := rows[recorded_rows[places] != rows]):
             raise RunError(
                 f"{path} has no row {missing[0]}, which `{node.name}` ({node.span.place}) is to take from it"
             )
-        for i, row in enumerate(place):
+        for i, row in enumerate(places):
             if not np.array_equal(np.concatenate([recorded[column][row] for column in context]), prompts[i // fan]):
                 message = f"row {rows[i]} of {path} is a response to another prompt than this run's"
                 raise RunError(f"{message}: {SAME}")
-        return [[recorded[_file_column(self.plan.graph, name)][row] for row in place] for name in columns]
+        return [[recorded[_file_column(self.plan.graph, name)][row] for row in places] for name in columns]
 
     def _iteration(self, node: Node, columns: Sequence[str], iteration: int) -> tuple[Path, dict[str, ColumnData]]:
         """Return the file of an iteration and its columns."""

@@ -58,36 +58,38 @@ class Pieces:
 
         `before` is None if it is not known.
         """
-        alone = self.encode(texts)
+        own_ids = self.encode(texts)
         if self.exact:
-            return alone
+            return own_ids
         prefixes = [ANCHORS[0]] * len(texts) if before is None else before
         first = self.encode(prefixes)
         joint = self.encode([prefix + suffix for prefix, suffix in zip(prefixes, texts, strict=True)])
-        wanted = self._decode(joint)
+        joint_texts = self._decode(joint)
         tokens: dict[int, Array] = {}
         for anchor in (None, "", *ANCHORS):
             remaining = [i for i in range(len(texts)) if i not in tokens]
             if not remaining:
                 break
             if anchor is None:
-                tried: list[Array | None] = [*alone]
+                attempts: list[Array | None] = [*own_ids]
             elif not anchor:
-                tried = [
+                attempts = [
                     _strip_prefix(joint_ids, anchor_ids) for joint_ids, anchor_ids in zip(joint, first, strict=True)
                 ]
             else:
                 (anchor_ids,) = self.encode([anchor])
-                tried = [
+                attempts = [
                     _strip_prefix(joint_ids, anchor_ids) for joint_ids in self.encode([anchor + text for text in texts])
                 ]
-            fits = [(i, ids) for i in remaining if (ids := tried[i]) is not None]
-            got = self._decode([np.concatenate([first[i], ids]) for i, ids in fits])
-            tokens |= {i: ids for (i, ids), text in zip(fits, got, strict=True) if _same_text(text, wanted[i])}
+            candidates = [(i, ids) for i in remaining if (ids := attempts[i]) is not None]
+            decoded = self._decode([np.concatenate([first[i], ids]) for i, ids in candidates])
+            tokens |= {
+                i: ids for (i, ids), text in zip(candidates, decoded, strict=True) if _same_text(text, joint_texts[i])
+            }
         for i in range(len(texts)):
             if i not in tokens:
-                (text,) = self._decode([np.concatenate([first[i], alone[i]])])
-                end = f"{wanted[i][-20:]!r} becomes {text[-20:]!r}"
+                (text,) = self._decode([np.concatenate([first[i], own_ids[i]])])
+                end = f"{joint_texts[i][-20:]!r} becomes {text[-20:]!r}"
                 raise BadPieceError(f"the tokenizer cannot encode it after the text before it: {end}", i)
         return [tokens[i] for i in range(len(texts))]
 
@@ -131,17 +133,17 @@ class Pieces:
             part for key in ("normalizer", "pre_tokenizer") for part in _iterate_parts(getattr(self.tokenizer, key))
         ]
         added = self.tokenizer.get_added_tokens_decoder().values()
-        keeps = (
+        keeps_characters = (
             {part["type"] for part in parts} <= KEEPING
             and not any(part.get("behavior") == "Removed" for part in parts)
             and all(_keeps_length(part) for part in parts if part["type"] == "Replace")
             and not any(token.lstrip or token.rstrip for token in added)
         )
-        known = self.tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=True)
         bytewise = any(part["type"] == "ByteLevel" for part in parts)
-        if not (keeps and _reads_all(self.tokenizer.model, known, bytewise)):
+        if not (keeps_characters and _reads_all(self.tokenizer.model, vocabulary, bytewise)):
             return None
-        return max(map(len, known))
+        return max(map(len, vocabulary))
 
     def _decode(self, rows: Sequence[Array]) -> list[str]:
         texts: list[str] = self.tokenizer.decode_batch([row.tolist() for row in rows], skip_special_tokens=False)
@@ -164,8 +166,8 @@ def _keeps_length(replace: dict[str, Any]) -> bool:
     return pattern is not None and len(replace["content"]) >= len(pattern)
 
 
-def _reads_all(model: Any, known: Mapping[str, int], bytewise: bool) -> bool:
-    """Return whether a model encodes every character, in a token of its own if need be.
+def _reads_all(model: Any, vocabulary: Mapping[str, int], bytewise: bool) -> bool:
+    """Return whether a model encodes every character, if need be as its own token.
 
     BPE does if it knows all bytes, or has an unknown token that it does not fuse with the next one.
     """
@@ -174,9 +176,9 @@ def _reads_all(model: Any, known: Mapping[str, int], bytewise: bool) -> bool:
     if type(model).__name__ != "BPE":
         return False
     if bytewise:
-        return known.keys() >= {*ByteLevel.alphabet()}
-    own = model.unk_token in known and not model.fuse_unk
-    return own or bool(model.byte_fallback and known.keys() >= {*BYTES})
+        return vocabulary.keys() >= {*ByteLevel.alphabet()}
+    has_unknown_token = model.unk_token in vocabulary and not model.fuse_unk
+    return has_unknown_token or bool(model.byte_fallback and vocabulary.keys() >= {*BYTES})
 
 
 def _strip_prefix(tokens: Array, part: Array) -> Array | None:

@@ -44,8 +44,8 @@ class Tokens:
         A JSON list of messages is rendered as a prompt; other text is encoded as it is. `follows`: other tokens
         come before these.
         """
-        asked = [self.asked(column.text(row)) for row in range(len(column))]
-        return ragged(self.following(asked) if follows else self.encode(asked), np.int32)
+        input_texts = [self.asked(column.text(row)) for row in range(len(column))]
+        return ragged(self.following(input_texts) if follows else self.encode(input_texts), np.int32)
 
     def encode_responses(self, column: ColumnData) -> ColumnData:
         """Encode a text column of responses, each with an end token. Raises BadMessages.
@@ -126,16 +126,16 @@ class Tokens:
                 "write what the `assistant` says, alone or after the prompt's messages exactly as the prompt has them"
             )
             raise BadMessages(message, help)
-        before = self.prompt(prompt) if prompt else ""
+        prompt_text = self.prompt(prompt) if prompt else ""
         text = self.rendered(conversation, False)
-        if not text.startswith(before):
-            common = next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text))
+        if not text.startswith(prompt_text):
+            common = next((i for i, (a, b) in enumerate(zip(prompt_text, text, strict=False)) if a != b), len(text))
             message = (
                 f"writes {text[common : common + 20]!r} with the response where the prompt alone has "
-                f"{before[common : common + 20]!r}"
+                f"{prompt_text[common : common + 20]!r}"
             )
             raise BadMessages(f"the chat template of {self.folder} {message}, so neither text is a prefix of the other")
-        text = text[len(before) :]
+        text = text[len(prompt_text) :]
         # Templates write more after the end token, mostly a newline, which a generation never reaches.
         shorter = text.rstrip()
         return (
@@ -164,8 +164,8 @@ def tokenised(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) -> dict
 
     A text that the model scores gets the token that ends a response. Raises BadMessages, BadPieceError.
     """
-    read = sequences(plan.graph, node)
-    order = (*read.context, *read.scored)
+    node_sequences = sequences(plan.graph, node)
+    order = (*node_sequences.context, *node_sequences.scored)
     names = [column for column in order if column in columns and plan.graph.column(column).element == "text"]
     if not names:
         return dict(columns)
@@ -175,7 +175,7 @@ def tokenised(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) -> dict
         **columns,
         **{
             column: tokens.encode_responses(text_column)
-            if column in read.scored
+            if column in node_sequences.scored
             else tokens.read(text_column, column != order[0])
             for column, text_column in texts.items()
         },
@@ -244,8 +244,8 @@ def ends(folder: str) -> tuple[int, ...]:
     The files of the folder name them. The tokenizer's own comes first. Empty if no file names one.
     """
     ids, token = read_end_tokens(shipped_files.found(folder))
-    own = _tokenizer(folder).token_to_id(token) if token and len(ids) != 1 else None
+    tokenizer_end = _tokenizer(folder).token_to_id(token) if token and len(ids) != 1 else None
     if not ids:
-        return () if own is None else (own,)
+        return () if tokenizer_end is None else (tokenizer_end,)
     # If there are several, the tokenizer's own is the one that ends a turn.
-    return tuple(sorted(ids, key=lambda end: end != own))
+    return tuple(sorted(ids, key=lambda end: end != tokenizer_end))

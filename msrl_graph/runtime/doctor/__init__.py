@@ -1,5 +1,5 @@
-"""What is wrong with a machine, or with the hosts of a cluster, and the next step: `msrl-doctor`.
+"""`msrl-doctor`: problems of a machine or a cluster's hosts, and the next step.
 
-Invariant: reading (machine.py, and hosts.py of a cluster), judging and showing are apart. A rule is a pure function
-from what was read of a host to findings; what it wants to have read stands in its file.
+Invariant: reading (machine.py, and hosts.py for a cluster), judging and showing are separate. A rule is a pure
+function from the readings of a host to findings; its file also states what has to be read.
 """

@@ -1,6 +1,6 @@
-"""Rules of any kind of device: which of them processes see, what Ray counts, whose their memory is.
+"""Rules for any kind of device: visibility, Ray's count, and use of memory.
 
-Invariant: kinds differ by what device_kinds.py says of them, and by the dies that their own file reads.
+Invariant: kinds differ only in what device_kinds.py says about them, and in the dies that their own file reads.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ...hardware.device_kinds import DeviceKind
 from .findings import ExaminedHost, Finding
 from .output_parsers import DeviceEntry
 
-NAMED = 3  # things of a list that are named
-IDLE = 0.15  # the share of a die's memory that its own firmware may hold: 2.9 of 32 GB was seen on a 910B4
+NAMED = 3  # most items of a list that a message names
+IDLE = 0.15  # the share of a die's memory that its own firmware may use: 2.9 of 32 GB was seen on a 910B4
 
 
 def listed(items: Sequence[str]) -> str:
@@ -22,54 +22,67 @@ def listed(items: Sequence[str]) -> str:
 
 
 def seen(host: ExaminedHost, kind: DeviceKind) -> int:
-    """How many devices processes see."""
+    """Count the devices that processes see."""
     return len(visibility_masks.seen(kind, host.variables.get(kind.visible), host.devices(kind)))
 
 
 def mask(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
-    """What the environment leaves processes of the devices."""
-    there = host.devices(kind)
-    given = host.variables.get(kind.visible)
-    if given is None or not there:
+    """Check which devices the environment shows to processes."""
+    count = host.devices(kind)
+    mask_value = host.variables.get(kind.visible)
+    if mask_value is None or not count:
         return
-    if told := visibility_masks.wrong(kind, given, there):
-        usable = sorted({int(i) for i in given.split(",") if i.strip().isdigit() and int(i) < there})
-        mend = f"export {kind.visible}={','.join(map(str, usable))}" if usable else f"unset {kind.visible}"
-        yield Finding("mask", told, "wrong", host.anew(mend))
+    if message := visibility_masks.wrong(kind, mask_value, count):
+        usable = sorted(
+            {
+                int(device_id)
+                for device_id in mask_value.split(",")
+                if device_id.strip().isdigit() and int(device_id) < count
+            }
+        )
+        fix = f"export {kind.visible}={','.join(map(str, usable))}" if usable else f"unset {kind.visible}"
+        yield Finding("mask", message, "wrong", host.anew(fix))
     else:
-        yield Finding("mask", f"{kind.visible} leaves {seen(host, kind)} of {there}")
+        yield Finding("mask", f"{kind.visible} shows {seen(host, kind)} of {count}")
 
 
 def counted(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
-    """What Ray counts on a host of a cluster."""
+    """Check the number of devices that Ray counts on a host of a cluster."""
     if host.resources is None:
         return
-    there = seen(host, kind)
+    visible = seen(host, kind)
     counts = host.resources.get(kind.resource, 0)
-    if counts == there:
+    if counts == visible:
         return
-    number = f"--{kind.asked_as.replace('_', '-')}={there}"
-    own = f"--resources='{{\"{kind.resource}\": {there}}}'"
-    told = f"Ray counts {counts:g} {kind.resource}, and {there} are there"
-    yield Finding("ray", told, "wrong", f"ray stop; ray start ... {number if kind.asked_as else own}")
+    number = f"--{kind.asked_as.replace('_', '-')}={visible}"
+    custom = f"--resources='{{\"{kind.resource}\": {visible}}}'"
+    message = f"Ray counts {counts:g} {kind.resource}, but the host has {visible}"
+    yield Finding("ray", message, "wrong", f"ray stop; ray start ... {number if kind.asked_as else custom}")
 
 
 def held(host: ExaminedHost, dies: Sequence[DeviceEntry], command: str) -> Iterator[Finding]:
-    """Who has the memory of dies, as a command lists it."""
-    theirs = [die for die in dies if die.holders]
-    unseen = [die for die in dies if not die.holders and die.used > IDLE * die.total]
-    if theirs:
-        who = list(dict.fromkeys(f"{h.name or 'a process'} ({h.pid})" for die in theirs for h in die.holders))
-        pids = " ".join(dict.fromkeys(h.pid for die in theirs for h in die.holders))
-        most = max(die.used for die in theirs)
-        told = f"{listed([d.label for d in theirs])}: up to {size(most)} held, by {listed(who)}"
-        yield Finding("device-memory", told, "warning", f"wait until they end, or end them: kill {pids}")
-    if unseen:
-        told = (
-            f"{listed([d.label for d in unseen])}: up to {size(max(d.used for d in unseen))} held, by nobody seen here"
+    """Check which processes use the memory of dies, according to a command."""
+    with_holders = [die for die in dies if die.holders]
+    without_holders = [die for die in dies if not die.holders and die.used > IDLE * die.total]
+    if with_holders:
+        holder_names = list(
+            dict.fromkeys(
+                f"{holder.name or 'a process'} ({holder.pid})" for die in with_holders for holder in die.holders
+            )
+        )
+        pids = " ".join(dict.fromkeys(holder.pid for die in with_holders for holder in die.holders))
+        most = max(die.used for die in with_holders)
+        message = (
+            f"{listed([entry.label for entry in with_holders])}: up to {size(most)} in use, by {listed(holder_names)}"
+        )
+        yield Finding("device-memory", message, "warning", f"wait until they end, or end them: kill {pids}")
+    if without_holders:
+        message = (
+            f"{listed([entry.label for entry in without_holders])}: "
+            f"up to {size(max(entry.used for entry in without_holders))} in use, by processes not visible here"
         )
         look = f"look on the host itself, outside of containers: {command}"
-        yield Finding("device-memory", told, "warning", look)
-    if dies and not theirs and not unseen:
+        yield Finding("device-memory", message, "warning", look)
+    if dies and not with_holders and not without_holders:
         least = min(dies, key=lambda die: die.free)
-        yield Finding("device-memory", f"{size(least.free)} of {size(least.total)} free at least")
+        yield Finding("device-memory", f"at least {size(least.free)} of {size(least.total)} free")

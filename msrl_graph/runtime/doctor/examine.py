@@ -1,7 +1,7 @@
-"""All that is asked of machines, and all that is judged of them.
+"""Everything that is read from machines, and all rules that judge it.
 
-Invariant: the one place that knows every file of rules. Findings come from the bottom up, the machine first and the
-program last, so that the first that is wrong is the first to mend.
+Invariant: this is the only file that knows all rule files. Findings come from the bottom up, the machine first and
+the program last, so the first wrong one is the first to fix.
 """
 
 from __future__ import annotations
@@ -19,27 +19,33 @@ RULES = (*host.FIRST, *torch_probe.BELOW, *torch_probe.RULES, *ascend.ABOVE, *cu
 
 
 def examine(address: str, plan: Plan | None) -> tuple[list[Finding], list[str]]:
-    """What is found of this machine, or of the hosts of the Ray cluster at an address, and who they are."""
-    asked = question(plan)
+    """Examine this machine, or the hosts of the Ray cluster at an address.
+
+    Returns the findings and the names of the hosts.
+    """
+    query = question(plan)
     if not address:
-        found = hosts.here(asked)
-        alone = Finding("ray", "starts on this machine: RAY_ADDRESS is not set")
-        return [*judge(found, plan), alone], [h.title for h in found]
-    found, absent = hosts.joined(address, asked)
-    if not found:  # then of this machine, without what it would have of the cluster
-        found = hosts.here(asked)
-        return [*absent, *judge(found)], [h.title for h in found]
-    return [*absent, *judge(found, plan)], [*(h.title for h in found), *(name for f in absent for name in f.hosts)]
+        examined = hosts.here(query)
+        ray_finding = Finding("ray", "will start on this machine: RAY_ADDRESS is not set")
+        return [*judge(examined, plan), ray_finding], [item.title for item in examined]
+    examined, absent = hosts.joined(address, query)
+    if not examined:  # then examine this machine, without the checks of a cluster
+        examined = hosts.here(query)
+        return [*absent, *judge(examined)], [item.title for item in examined]
+    return [*absent, *judge(examined, plan)], [
+        *(item.title for item in examined),
+        *(name for finding in absent for name in finding.hosts),
+    ]
 
 
 def question(plan: Plan | None) -> HostQuery:
-    """What is read of every host."""
+    """Build the query for every host."""
     return together(*WANTS, asking(marks=[str(Path.cwd())]), *([program.wants(plan)] if plan else []))
 
 
-def judge(found: Sequence[ExaminedHost], plan: Plan | None = None) -> list[Finding]:
+def judge(examined: Sequence[ExaminedHost], plan: Plan | None = None) -> list[Finding]:
     return [
-        *judged(RULES, found),
-        *(f for compare in host.COMPARISONS for f in compare(found)),
-        *(merged(program.findings(plan, found)) if plan else ()),
+        *judged(RULES, examined),
+        *(finding for compare in host.COMPARISONS for finding in compare(examined)),
+        *(merged(program.findings(plan, examined)) if plan else ()),
     ]

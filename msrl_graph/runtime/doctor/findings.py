@@ -1,7 +1,7 @@
-"""What rules are given, and what they find.
+"""The input of rules, and the findings that they return.
 
-Invariant: a rule is a pure function from a host to findings, one from all hosts where it compares them; what is told of
-a check has the same name on every machine.
+Invariant: a rule is a pure function from a host to findings, or from all hosts if it compares them. A check has the
+same name on every machine.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from ...hardware.device_kinds import DEVICE_KINDS, DeviceKind
 from . import output_parsers
 from .machine import ABSENT, HUNG, Command, CommandOutput, HostQuery, MachineReadings, numbers
 
-# What is wrong a run would fail of; a warning is of what slows it, or may be wrong.
+# A run would fail because of a `wrong` finding. A `warning` slows a run, or may be wrong.
 State = Literal["ok", "warning", "wrong"]
 CARDS = "/proc/bus/pci/devices"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`check` names what was looked at, `told` is what there is or what is wrong, `next` the next step, with its
-    command, and `hosts` are those of which it is told."""
+    """The result of a check.
+
+    `check` names what was checked, `told` is the state or the problem, `next` the next step with its command.
+    `hosts` are the hosts that it is about.
+    """
 
     check: str
     told: str
@@ -35,14 +38,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class ExaminedHost:
-    """What was read of a machine; of a host of a Ray cluster also its address, what Ray counts there, and the seconds
-    by which its clock is ahead."""
+    """The readings of a machine.
+
+    For a host of a Ray cluster also its address, Ray's resources there, and the number of seconds by which its
+    clock is ahead.
+    """
 
     seen: MachineReadings
     address: str = ""
     resources: Mapping[str, float] | None = None
     apart: float = 0.0
-    others: int = 0  # hosts of the cluster besides
+    others: int = 0  # number of other hosts in the cluster
 
     @property
     def title(self) -> str:
@@ -57,7 +63,7 @@ class ExaminedHost:
         return self.seen["packages"]
 
     def text(self, *paths: str) -> str:
-        """The text of the first of these files that is there."""
+        """Return the text of the first of these files that exists."""
         return next((self.seen["texts"][path] for path in paths if path in self.seen["texts"]), "")
 
     def said(self, command: str | Sequence[str]) -> CommandOutput:
@@ -68,17 +74,24 @@ class ExaminedHost:
         return fnmatch.filter(self.seen["paths"], pattern)
 
     def devices(self, kind: DeviceKind) -> int:
-        """How many are there, whatever processes may see of them."""
+        """Count the devices of a kind, whatever processes may see of them."""
         return len(numbers(self.paths(f"/dev/{kind.files}"))) if kind.files else 0
 
     @cached_property
     def kinds(self) -> list[DeviceKind]:
-        """The kinds of devices that the machine has, with a driver or without."""
+        """The kinds of devices that the machine has, with or without a driver."""
         cards = output_parsers.cards(self.text(CARDS))
-        return [k for k in DEVICE_KINDS.values() if self.devices(k) or any(c.startswith(k.cards) for c in cards)]
+        return [
+            kind
+            for kind in DEVICE_KINDS.values()
+            if self.devices(kind) or any(card.startswith(kind.cards) for card in cards)
+        ]
 
     def anew(self, command: str) -> str:
-        """A step that changes the environment: Ray's processes have that in which `ray start` was."""
+        """Extend a step that changes the environment by a restart of Ray.
+
+        Ray's processes have the environment in which `ray start` ran.
+        """
         return command if self.resources is None else f"{command}; then `ray stop`, and `ray start` again in that shell"
 
 
@@ -99,7 +112,7 @@ def asking(
     folders: Iterable[str] = (),
     rooms: Iterable[str] = (),
 ) -> HostQuery:
-    """A question of these, and of nothing else."""
+    """Build a query of only these items."""
     return HostQuery(
         texts=[*texts],
         paths=[*paths],
@@ -114,39 +127,48 @@ def asking(
     )
 
 
-def together(*asked: HostQuery) -> HostQuery:
-    """One question of several."""
-    found: dict[str, Any] = {}
-    for part in asked:
+def together(*queries: HostQuery) -> HostQuery:
+    """Merge several queries."""
+    merged_query: dict[str, Any] = {}
+    for part in queries:
         for name, value in cast(dict[str, Any], part).items():
-            before = found.get(name, type(value)())
-            found[name] = {**before, **value} if isinstance(value, dict) else [*before, *value]
-    return cast(HostQuery, found)
+            previous = merged_query.get(name, type(value)())
+            merged_query[name] = {**previous, **value} if isinstance(value, dict) else [*previous, *value]
+    return cast(HostQuery, merged_query)
 
 
 def failed(
-    said: CommandOutput, what: str, seconds: float, line: Callable[[str], str] = output_parsers.last_line
+    output: CommandOutput, command: str, seconds: float, line: Callable[[str], str] = output_parsers.last_line
 ) -> str:
-    """Why a command gave nothing, in words; "" where it did. `line` is the one of what it printed that says so."""
-    if said["status"] == HUNG:
-        return f"`{what}` does not end within {seconds:.0f} s"
-    if said["status"] == ABSENT:
-        return f"`{what.split()[0]}` is not there"
-    return f"`{what}` says: {line(said['text'])}" if said["status"] != 0 else ""
+    """Describe why a command gave no result; "" if it gave one.
+
+    `line` selects the line of its output that states the reason.
+    """
+    if output["status"] == HUNG:
+        return f"`{command}` did not end within {seconds:.0f} s"
+    if output["status"] == ABSENT:
+        return f"`{command.split()[0]}` is missing"
+    return f"`{command}` reports: {line(output['text'])}" if output["status"] != 0 else ""
 
 
 def judged(rules: Iterable[Rule], hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """What rules find on hosts, rule by rule; what is told of several hosts is told once."""
+    """Yield the findings of rules on hosts, rule by rule.
+
+    A finding that several hosts share is yielded once.
+    """
     for rule in rules:
-        yield from merged(replace(f, hosts=(host.title,)) for host in hosts for f in rule(host))
+        yield from merged(replace(finding, hosts=(host.title,)) for host in hosts for finding in rule(host))
 
 
 def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings of one check that are the same, as one of all their hosts. Of those that are fine the first is told."""
-    found: dict[tuple[str, ...], Finding] = {}
+    """Merge equal findings of a check into one with all their hosts.
+
+    Of findings that are fine only the first is kept.
+    """
+    by_key: dict[tuple[str, ...], Finding] = {}
     for finding in findings:
-        fine = finding.state == "ok"
-        key = (finding.check,) if fine else (finding.check, finding.state, finding.told, finding.next)
-        before = found.get(key, replace(finding, hosts=()))
-        found[key] = replace(before, hosts=tuple(dict.fromkeys((*before.hosts, *finding.hosts))))
-    return [*found.values()]
+        is_ok = finding.state == "ok"
+        key = (finding.check,) if is_ok else (finding.check, finding.state, finding.told, finding.next)
+        previous = by_key.get(key, replace(finding, hosts=()))
+        by_key[key] = replace(previous, hosts=tuple(dict.fromkeys((*previous.hosts, *finding.hosts))))
+    return [*by_key.values()]

@@ -1,6 +1,7 @@
-"""Rules of any host: packages and their pairs, memory, shared memory, open files; and of hosts against each other.
+"""Rules for any host, and comparisons of hosts.
 
-Invariant: what differs between hosts is held against what most of them have.
+They check packages and their versions, memory, shared memory and open files. Invariant: if hosts differ, the value
+of most hosts is the expected one.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ RUN = (
     "msgspec",
 )
 PLUGGED = ("vllm-ascend",)
-EXTRAS = (ASCEND.name, NVIDIA.name)  # of this package
-LEAST = "3.11"  # of Python; pyproject.toml
+EXTRAS = (ASCEND.name, NVIDIA.name)  # extras of this package
+LEAST = "3.11"  # the lowest Python version; pyproject.toml
 SHARED = "/dev/shm"
 SMALL = 64 << 20
-BESIDE = 1 << 30  # bytes of shared memory that collectives of devices take
-DESCRIPTORS, USUAL = 8192, 65536  # a process of Ray has some for each process that it speaks to
-FULL = 0.1  # the share of a host's memory below which little is free
+BESIDE = 1 << 30  # bytes of shared memory that collectives of devices use
+DESCRIPTORS = 8192  # a Ray process has several per process that it communicates with
+USUAL = 65536
+FULL = 0.1  # below this free share a host's memory counts as full
 MEMINFO = "/proc/meminfo"
 MOST = "/sys/fs/cgroup/memory.max"
 USED = "/sys/fs/cgroup/memory.current"
@@ -50,19 +52,23 @@ WANTS = asking(
     packages={
         OWN: [OWN],
         **{name: [name] for name in RUN},
-        # A plug-in is not what it is plugged into.
-        **{p: [n for n in ALIASES.get(p, (p,)) if n not in PLUGGED] for e in ENGINES.values() for p in e.needs},
+        # A plug-in does not count as the package that it extends.
+        **{
+            package: [alias for alias in ALIASES.get(package, (package,)) if alias not in PLUGGED]
+            for engine in ENGINES.values()
+            for package in engine.needs
+        },
     },
     rooms=[SHARED],
 )
 
 
 def versions(host: ExaminedHost) -> dict[str, str]:
-    """All that versions are known of."""
+    """Return the versions of everything that version pairs are known of."""
     kit = ascend.cann(host)
     packages = dict(host.packages)
     if kit is None and ASCEND not in host.kinds:
-        packages.pop(ascend.PLUGIN, "")  # it is to go
+        packages.pop(ascend.PLUGIN, "")  # another rule asks to uninstall it
     return {
         **packages,
         PYTHON: host.seen["python"],
@@ -74,95 +80,97 @@ def versions(host: ExaminedHost) -> dict[str, str]:
 
 
 def memory(host: ExaminedHost) -> tuple[int, int]:
-    """Bytes that are free and that there are."""
+    """Return the free and the total bytes of memory."""
     return output_parsers.memory(host.text(MEMINFO), host.text(MOST), host.text(USED))
 
 
 def machine(host: ExaminedHost) -> Iterator[Finding]:
     free, total = memory(host)
     cores = f"{many(host.seen['cores'], 'core')} ({host.seen['processor']})"
-    told = f"{cores}, {size(free)} of {size(total)} free, {host.seen['system']}"
+    message = f"{cores}, {size(free)} of {size(total)} free, {host.seen['system']}"
     if total and free < FULL * total:
         yield Finding(
             "machine",
             f"{size(free)} of {size(total)} of memory is free",
             "warning",
-            "see who has it: ps aux --sort=-rss | head",
+            "see which processes use it: ps aux --sort=-rss | head",
         )
     else:
-        yield Finding("machine", told)
+        yield Finding("machine", message)
 
 
 def python(host: ExaminedHost) -> Iterator[Finding]:
-    found = host.seen["python"]
-    if version_pairs.numbers(found) < version_pairs.numbers(LEAST):
-        told = f"Python {found}, and {LEAST} or later is needed"
-        yield Finding("python", told, "wrong", f"python{LEAST} -m venv .venv; .venv/bin/pip install '{OWN}[run]'")
+    version = host.seen["python"]
+    if version_pairs.numbers(version) < version_pairs.numbers(LEAST):
+        message = f"Python {version}, but {LEAST} or later is needed"
+        yield Finding("python", message, "wrong", f"python{LEAST} -m venv .venv; .venv/bin/pip install '{OWN}[run]'")
     else:
-        yield Finding("python", found)
+        yield Finding("python", version)
 
 
 def packages(host: ExaminedHost) -> Iterator[Finding]:
     missing = [name for name in RUN if name not in host.packages]
-    extra = next((k.name for k in host.kinds if k.name in EXTRAS), "")
+    extra = next((kind.name for kind in host.kinds if kind.name in EXTRAS), "")
     if missing:
-        told = f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} not installed, which a run needs"
+        message = f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} not installed, but needed by a run"
         install = f"pip install '{OWN}[{','.join(filter(None, ('run', extra)))}]'"
-        yield Finding("packages", told, "wrong", install)
+        yield Finding("packages", message, "wrong", install)
     else:
-        needs = (p for spec in ENGINES.values() for p in spec.needs)
+        needs = (package for spec in ENGINES.values() for package in spec.needs)
         shown = dict.fromkeys(name for name in ("torch", "ray", *needs, *PLUGGED) if name in host.packages)
         yield Finding("packages", ", ".join(f"{name} {host.packages[name]}" for name in shown))
 
 
 def together(host: ExaminedHost) -> Iterator[Finding]:
-    """Versions that do not go together."""
+    """Check the versions of packages against the known pairs."""
     known = versions(host)
     for pair in version_pairs.broken(known):
         wanted = pair.wanted(known[pair.package])
-        told = f"{pair.package} {known[pair.package]} goes with {pair.other} {wanted}, and {known[pair.other]} is here"
-        yield Finding("pairs", told, "wrong", _change(pair.other, wanted, host))
+        message = (
+            f"{pair.package} {known[pair.package]} needs {pair.other} {wanted}, but {known[pair.other]} is installed"
+        )
+        yield Finding("pairs", message, "wrong", _how_to_install(pair.other, wanted, host))
 
 
-def _change(what: str, wanted: str, host: ExaminedHost) -> str:
+def _how_to_install(package: str, wanted: str, host: ExaminedHost) -> str:
     return {
         CANN_DRIVER: "sudo bash Ascend-hdk-*-npu-driver_*_linux-$(uname -m).run --upgrade; then restart the host",
         "mindspeed": ascend.mindspeed(wanted),
         CUDA_DRIVER: f"Ubuntu: sudo apt install nvidia-driver-{wanted.split()[0]}-server; then restart the host",
         CANN: f"bash Ascend-cann-toolkit_{wanted}*_linux-$(uname -m).run --install; its ops and NNAL too",
         PYTHON: f"python3.12 -m venv .venv; .venv/bin/pip install '{OWN}[run]'",
-    }.get(what, f"pip install '{what}=={wanted}.*'")
+    }.get(package, f"pip install '{package}=={wanted}.*'")
 
 
 def engines(host: ExaminedHost) -> Iterator[Finding]:
-    """What of the engines is installed, and runs on the devices that there are."""
-    kind = next((k for k in host.kinds if not k.is_host), HOST)
-    lacks = {
-        name: [p for p in kind.packages(spec.needs) if p not in host.packages]
+    """Check which engines are installed and run on the devices of the host."""
+    kind = next((device_kind for device_kind in host.kinds if not device_kind.is_host), HOST)
+    missing_packages = {
+        name: [package for package in kind.packages(spec.needs) if package not in host.packages]
         for name, spec in ENGINES.items()
         if runs(name)
     }
-    there = [name for name, missing in lacks.items() if not missing]
-    wanted = [f"{name} needs {', '.join(missing)}" for name, missing in lacks.items() if missing]
-    able = " and ".join([", ".join(there[:-1])] * (len(there) > 1) + there[-1:]) or "none"
-    how = f"there, and never tried on {kind.resource}" if kind.name in UNTRIED and there else "run here"
-    able = f"{able} {'are ' * (how != 'run here')}{how}"
-    yield Finding("engines", "; ".join([able, *wanted]))
+    ready = [name for name, missing in missing_packages.items() if not missing]
+    needs = [f"{name} needs {', '.join(missing)}" for name, missing in missing_packages.items() if missing]
+    ready_text = " and ".join([", ".join(ready[:-1])] * (len(ready) > 1) + ready[-1:]) or "none"
+    state = f"installed, but never tried on {kind.resource}" if kind.name in UNTRIED and ready else "run here"
+    ready_text = f"{ready_text} {'are ' * (state != 'run here')}{state}"
+    yield Finding("engines", "; ".join([ready_text, *needs]))
 
 
 def shared_memory(host: ExaminedHost) -> Iterator[Finding]:
     free, total = host.seen["rooms"].get(SHARED, (0, 0))
-    accelerated = any(not k.is_host for k in host.kinds)
-    mend = "sudo mount -o remount,size=16G /dev/shm"
+    accelerated = any(not kind.is_host for kind in host.kinds)
+    fix = "sudo mount -o remount,size=16G /dev/shm"
     if host.seen["contained"]:
-        mend = "docker run --shm-size=16g ...; of a pod an emptyDir with medium: Memory at /dev/shm"
+        fix = "docker run --shm-size=16g ...; in a pod an emptyDir with medium: Memory at /dev/shm"
     state: State = "wrong" if accelerated else "warning"
     if not total:
-        told = "there is no /dev/shm: rows go by temporary files" + ", and collectives of devices fail" * accelerated
-        yield Finding("shm", told, state, "sudo mount -t tmpfs tmpfs /dev/shm")
+        message = "there is no /dev/shm: rows use temporary files" + ", and collectives of devices fail" * accelerated
+        yield Finding("shm", message, state, "sudo mount -t tmpfs tmpfs /dev/shm")
     elif free < (BESIDE if accelerated else SMALL):
-        told = f"only {size(free)} of {size(total)} free in /dev/shm, by which rows and collectives go"
-        yield Finding("shm", told, state, mend)
+        message = f"only {size(free)} of {size(total)} free in /dev/shm, which rows and collectives use"
+        yield Finding("shm", message, state, fix)
     else:
         yield Finding("shm", f"{size(free)} free in /dev/shm")
 
@@ -170,69 +178,84 @@ def shared_memory(host: ExaminedHost) -> Iterator[Finding]:
 def descriptors(host: ExaminedHost) -> Iterator[Finding]:
     soft, hard = host.seen["descriptors"]
     if 0 <= soft < DESCRIPTORS:
-        raised = f"ulimit -n {USUAL if hard < 0 else min(USUAL, hard)}"
-        lasting = f"echo '* - nofile {USUAL}' | sudo tee -a /etc/security/limits.conf; then log in again"
-        mend = host.anew(raised) if hard < 0 or hard >= DESCRIPTORS else lasting
+        raise_limit = f"ulimit -n {USUAL if hard < 0 else min(USUAL, hard)}"
+        raise_for_all = f"echo '* - nofile {USUAL}' | sudo tee -a /etc/security/limits.conf; then log in again"
+        fix = host.anew(raise_limit) if hard < 0 or hard >= DESCRIPTORS else raise_for_all
         yield Finding(
-            "descriptors", f"a process may have {soft} files open, and with many ranks Ray needs more", "warning", mend
+            "descriptors", f"a process may have {soft} files open, but with many ranks Ray needs more", "warning", fix
         )
     else:
         yield Finding("descriptors", f"{soft if soft >= 0 else 'any number of'} files may be open")
 
 
 def differing(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Versions that are not everywhere what they are on most hosts. What only devices need, hosts without any need
-    not have."""
+    """Find versions that differ from those of most hosts.
+
+    Hosts without devices do not need the packages that only devices need.
+    """
     if len(hosts) == 1:
         return
     with_devices = [host for host in hosts if host.kinds] or hosts
-    known = {host.title: versions(host) for host in hosts}
-    same = True
-    for name in dict.fromkeys(n for found in known.values() for n in found):
-        those = hosts if name in (OWN, PYTHON, *RUN) else with_devices
-        found = [known[host.title].get(name, "") for host in those]
-        meant, many_have = Counter(filter(None, found) if any(found) else found).most_common(1)[0]
-        mend = f"pip install '{name}=={meant.partition('+')[0]}'"
+    versions_by_host = {host.title: versions(host) for host in hosts}
+    all_same = True
+    for name in dict.fromkeys(
+        package for versions_of_host in versions_by_host.values() for package in versions_of_host
+    ):
+        compared = hosts if name in (OWN, PYTHON, *RUN) else with_devices
+        host_versions = [versions_by_host[host.title].get(name, "") for host in compared]
+        expected, many_have = Counter(filter(None, host_versions) if any(host_versions) else host_versions).most_common(
+            1
+        )[0]
+        fix = f"pip install '{name}=={expected.partition('+')[0]}'"
         if name in (PYTHON, CANN, CANN_DRIVER, CUDA, CUDA_DRIVER, OWN):
-            mend = "install the same on every host"
-        for odd in dict.fromkeys(v for v in found if v != meant):
-            where = tuple(h.title for h, v in zip(those, found, strict=True) if v == odd)
-            told = f"{name} is {odd or 'not there'}, and {meant} on {many_have} of {len(those)}"
-            grave = name == OWN or version_pairs.numbers(odd)[:2] != version_pairs.numbers(meant)[:2]
-            slight = name in (CANN_DRIVER, CUDA_DRIVER)
-            same = False
-            yield Finding("versions", told, "wrong" if grave and not slight else "warning", mend, where)
-    if same:
-        yield Finding("versions", "the same on all hosts", hosts=tuple(h.title for h in hosts))
+            fix = "install the same on every host"
+        for odd_version in dict.fromkeys(version for version in host_versions if version != expected):
+            odd_hosts = tuple(
+                host.title for host, version in zip(compared, host_versions, strict=True) if version == odd_version
+            )
+            message = f"{name} is {odd_version or 'not installed'}, but {expected} on {many_have} of {len(compared)}"
+            is_serious = name == OWN or version_pairs.numbers(odd_version)[:2] != version_pairs.numbers(expected)[:2]
+            is_driver = name in (CANN_DRIVER, CUDA_DRIVER)
+            all_same = False
+            yield Finding("versions", message, "wrong" if is_serious and not is_driver else "warning", fix, odd_hosts)
+    if all_same:
+        yield Finding("versions", "the same on all hosts", hosts=tuple(host.title for host in hosts))
 
 
 def clocks(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     for host in hosts:
         if abs(host.apart) > APART:
-            told = f"its clock is {abs(host.apart):.0f} s {'ahead' if host.apart > 0 else 'behind'}"
+            message = f"its clock is {abs(host.apart):.0f} s {'ahead' if host.apart > 0 else 'behind'}"
             yield Finding(
-                "clock", told, "warning", "sudo systemctl enable --now chronyd; chronyc makestep", (host.title,)
+                "clock", message, "warning", "sudo systemctl enable --now chronyd; chronyc makestep", (host.title,)
             )
     if len(hosts) > 1 and all(abs(host.apart) <= APART for host in hosts):
-        yield Finding("clock", "the same on all hosts", hosts=tuple(h.title for h in hosts))
+        yield Finding("clock", "the same on all hosts", hosts=tuple(host.title for host in hosts))
 
 
 def cluster(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """What Ray has of them, where they are a cluster's."""
+    """Report the resources that Ray counts, if the hosts belong to a cluster."""
     if all(host.resources is None for host in hosts):
         return
-    kinds = {k.resource: sum((h.resources or {}).get(k.resource, 0) for h in hosts) for k in DEVICE_KINDS.values()}
+    kinds = {
+        kind.resource: sum((host.resources or {}).get(kind.resource, 0) for host in hosts)
+        for kind in DEVICE_KINDS.values()
+    }
     counts = ", ".join(f"{count:g} {name}" for name, count in kinds.items() if count)
-    yield Finding("ray", f"{many(len(hosts), 'host')}, {counts or 'no devices'}", hosts=tuple(h.title for h in hosts))
+    yield Finding(
+        "ray",
+        f"{many(len(hosts), 'host')}, {counts or 'no devices'}",
+        hosts=tuple(host.title for host in hosts),
+    )
 
 
 def folders(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
-    """Whether hosts see the folder that the question comes from."""
-    names = tuple(h.title for h in hosts)
+    """Check whether all hosts share the current folder of the caller."""
+    names = tuple(host.title for host in hosts)
     for path in hosts[0].seen["marks"] if len(hosts) > 1 else ():
-        alike = len({host.seen["marks"][path] for host in hosts}) == 1 and hosts[0].seen["marks"][path]
-        own = "not shared: models and data belong at the same path on each host, results need not be shared"
-        yield Finding("folder", f"{path} is {'shared' if alike else own}", hosts=names)
+        is_shared = len({host.seen["marks"][path] for host in hosts}) == 1 and hosts[0].seen["marks"][path]
+        text = "not shared: models and data must be at the same path on each host, results need not be shared"
+        yield Finding("folder", f"{path} is {'shared' if is_shared else text}", hosts=names)
 
 
 FIRST: tuple[Rule, ...] = (machine, python)

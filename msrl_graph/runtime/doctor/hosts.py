@@ -1,7 +1,7 @@
-"""The hosts that are looked at: this machine, or all of the Ray cluster that RAY_ADDRESS names.
+"""The hosts to examine: this machine, or all of the Ray cluster in RAY_ADDRESS.
 
-Invariant: within WITHIN seconds each host has answered or is named. Ray is loaded in a process of its own, which is
-killed where it lasts longer; a host needs neither this package nor any other but what Ray brings.
+Invariant: within WITHIN seconds each host has answered or is named. Ray is loaded in a separate process, which is
+killed if it takes longer. A host needs no package except those that Ray brings, not even this one.
 """
 
 from __future__ import annotations
@@ -22,50 +22,56 @@ from . import machine
 from .findings import ExaminedHost, Finding
 from .machine import HostQuery, Machine, MachineProber, look
 
-# Seconds in which Ray has told of all hosts, in which hosts have answered, and that a clock is waited for.
+# Time limits in seconds: for Ray's list of all hosts, for the hosts' answers, and for a clock.
 WITHIN = 55.0
 ANSWER = 45.0
 CLOCK = 2.0
-STATUS = "see `ray status`, and the logs of its raylet in /tmp/ray/session_latest/logs there"
+STATUS = "see `ray status`, and the logs of its raylet in /tmp/ray/session_latest/logs on that host"
 
 
-def here(asked: HostQuery) -> list[ExaminedHost]:
-    """This machine."""
-    return [ExaminedHost(look(Machine(), asked))]
+def here(query: HostQuery) -> list[ExaminedHost]:
+    """Examine this machine."""
+    return [ExaminedHost(look(Machine(), query))]
 
 
-def joined(address: str, asked: HostQuery) -> tuple[list[ExaminedHost], list[Finding]]:
-    """The hosts of a cluster, and what is wrong with those that are not among them."""
+def joined(address: str, query: HostQuery) -> tuple[list[ExaminedHost], list[Finding]]:
+    """Examine the hosts of a cluster.
+
+    Also returns findings on hosts that did not answer.
+    """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, start_new_session=True,
     )  # fmt: skip
     try:
-        out, err = process.communicate(json.dumps({"address": address, "asked": asked}), timeout=WITHIN)
+        out, err = process.communicate(json.dumps({"address": address, "asked": query}), timeout=WITHIN)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        return [], [Finding("ray", f"the Ray cluster at {address} does not tell of its hosts in time", "wrong", STATUS)]
+        return [], [Finding("ray", f"the Ray cluster at {address} does not report its hosts in time", "wrong", STATUS)]
     if process.returncode != 0 or not out.strip():
-        said = (err.strip().splitlines() or ["nothing"])[-1]
+        last_line = (err.strip().splitlines() or ["nothing"])[-1]
         step = f"see what is wrong with it: {sys.executable} -c 'import ray; ray.init()'"
-        return [], [Finding("ray", f"Ray does not join the cluster at {address}: {said}", "wrong", step)]
-    told = json.loads(out.strip().splitlines()[-1])
-    if "refused" in told:
-        return [], [Finding("ray", told["refused"], "wrong", told["help"])]
-    found = told["hosts"]
-    silent = told["silent"]
+        return [], [Finding("ray", f"Ray cannot join the cluster at {address}: {last_line}", "wrong", step)]
+    reply = json.loads(out.strip().splitlines()[-1])
+    if "refused" in reply:
+        return [], [Finding("ray", reply["refused"], "wrong", reply["help"])]
+    answered = reply["hosts"]
+    silent = reply["silent"]
     findings = [Finding("ray", "does not answer in time", "wrong", STATUS, (name,)) for name in silent]
     hosts = [
-        ExaminedHost(h["seen"], h["address"], h["resources"], h["apart"], len(found) + len(silent) - 1) for h in found
+        ExaminedHost(
+            entry["seen"], entry["address"], entry["resources"], entry["apart"], len(answered) + len(silent) - 1
+        )
+        for entry in answered
     ]
     return hosts, findings
 
 
-def _told(address: str, asked: HostQuery) -> dict[str, Any]:
-    """What this process, which Ray is loaded into, tells of a cluster."""
-    until = time.monotonic() + ANSWER
+def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
+    """Query a cluster from this process, which loads Ray."""
+    deadline = time.monotonic() + ANSWER
     try:
         greet(address)
     except Fault as fault:
@@ -76,44 +82,49 @@ def _told(address: str, asked: HostQuery) -> dict[str, Any]:
     try:
         ray.init(address=address, job_config=job_config(), log_to_driver=False, logging_level="error")
     except (ConnectionError, RuntimeError) as error:
-        said = " ".join(str(error).split())
-        return {"refused": f"no Ray cluster could be joined at {address}: {said}", "help": STATUS}
+        message = " ".join(str(error).split())
+        return {"refused": f"no Ray cluster could be joined at {address}: {message}", "help": STATUS}
     for module in (machine, host_facts):
         ray.cloudpickle.register_pickle_by_value(module)
     nodes = sorted(living(), key=lambda node: str(node["NodeManagerAddress"]))
     actor = ray.remote(num_cpus=0)(MachineProber)
     probers = [
-        actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(n["NodeID"], soft=False)).remote()
-        for n in nodes
+        actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
+        for node in nodes
     ]
-    answers = [prober.look.remote(asked) for prober in probers]
-    ready, _ = ray.wait(answers, num_returns=len(answers), timeout=max(1.0, until - time.monotonic()))
+    answers = [prober.look.remote(query) for prober in probers]
+    ready, _ = ray.wait(answers, num_returns=len(answers), timeout=max(1.0, deadline - time.monotonic()))
     hosts = []
     silent = []
     for node, prober, answer in zip(nodes, probers, answers, strict=True):
         address = node["NodeManagerAddress"]
         try:
-            seen = ray.get(answer) if answer in ready else None
-            apart = _apart(prober) if seen else 0.0
+            readings = ray.get(answer) if answer in ready else None
+            clock_difference = _clock_difference(prober) if readings else 0.0
         except ray.exceptions.RayError:
-            seen = None
-        if seen is None:
+            readings = None
+        if readings is None:
             silent.append(address)
         else:
-            hosts.append({"address": address, "seen": seen, "resources": node["Resources"], "apart": apart})
+            hosts.append(
+                {"address": address, "seen": readings, "resources": node["Resources"], "apart": clock_difference}
+            )
     return {"hosts": hosts, "silent": silent}
 
 
-def _apart(prober: Any) -> float:
-    """Seconds by which a host's clock is ahead of this one's, by no more than is certain."""
+def _clock_difference(prober: Any) -> float:
+    """Return how many seconds a host's clock is ahead of this one's.
+
+    Only the certain part of the difference counts.
+    """
     import ray
 
     before = time.time()
-    there: float = ray.get(prober.clock.remote(), timeout=CLOCK)
+    remote: float = ray.get(prober.clock.remote(), timeout=CLOCK)
     after = time.time()
-    return there - after if there > after else there - before if there < before else 0.0
+    return remote - after if remote > after else remote - before if remote < before else 0.0
 
 
 if __name__ == "__main__":
     question = json.load(sys.stdin)
-    print("\n" + json.dumps(_told(question["address"], question["asked"])))
+    print("\n" + json.dumps(_query_cluster(question["address"], question["asked"])))

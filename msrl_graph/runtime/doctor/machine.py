@@ -1,8 +1,9 @@
-"""What is read of a machine, and the one object that it is read through.
+"""The readings of a machine, and the object that reads them.
 
-Invariant: reading changes nothing, loads no package and judges nothing; it knows of no kind of device, but reads what
-it is asked for. A command that hangs is left after its deadline, and all run at once, so that reading takes no longer
-than the longest of them. Nothing but Python is needed: Ray hands hosts the code of this file, not its name.
+Invariant: reading changes nothing, loads no package and judges nothing. It knows no kind of device and reads only
+what it is asked for. A command that hangs is abandoned after its deadline. All commands run at once, so reading
+takes no longer than the longest of them. Only Python is needed: Ray sends the code of this file to hosts, not its
+name.
 """
 
 from __future__ import annotations
@@ -28,17 +29,21 @@ from typing import TypedDict, cast
 from ..process.host_facts import begun_with, own
 
 OWN = "msrl-graph"
-SMALL = 1 << 16  # bytes of a file that are read
-FEW = 64  # files of a pattern that are read, and items that a command is repeated for
-DEADLINE, LONG = 15.0, 30.0  # seconds that a command has, and one that loads packages
-PYTHON = "{python}"  # of a command's words: the Python that asks
+SMALL = 1 << 16  # most bytes of a file that are read
+FEW = 64  # most files of a pattern that are read, and most items that a command is repeated for
+DEADLINE = 15.0  # time limit in seconds for a command
+LONG = 30.0  # time limit in seconds for a command that loads packages
+PYTHON = "{python}"  # a command's word that stands for the Python of this process
 HUNG = "hung"
 ABSENT = "absent"
 
 
 class Command(TypedDict):
-    """`words`, of which `{}` is each number that the files of the pattern `each` end in, where there is one; run where
-    a file of the pattern `where` is there, or always."""
+    """A command to run.
+
+    In `words`, `{}` is replaced by each number at the end of the files that match the pattern `each`, if there is
+    one. The command runs only if a file matches the pattern `where`, or always if `where` is empty.
+    """
 
     words: list[str]
     each: str
@@ -47,11 +52,18 @@ class Command(TypedDict):
 
 
 class HostQuery(TypedDict):
-    """`texts` and `paths`: patterns, of files whose text is wanted and of those of which only whether they are there;
-    $NAME in them is of the environment. `sizes` and `marks`: paths, of which the size is wanted, or what tells whether
-    it is the same folder on two hosts. `variables`: names, `*` at the end for any. `packages`: the
-    names that each may be installed by. `sources`: files in modules, `torch/version.py`. `folders`: where programs are
-    found besides PATH. `rooms`: folders of which the free space is wanted."""
+    """Items to read from a machine.
+
+    - `texts`, `paths`: patterns of files whose text, or only whose existence, is wanted; $NAME in them is a
+    variable of the environment.
+    - `sizes`, `marks`: paths whose size is wanted, or an identification that is equal on hosts that share the
+    folder.
+    - `variables`: names, with `*` at the end for any ending.
+    - `packages`: the names that each package may be installed by.
+    - `sources`: files in modules, such as `torch/version.py`.
+    - `folders`: folders with programs in addition to PATH.
+    - `rooms`: folders whose free space is wanted.
+    """
 
     texts: list[str]
     paths: list[str]
@@ -66,15 +78,20 @@ class HostQuery(TypedDict):
 
 
 class CommandOutput(TypedDict):
-    """What a command printed, and its exit status; "hung" where it did not end, "absent" where there is none."""
+    """The output of a command, and its exit status.
+
+    The status is "hung" if it did not end, "absent" if there is no such command.
+    """
 
     status: int | str
     text: str
 
 
 class MachineReadings(TypedDict):
-    """What was read, by what was asked; `said` by the command's words. `descriptors`: of open files, how many a
-    process may have, and may let itself have."""
+    """The readings, by what was asked.
+
+    `said` is by the command's words. `descriptors` are the soft and the hard limit of open files.
+    """
 
     name: str
     system: str
@@ -95,21 +112,21 @@ class MachineReadings(TypedDict):
 
 
 class Machine:
-    """This machine. Another one, as tests have it, answers the same questions."""
+    """This machine. Tests replace it by an object with the same methods."""
 
     @property
     def variables(self) -> Mapping[str, str]:
         return begun_with()
 
     def facts(self) -> dict[str, object]:
-        """What needs no question."""
+        """Return the readings that need no question."""
         return {
             "name": platform.node(),
             "system": f"{platform.system()} {platform.release()}",
             "processor": platform.machine(),
             "python": platform.python_version(),
             "root": os.geteuid() == 0,
-            "contained": any(Path(p).exists() for p in ("/.dockerenv", "/run/.containerenv")),
+            "contained": any(Path(path).exists() for path in ("/.dockerenv", "/run/.containerenv")),
             "descriptors": resource.getrlimit(resource.RLIMIT_NOFILE),
             "cores": os.cpu_count() or 1,
         }
@@ -118,7 +135,7 @@ class Machine:
         return sorted(glob(pattern))  # noqa: PTH207 (a Path has no pattern that begins at the root)
 
     def text(self, path: str) -> str:
-        """The beginning of a file; nothing where it cannot be read."""
+        """Return the beginning of a file; "" if it cannot be read."""
         try:
             with Path(path).open("rb") as file:
                 return file.read(SMALL).decode(errors="replace")
@@ -126,46 +143,49 @@ class Machine:
             return ""
 
     def source(self, path: str) -> str:
-        """A file of a module, which is not imported."""
+        """Return the text of a file in a module, without importing the module."""
         module, _, file = path.partition("/")
         spec = find_spec(module)
         folders = spec.submodule_search_locations if spec is not None else None
         return self.text(str(Path(folders[0]) / file)) if folders else ""
 
     def size(self, path: str) -> int:
-        """Bytes of a file that can be read, else -1."""
+        """Return the bytes of a readable file, else -1."""
         try:
             return Path(path).stat().st_size if os.access(path, os.R_OK) else -1
         except (OSError, ValueError):
             return -1
 
     def mark(self, path: str) -> str:
-        """What a folder has on each host that sees this very one; "" where there is none."""
+        """Identify a folder: hosts that share it return the same text; "" if missing."""
         try:
-            found = Path(path).stat()
+            stat_result = Path(path).stat()
         except (OSError, ValueError):
             return ""
-        return f"{found.st_ino} {found.st_mtime_ns}"
+        return f"{stat_result.st_ino} {stat_result.st_mtime_ns}"
 
     def room(self, folder: str) -> tuple[int, int]:
-        """Bytes that are free in a folder that can be written to, and that there are."""
+        """Return the free bytes in a writable folder, and the total."""
         try:
-            found = shutil.disk_usage(folder)
+            usage = shutil.disk_usage(folder)
         except OSError:
             return 0, 0
-        return (found.free if os.access(folder, os.W_OK) else 0), found.total
+        return (usage.free if os.access(folder, os.W_OK) else 0), usage.total
 
     def version(self, package: str) -> str:
         if package == OWN:
-            return own()  # with what its files hold
+            return own()  # includes a digest of its files
         try:
             return version(package)
         except PackageNotFoundError:
             return ""
 
     def run(self, words: list[str], folders: list[str], seconds: float) -> CommandOutput:
-        """What a command says. One that does not end is killed with its children, and where that does not help, as of a
-        process that a driver holds, left."""
+        """Run a command and return its output.
+
+        A command that does not end is killed with its children. If that does not help, as with a process stuck in a
+        driver, it is abandoned.
+        """
         environment = {**self.variables, "LC_ALL": "C"}
         program = shutil.which(words[0], path=os.pathsep.join([environment.get("PATH", ""), *folders]))
         if program is None:
@@ -179,84 +199,92 @@ class Machine:
         except OSError as error:
             return CommandOutput(status=126, text=str(error))
         try:
-            said, _ = process.communicate(timeout=seconds)
+            output, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 process.communicate(timeout=1)
             return CommandOutput(status=HUNG, text="")
-        return CommandOutput(status=process.returncode, text=said[:SMALL].decode(errors="replace"))
+        return CommandOutput(status=process.returncode, text=output[:SMALL].decode(errors="replace"))
 
 
 class MachineProber:
-    """A process on a host that answers; on Ray an actor."""
+    """A process on a host that answers queries; on Ray an actor."""
 
-    def look(self, asked: HostQuery) -> MachineReadings:
-        return look(Machine(), asked)
+    def look(self, query: HostQuery) -> MachineReadings:
+        return look(Machine(), query)
 
     def clock(self) -> float:
         return time.time()
 
 
-def look(machine: Machine, asked: HostQuery) -> MachineReadings:
-    """Everything that is asked of a machine."""
+def look(machine: Machine, query: HostQuery) -> MachineReadings:
+    """Read everything that is asked of a machine."""
     variables = machine.variables
 
     def matching(patterns: list[str]) -> list[str]:
-        whole = [p for p in (_filled(pattern, variables) for pattern in patterns) if p]
-        return list(dict.fromkeys(name for pattern in whole for name in machine.names(pattern)[:FEW]))
+        filled = [
+            filled_pattern
+            for filled_pattern in (_fill_variables(pattern, variables) for pattern in patterns)
+            if filled_pattern
+        ]
+        return list(dict.fromkeys(name for pattern in filled for name in machine.names(pattern)[:FEW]))
 
-    commands = [words for command in asked["commands"] for words in _each(machine, command)]
+    commands = [words for command in query["commands"] for words in _expand_command(machine, command)]
     with ThreadPoolExecutor(max(1, len(commands))) as pool:
-        answers = pool.map(lambda c: machine.run(_here(c[0]), asked["folders"], c[1]), commands)
+        answers = pool.map(lambda job: machine.run(_insert_python(job[0]), query["folders"], job[1]), commands)
         packages = {
-            package: next((v for name in names if (v := machine.version(name))), "")
-            for package, names in asked["packages"].items()
+            package: next((value for name in names if (value := machine.version(name))), "")
+            for package, names in query["packages"].items()
         }
-        said = {" ".join(words): answer for (words, _), answer in zip(commands, answers, strict=True)}
+        outputs = {" ".join(words): answer for (words, _), answer in zip(commands, answers, strict=True)}
     facts = machine.facts()
-    sources = {path: text for path in asked["sources"] if (text := machine.source(path))}
-    seen = {
-        "variables": {n: v for n, v in variables.items() if any(_is(n, name) for name in asked["variables"])},
-        "packages": {package: v for package, v in packages.items() if v},
-        "texts": sources | {path: text for path in matching(asked["texts"]) if (text := machine.text(path))},
-        "paths": matching(asked["paths"]),
-        "sizes": {path: machine.size(path) for path in asked["sizes"]},
-        "marks": {path: machine.mark(path) for path in asked["marks"]},
-        "rooms": {folder: machine.room(folder) for folder in asked["rooms"]},
-        "said": said,
+    sources = {path: text for path in query["sources"] if (text := machine.source(path))}
+    readings = {
+        "variables": {
+            variable: value
+            for variable, value in variables.items()
+            if any(_matches_name(variable, name) for name in query["variables"])
+        },
+        "packages": {package: value for package, value in packages.items() if value},
+        "texts": sources | {path: text for path in matching(query["texts"]) if (text := machine.text(path))},
+        "paths": matching(query["paths"]),
+        "sizes": {path: machine.size(path) for path in query["sizes"]},
+        "marks": {path: machine.mark(path) for path in query["marks"]},
+        "rooms": {folder: machine.room(folder) for folder in query["rooms"]},
+        "said": outputs,
     }
-    return cast(MachineReadings, facts | seen)
+    return cast(MachineReadings, facts | readings)
 
 
 def numbers(paths: list[str]) -> list[int]:
-    """The numbers that paths end in, rising."""
-    return sorted(int(found[0]) for path in paths if (found := re.search(r"\d+$", path)))
+    """Return the numbers that paths end in, ascending."""
+    return sorted(int(match[0]) for path in paths if (match := re.search(r"\d+$", path)))
 
 
-def _each(machine: Machine, command: Command) -> list[tuple[list[str], float]]:
+def _expand_command(machine: Machine, command: Command) -> list[tuple[list[str], float]]:
     words = command["words"]
     seconds = command["seconds"]
     if command["where"] and not machine.names(command["where"]):
         return []
     if not command["each"]:
         return [(words, seconds)]
-    found = numbers(machine.names(command["each"]))[:FEW]
-    return [([word.replace("{}", str(n)) for word in words], seconds) for n in found]
+    repeat_numbers = numbers(machine.names(command["each"]))[:FEW]
+    return [([word.replace("{}", str(number)) for word in words], seconds) for number in repeat_numbers]
 
 
-def _here(words: list[str]) -> list[str]:
+def _insert_python(words: list[str]) -> list[str]:
     return [sys.executable if word == PYTHON else word for word in words]
 
 
-def _is(name: str, pattern: str) -> bool:
+def _matches_name(name: str, pattern: str) -> bool:
     return name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern
 
 
-def _filled(pattern: str, variables: Mapping[str, str]) -> str:
-    """A pattern with the environment's values in it; nothing where it has not all of them."""
-    wanted = re.findall(r"\$(\w+)", pattern)
-    if not all(variables.get(name) for name in wanted):
+def _fill_variables(pattern: str, variables: Mapping[str, str]) -> str:
+    """Insert the environment's values into a pattern; "" if some are missing."""
+    names = re.findall(r"\$(\w+)", pattern)
+    if not all(variables.get(name) for name in names):
         return ""
-    return re.sub(r"\$(\w+)", lambda found: variables[found[1]], pattern)
+    return re.sub(r"\$(\w+)", lambda match: variables[match[1]], pattern)

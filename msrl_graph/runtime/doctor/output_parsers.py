@@ -1,15 +1,15 @@
-"""What drivers, toolkits and their commands print, taken apart.
+"""Parsers for the output of drivers, toolkits and their commands.
 
-Invariant: pure; text that is not of a form that is known here gives nothing, and raises nothing.
+Invariant: pure. Text in an unknown format gives an empty result and raises nothing.
 
-Where the forms were seen, none of it on a device of this project:
+Sources of the formats; none was seen on a device of this project:
 - `npu-smi info` of Atlas A2 (npu-smi 23.0 to 25.5) and A3 (24.1 to 26.0): reports in vllm-project/vllm-ascend, 834,
-  1130, 2534, 12980; A3 has a column more, the number of the die on the host, and 26.0 one more of processes.
+1130, 2534, 12980. A3 has an additional column, the number of the die on the host, and 26.0 one more for processes.
 - `hccn_tool -i 0 -link -g`: MindCluster, ascend-faultdiag, its user guide, and ascend-common, devmanager/hccn.
-- ascend_toolkit_install.info: vllm-project/vllm-ascend, 834; ascend_ops_install.info: of a CANN 9.1.0, where its
-  operators are installed by their own .run; version.cfg, nnal/atb/latest/version.info, driver/version.info: READMEs of
-  models for Ascend, of CANN 8.0 and 8.2.
-- `nvidia-smi --query-gpu`, `--query-compute-apps`, `topo -m`: nvidia-smi(1); Xid in dmesg: NVIDIA, Xid Errors.
+- ascend_toolkit_install.info: vllm-project/vllm-ascend, 834. ascend_ops_install.info: CANN 9.1.0, if its operators
+are installed by their own .run. version.cfg, nnal/atb/latest/version.info, driver/version.info: READMEs of models
+for Ascend, for CANN 8.0 and 8.2.
+- `nvidia-smi --query-gpu`, `--query-compute-apps`, `topo -m`: nvidia-smi(1). Xid in dmesg: NVIDIA, Xid Errors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds memory of a device: bytes."""
+    """A process that uses memory of a device, in bytes."""
 
     pid: str
     name: str
@@ -32,7 +32,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """A device as processes count them. `label` is what its own command calls it, `card` the number that it takes."""
+    """A device as processes count it.
+
+    `label` is its name in its own command, `card` the number that the command takes.
+    """
 
     label: str
     card: str
@@ -48,9 +51,9 @@ class DeviceEntry:
 
 
 def fields(text: str) -> dict[str, str]:
-    """Lines of `name=value`, or `name : value`."""
-    found = (re.match(r"\s*([\w .-]+?)\s*[=:]\s*(.*?)\s*$", line) for line in text.splitlines())
-    return {m[1]: m[2] for m in found if m}
+    """Parse lines of `name=value` or `name : value`."""
+    matches = (re.match(r"\s*([\w .-]+?)\s*[=:]\s*(.*?)\s*$", line) for line in text.splitlines())
+    return {match[1]: match[2] for match in matches if match}
 
 
 def last_line(text: str) -> str:
@@ -63,16 +66,22 @@ def first_line(text: str) -> str:
 
 
 def npu_dies(text: str) -> list[DeviceEntry]:
-    """The dies that `npu-smi info` lists."""
+    """Parse the dies that `npu-smi info` lists."""
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.splitlines() if "|" in line]
-    held: dict[tuple[str, str], list[Holder]] = {}
+    holders_by_die: dict[tuple[str, str], list[Holder]] = {}
     for row in rows:
-        where = row[0].split()
-        if len(row) in (4, 5) and len(where) == 2 and where[0].isdigit() and row[1].isdigit() and row[3].isdigit():
-            held.setdefault((where[0], where[1]), []).append(Holder(row[1], row[2], int(row[3]) * MIB))
+        position = row[0].split()
+        if (
+            len(row) in (4, 5)
+            and len(position) == 2
+            and position[0].isdigit()
+            and row[1].isdigit()
+            and row[3].isdigit()
+        ):
+            holders_by_die.setdefault((position[0], position[1]), []).append(Holder(row[1], row[2], int(row[3]) * MIB))
     dies: list[DeviceEntry] = []
     for first, second in pairwise(rows):
-        # The second line of a die has its place on the bus, and at its end what of its memory is used.
+        # The second line of a die has its address on the bus and, at its end, its used memory.
         named = first[0].split()
         memory = re.findall(r"(\d+)\s*/\s*(\d+)", second[-1])
         bus = len(second) == 3 and re.fullmatch(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+", second[1])
@@ -80,42 +89,53 @@ def npu_dies(text: str) -> list[DeviceEntry]:
             continue
         numbers, (used, total) = second[0].split(), memory[-1]
         chip = f" chip {numbers[0]}" if len(numbers) > 1 else ""
-        holders = tuple(held.get((named[0], numbers[0]), ()))
+        holders = tuple(holders_by_die.get((named[0], numbers[0]), ()))
         size = int(used) * MIB, int(total) * MIB
         dies.append(DeviceEntry(f"NPU {named[0]}{chip}", named[0], named[1], *size, first[1], holders))
     return dies
 
 
 def npu_driver(text: str) -> str:
-    """The driver's version, in the head of `npu-smi info`."""
-    found = re.search(r"npu-smi \S+\s+Version: (\S+)", text)
-    return found[1] if found else ""
+    """Parse the driver's version in the head of `npu-smi info`."""
+    match = re.search(r"npu-smi \S+\s+Version: (\S+)", text)
+    return match[1] if match else ""
 
 
 def npu_link(text: str) -> str:
-    """UP or DOWN, as hccn_tool has it of a port; "" where it says neither."""
-    found = re.search(r"link status:\s*(UP|DOWN)", text)
-    return found[1] if found else ""
+    """Parse the state of a port in hccn_tool's output: UP, DOWN, or "" for neither."""
+    match = re.search(r"link status:\s*(UP|DOWN)", text)
+    return match[1] if match else ""
 
 
 def cann(text: str) -> str:
-    """The version in a file of CANN's or NNAL's: an install.info, a version.cfg, or a version.info."""
-    found = fields(text)
+    """Parse the version in a file of CANN or NNAL.
+
+    The file is an install.info, a version.cfg, or a version.info.
+    """
+    entries = fields(text)
     for name in ("toolkit_running_version", "toolkit_installed_version"):
-        if name in found:
-            return found[name].strip("[]").rpartition(":")[2]
-    return found.get("version") or found.get("Version") or found.get("Ascend-cann-atb") or ""
+        if name in entries:
+            return entries[name].strip("[]").rpartition(":")[2]
+    return entries.get("version") or entries.get("Version") or entries.get("Ascend-cann-atb") or ""
 
 
 def gpus(text: str, apps: str) -> list[DeviceEntry]:
-    """The devices that `nvidia-smi` lists by QUERY, with who holds their memory."""
-    held: dict[str, list[Holder]] = {}
+    """Parse the devices that `nvidia-smi` lists for QUERY.
+
+    `apps` lists the processes that use their memory.
+    """
+    holders_by_gpu: dict[str, list[Holder]] = {}
     for row in _table(apps, 4):
-        used = int(row[-1]) * MIB if row[-1].isdigit() else 0  # a container is not told
-        held.setdefault(row[0], []).append(Holder(row[1], row[2].rpartition("/")[2], used))
+        used = int(row[-1]) * MIB if row[-1].isdigit() else 0  # hidden inside a container
+        holders_by_gpu.setdefault(row[0], []).append(Holder(row[1], row[2].rpartition("/")[2], used))
     return [
         DeviceEntry(
-            f"GPU {row[0]}", row[0], row[2], int(row[5]) * MIB, int(row[4]) * MIB, holders=tuple(held.get(row[1], ()))
+            f"GPU {row[0]}",
+            row[0],
+            row[2],
+            int(row[5]) * MIB,
+            int(row[4]) * MIB,
+            holders=tuple(holders_by_gpu.get(row[1], ())),
         )
         for row in _table(text, len(GPU))
         if row[4].isdigit() and row[5].isdigit()
@@ -131,36 +151,47 @@ def gpu_fields(text: str) -> list[dict[str, str]]:
 
 
 def links(text: str) -> dict[tuple[str, str], str]:
-    """How each two devices are connected, as `nvidia-smi topo -m` has it: NV18, or by PCIe."""
+    """Parse the connection of each pair of devices in `nvidia-smi topo -m`.
+
+    NV18, or a form of PCIe.
+    """
     rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
     names = [word for word in rows[0] if re.fullmatch(r"GPU\d+", word)] if rows else []
     cells = {row[0]: row[1:] for row in rows[1:] if row[0] in names and len(row) > len(names)}
-    return {(a, b): cells[a][j] for a in cells for j, b in enumerate(names) if a < b}
+    return {
+        (first, second): cells[first][column]
+        for first in cells
+        for column, second in enumerate(names)
+        if first < second
+    }
 
 
 def xids(text: str) -> list[str]:
-    """The numbers of the faults that the driver told the kernel's log, each once."""
+    """Return the distinct fault numbers in the kernel's log."""
     return list(dict.fromkeys(re.findall(r"NVRM: Xid \([^)]*\): (\d+)", text)))
 
 
 def torch_cuda(text: str) -> str:
-    """The CUDA that torch/version.py says torch is built for; "" of another build."""
-    found = re.search(r"^cuda(?::[^=]*)? = '([\d.]+)'", text, re.MULTILINE)
-    return found[1] if found else ""
+    """Parse the CUDA version of torch from torch/version.py; "" for other builds."""
+    match = re.search(r"^cuda(?::[^=]*)? = '([\d.]+)'", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def memory(meminfo: str, most: str, used: str) -> tuple[int, int]:
-    """Bytes that are free and that there are, of the machine or of the container that this is one of."""
-    said = {name: int(value.split()[0]) << 10 for name, value in fields(meminfo).items() if value[:1].isdigit()}
-    free = said.get("MemAvailable", 0)
-    total = said.get("MemTotal", 0)
+    """Return the free and the total bytes of memory of the machine or its container."""
+    sizes = {name: int(value.split()[0]) << 10 for name, value in fields(meminfo).items() if value[:1].isdigit()}
+    free = sizes.get("MemAvailable", 0)
+    total = sizes.get("MemTotal", 0)
     if most.strip().isdigit() and used.strip().isdigit():
         return min(free, int(most) - int(used)), min(total, int(most))
     return free, total
 
 
 def cards(text: str) -> set[str]:
-    """What /proc/bus/pci/devices lists: makers and models, as lspci -n has them, of each card's first function."""
+    """Parse /proc/bus/pci/devices: maker and model of each card's first function.
+
+    They are in the form of lspci -n.
+    """
     rows = [line.split() for line in text.splitlines()]
     return {row[1].lower() for row in rows if len(row) > 1 and len(row[1]) == 8 and int(row[0], 16) % 8 == 0}
 

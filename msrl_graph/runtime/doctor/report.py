@@ -1,7 +1,7 @@
-"""Findings as a table, and as JSON.
+"""Findings as a table and as JSON.
 
-Invariant: pure. A next step is never broken into lines, so that a command can be copied; keys of the JSON are those of
-docs/clusters.md, and stay.
+Invariant: pure. A next step is never broken into lines, so that a command can be copied. docs/clusters.md documents
+the keys of the JSON; they do not change.
 """
 
 from __future__ import annotations
@@ -15,50 +15,55 @@ from .findings import Finding, State
 
 VERSION = 1
 COLOURS: dict[State, str] = {"ok": "\x1b[32m", "warning": "\x1b[33m", "wrong": "\x1b[1;31m"}
-NAMED = 3  # hosts of a row that are named
+NAMED = 3  # most hosts that a row names
 
 
 def status(findings: Sequence[Finding]) -> int:
-    """The exit status: 1 where a run would fail."""
-    return int(any(f.state == "wrong" for f in findings))
+    """Return the exit status: 1 if a run would fail."""
+    return int(any(finding.state == "wrong" for finding in findings))
 
 
 def table(findings: Sequence[Finding], hosts: Sequence[str], width: int, colour: bool = False) -> str:
-    """A row for each finding, with its next step below; of a cluster with the hosts that it is told of."""
-    name = max((len(f.check) for f in findings), default=0)
+    """Format a row per finding, with its next step below.
+
+    A finding on some hosts of a cluster names them.
+    """
+    name = max((len(item.check) for item in findings), default=0)
     indent = len("warning") + name + 4
     lines = []
     for finding in findings:
         mark = finding.state.ljust(len("warning"))
         shown = f"{COLOURS[finding.state]}{mark}\x1b[0m" if colour else mark
-        some = finding.hosts and {*finding.hosts} != {*hosts}
-        where = f"{_where(finding.hosts)}: " if some else ""
-        first, *rest = textwrap.wrap(where + finding.told, max(20, width - indent), break_on_hyphens=False) or [""]
+        is_partial = finding.hosts and {*finding.hosts} != {*hosts}
+        host_prefix = f"{_name_hosts(finding.hosts)}: " if is_partial else ""
+        first, *rest = textwrap.wrap(host_prefix + finding.told, max(20, width - indent), break_on_hyphens=False) or [
+            ""
+        ]
         lines += [f"{shown}  {finding.check.ljust(name)}  {first}", *(" " * indent + line for line in rest)]
         if finding.next:
             lines.append(f"{' ' * (indent - 2)}> {finding.next}")
-    return "\n".join(lines) + f"\n\n{_sum(findings, hosts)}\n"
+    return "\n".join(lines) + f"\n\n{_summarize(findings, hosts)}\n"
 
 
 def document(findings: Sequence[Finding], hosts: Sequence[str]) -> str:
-    told = {
+    content = {
         "version": VERSION,
         "status": status(findings),
         "hosts": [*hosts],
         "findings": [asdict(finding) for finding in findings],
     }
-    return json.dumps(told, indent=2) + "\n"
+    return json.dumps(content, indent=2) + "\n"
 
 
-def _where(hosts: Sequence[str]) -> str:
+def _name_hosts(hosts: Sequence[str]) -> str:
     return ", ".join(hosts[:NAMED]) + f" and {len(hosts) - NAMED} more" * (len(hosts) > NAMED)
 
 
-def _sum(findings: Sequence[Finding], hosts: Sequence[str]) -> str:
-    counts = {state: sum(f.state == state for f in findings) for state in COLOURS}
-    what = f"{len(hosts)} hosts" if len(hosts) > 1 else "this machine" if hosts else "nothing"
+def _summarize(findings: Sequence[Finding], hosts: Sequence[str]) -> str:
+    counts = {state: sum(finding.state == state for finding in findings) for state in COLOURS}
+    subject = f"{len(hosts)} hosts" if len(hosts) > 1 else "this machine" if hosts else "nothing"
     if counts["wrong"]:
-        return f"{what}: {counts['wrong']} wrong, {counts['warning']} to look at; begin with the first that is wrong"
+        return f"{subject}: {counts['wrong']} wrong, {counts['warning']} to look at; begin with the first that is wrong"
     if counts["warning"]:
-        return f"{what}: nothing is wrong, {counts['warning']} to look at"
-    return f"{what}: nothing is wrong"
+        return f"{subject}: nothing is wrong, {counts['warning']} to look at"
+    return f"{subject}: nothing is wrong"

@@ -1,6 +1,6 @@
-"""Whether torch loads and sees the devices, as a process by itself says that was started for it.
+"""Whether torch loads and sees the devices, as a separate process reports it.
 
-Invariant: told only where nothing below is wrong, of which it would only follow.
+Invariant: it is reported only if nothing below is wrong, because then it would only follow from that.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from .machine import ABSENT, HUNG, LONG, PYTHON
 
 BELOW = (*ascend.BELOW, *cuda.BELOW, *host.BELOW)
 MASKS = (ascend.mask, cuda.mask)
-# What torch says of a thing that has its own step.
+# Errors of torch with a step of their own.
 KNOWN = {
-    "Error 802": "the fabric of the host's NVLinks is not up: sudo systemctl start nvidia-fabricmanager",
+    "Error 802": "the host's NVLink fabric is not up: sudo systemctl start nvidia-fabricmanager",
     "libhccl.so": "CANN is not in this environment: source its set_env.sh",
-    "undefined symbol": "two packages are of different builds: install both anew, of versions that go together",
+    "undefined symbol": "two packages come from different builds: install both again, in compatible versions",
 }
 
 
-def tried(kind: DeviceKind, code: str, found: ExaminedHost) -> Iterator[Finding]:
-    said = found.said([PYTHON, "-c", code])
-    if said["status"] == ABSENT or any(f.state == "wrong" for rule in (*BELOW, *MASKS) for f in rule(found)):
+def tried(kind: DeviceKind, code: str, examined: ExaminedHost) -> Iterator[Finding]:
+    output = examined.said([PYTHON, "-c", code])
+    if output["status"] == ABSENT or any(
+        finding.state == "wrong" for rule in (*BELOW, *MASKS) for finding in rule(examined)
+    ):
         return
-    look = f"see all that it says: python -c '{code}'"
-    counts = output_parsers.last_line(said["text"])
-    there = seen(found, kind)
-    if said["status"] == HUNG:
-        yield Finding("import", f"torch does not see its {kind.resource} within {LONG:.0f} s", "warning", look)
-    elif said["status"] != 0:
-        known = next((step for sign, step in KNOWN.items() if sign in said["text"]), look)
-        yield Finding("import", f"torch sees no {kind.resource}: {counts}", "wrong", known)
-    elif counts.isdigit() and int(counts) < there:
-        yield Finding("import", f"torch sees {counts} {kind.resource}, and {there} are there", "wrong", look)
+    look = f"see its whole output: python -c '{code}'"
+    counts = output_parsers.last_line(output["text"])
+    visible = seen(examined, kind)
+    if output["status"] == HUNG:
+        yield Finding("import", f"torch did not find its {kind.resource} within {LONG:.0f} s", "warning", look)
+    elif output["status"] != 0:
+        fix = next((step for sign, step in KNOWN.items() if sign in output["text"]), look)
+        yield Finding("import", f"torch sees no {kind.resource}: {counts}", "wrong", fix)
+    elif counts.isdigit() and int(counts) < visible:
+        yield Finding("import", f"torch sees {counts} {kind.resource}, but the host has {visible}", "wrong", look)
     else:
         yield Finding("import", f"torch sees {counts} {kind.resource}")
 

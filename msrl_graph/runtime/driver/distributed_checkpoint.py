@@ -132,7 +132,7 @@ class DistributedCheckpoint:
         _raise_first([self._result(answer) for answer in answers])
         urls.send(run, url, ("metrics.jsonl", "plan.json", run_inputs.FILE))
         urls.send(folder, target, (checkpoint.DIGEST,))
-        urls.send(folder, target, (checkpoint.MANIFEST,), whole=True)
+        urls.send(folder, target, (checkpoint.MANIFEST,), atomic=True)
         kept_names = {path.name for path in checkpoint.found(run)}
         with urls.told(url):
             old = [
