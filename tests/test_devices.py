@@ -110,7 +110,7 @@ def test_an_engine_is_installed_for_the_devices_of_the_plan():
     assert found == [
         "pip install 'msrl-graph[cuda]'",
         "pip install 'msrl-graph[vllm]'",
-        "install vllm as the head of constraints/ascend.txt says, or ask msrl-doctor",
+        "install vllm as described at the top of constraints/ascend.txt, or run msrl-doctor",
         "pip install a b",
     ]
 

@@ -47,7 +47,7 @@ def operators():
 
 
 def test_each_kind_has_its_table():
-    assert {name: kernels.of(kind) for name, kind in DEVICE_KINDS.items()} == {
+    assert {name: kernels.load(kind) for name, kind in DEVICE_KINDS.items()} == {
         "cpu": torch_native.KERNELS,
         "cuda": torch_native.KERNELS,
         "ascend": ascend.KERNELS,

@@ -1,6 +1,8 @@
-"""Engines, one file each: a spec that the compiler reads, and the half that runs; and the devices that they run on.
+"""Table of engines, and the devices that they run on.
 
-Invariant: an engine is named here and in its own file, and nowhere else: what runs, runs by this table."""
+Each engine has one file with a spec, which the compiler reads, and the half that runs.
+Invariant: an engine is named here and in its own file, and nowhere else. Everything runs by this table.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from .megatron import engine as megatron
 from .spec import EngineSpec
 from .vllm import engine as vllm
 
-ENGINES: dict[str, EngineSpec] = {e.SPEC.name: e.SPEC for e in (fsdp, hf, megatron, vllm)}
-# Kinds of devices that are written for: of which none was at hand, and of which one alone was.
+ENGINES: dict[str, EngineSpec] = {module.SPEC.name: module.SPEC for module in (fsdp, hf, megatron, vllm)}
+# Device kinds that are implemented but were never available for a test, and those tested on one device only.
 UNTRIED = (ASCEND.name,)
 ALONE = (CUDA.name,)
 
 
 def runs(engine: str) -> bool:
-    """Whether an engine can be built, and not only planned for."""
+    """Return whether an engine can be built, not only planned for."""
     return bool(ENGINES[engine].build)

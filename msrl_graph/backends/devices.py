@@ -1,10 +1,9 @@
-"""A device as torch has it: its memory, its streams, the buffers that it copies from and to.
+"""A device as torch sees it: its memory, its streams and its host buffers.
 
-Invariant: torch-free at import; what depends on the kind of a device (hardware/device_kinds.py) is asked of a Device,
-and nothing else calls torch's module of a kind. On a host's cores streams and events do nothing.
-
-`npu` has never been run: none was at hand. It is written by the documentation of torch_npu, which says the names of
-torch.cuda; torch knows an NPU once torch_npu is imported. `cuda` was run on one H100 (docs/results.md).
+Invariant: torch-free at import. Whatever depends on the kind of a device (hardware/device_kinds.py) goes through a
+TorchDevice; nothing else calls torch's module of a kind. On host cores streams and events do nothing.
+`npu` has never been run, because none was available. It follows the documentation of torch_npu, which uses the names
+of torch.cuda; torch knows an NPU once torch_npu is imported. `cuda` was run on one H100 (docs/results.md).
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ if TYPE_CHECKING:
 
 PROCESS = Path("/proc/self")
 
-# Where host buffers lie: on a host's cores nothing else tells them from what the device holds.
-_buffers: set[int] = set()
-_making = False  # a host buffer, which is not among them yet
-# By address: storages that an allocator has taken the memory of, which torch does not know.
-_asleep: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+# Addresses of host buffers. On host cores nothing else distinguishes them from what the device holds.
+_host_buffers: set[int] = set()
+_making_buffer = False  # a host buffer is being allocated that is not in _host_buffers yet
+# By address: storages whose memory an allocator has taken without torch's knowledge.
+_sleeping_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 _RESIZE = "resize_"
-# Callers that follow storages whose memory changes without an operation of torch's.
+# Callbacks for storages whose memory changes without a torch operation.
 _watchers: list[Callable[[torch.UntypedStorage], object]] = []
 
 
 class MemoryUsage(NamedTuple):
-    """Bytes."""
+    """Free and total memory, in bytes."""
 
     free: int
     total: int
@@ -49,7 +48,10 @@ class MemoryUsage(NamedTuple):
 
 @dataclass(frozen=True)
 class TorchDevice:
-    """The `index`-th of the devices of a kind that this process sees (hardware/visibility_masks.py)."""
+    """The `index`-th device of a kind that this process sees.
+
+    Visibility masks are in hardware/visibility_masks.py.
+    """
 
     kind: DeviceKind = HOST
     index: int = 0
@@ -58,7 +60,7 @@ class TorchDevice:
     def place(self) -> torch.device:
         import torch
 
-        # A host's tensors name none: to one with a number they would be copied.
+        # Host tensors have no device index; a tensor would be copied to a device with an index.
         return torch.device(self.kind.torch) if self.kind.is_host else torch.device(self.kind.torch, self.index)
 
     @property
@@ -70,26 +72,32 @@ class TorchDevice:
         return torch.get_device_module(self.kind.torch)
 
     def claim(self) -> None:
-        """Makes it the device of this process: what names a kind alone means this one."""
+        """Make it the current device of this process, which a bare kind then refers to."""
         self._module.set_device(self.index)
 
     def finish(self) -> None:
-        """Returns when all that was begun on it is done."""
+        """Wait until all work that was started on the device is done."""
         self._module.synchronize()
 
     # Memory.
 
     def memory(self) -> MemoryUsage:
-        """What others hold of it is not free; a host's cores have the host's memory."""
+        """Return free and total memory.
+
+        What other processes hold is not free. Host cores have the host's memory.
+        """
         if self.kind.shares_host_memory:
             import psutil
 
-            found = psutil.virtual_memory()
-            return MemoryUsage(found.available, found.total)
+            host_memory = psutil.virtual_memory()
+            return MemoryUsage(host_memory.available, host_memory.total)
         return MemoryUsage(*self._module.mem_get_info(self.index))
 
     def peak(self) -> int:
-        """The most bytes at once of this process since `reset_peak`: of its tensors; on a host of all that it holds."""
+        """Return this process's peak memory since `reset_peak`, in bytes.
+
+        On a device it counts tensors, on a host all memory of the process.
+        """
         if not self.kind.shares_host_memory:
             return int(self._module.max_memory_allocated(self.index))
         lines = (PROCESS / "status").read_text(encoding="utf-8").splitlines()
@@ -97,31 +105,33 @@ class TorchDevice:
 
     def reset_peak(self) -> None:
         if self.kind.shares_host_memory:
-            (PROCESS / "clear_refs").write_text("5", encoding="utf-8")  # proc(5): the peak is what is held now
+            (PROCESS / "clear_refs").write_text("5", encoding="utf-8")  # proc(5): resets the peak to the current use
         else:
             self._module.reset_peak_memory_stats(self.index)
 
     def host_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Room in host memory for what a tensor of this device holds, from and to which it copies without the host's
-        help."""
-        global _making
+        """Allocate host memory for a tensor of this device.
+
+        On a device the memory is pinned: copies to and from it do not need the host's CPU.
+        """
+        global _making_buffer
         import torch
 
         pinned = not self.kind.shares_host_memory
-        _making = True
+        _making_buffer = True
         try:
-            # On its host a tensor's buffer lies in memory as the tensor does; elsewhere like it too, but for the place.
+            # The buffer has the tensor's memory layout.
             buffer = torch.empty_like(tensor, device=HOST.torch, pin_memory=pinned)
         finally:
-            _making = False
-        _buffers.add(at := buffer.untyped_storage().data_ptr())
-        weakref.finalize(buffer.untyped_storage(), _buffers.discard, at).atexit = False
+            _making_buffer = False
+        _host_buffers.add(address := buffer.untyped_storage().data_ptr())
+        weakref.finalize(buffer.untyped_storage(), _host_buffers.discard, address).atexit = False
         _report(buffer.untyped_storage())
         return buffer
 
 
 class Lane:
-    """A stream of a device beside the one that its process computes on."""
+    """A stream of a device next to the one that its process computes on."""
 
     def __init__(self, device: TorchDevice) -> None:
         self.module = device._module
@@ -129,20 +139,23 @@ class Lane:
 
     @contextmanager
     def begin(self) -> Iterator[None]:
-        """What is begun within comes after all that the caller's stream has begun so far, since whoever had the memory
-        before may not be through with it, and runs beside what it begins from then on."""
+        """Run the body's operations on this stream.
+
+        They start after everything that the caller's stream has started so far, because that may still use the
+        memory. They run concurrently with what the caller's stream starts later.
+        """
         self.stream.wait_stream(self.module.current_stream())
         with self.module.stream(self.stream):
             yield
 
     def mark(self) -> Any:
-        """What has been begun so far, for `join`."""
+        """Record an event for `join`, after all that this stream has started."""
         event = self.module.Event()
         event.record(self.stream)
         return event
 
     def join(self, mark: Any = None) -> None:
-        """The caller's stream goes on when all that was begun here is done, or all before a mark."""
+        """Make the caller's stream wait for this one: for all its work, or up to a mark."""
         if mark is None:
             mark = self.mark()
         self.module.current_stream().wait_event(mark)
@@ -150,17 +163,21 @@ class Lane:
 
 @dataclass(frozen=True)
 class Devices:
-    """Where an engine is built: this rank's `device`, its number `rank` in the layout, and the `mesh` of all ranks of
-    the layout by axis: dp and tp always, of the others those that are larger than 1. None: a rank alone. An engine that
-    needs further groups makes them among its own ranks (`among`). `per_host`: of the mesh's ranks, in the order of
-    their numbers, each host has so many; 0: one host has all."""
+    """The device, rank and process mesh that an engine is built on.
+
+    - `device`: this rank's device; `rank`: its number in the layout.
+    - `mesh`: all ranks of the layout by axis: always dp and tp, and every other axis that is larger than 1. None: a
+      single rank.
+    - `per_host`: ranks of the mesh on each host, in the order of their numbers. 0: one host has all of them.
+    An engine that needs more groups makes them among its own ranks (`among`).
+    """
 
     device: TorchDevice = TorchDevice()
     rank: int = 0
     mesh: DeviceMesh | None = None
     per_host: int = 0
 
-    # Groups that were made, by their ranks.
+    # Process groups that exist already, by their ranks.
     _groups: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def axis(self, name: str) -> DeviceMesh:
@@ -168,54 +185,68 @@ class Devices:
         return self.mesh[name]
 
     def on_one_host(self, axis: str) -> bool:
-        """Whether the ranks along an axis of the mesh are, this one's."""
+        """Return whether this rank's group along a mesh axis is on one host."""
         ranks = self.axis(axis).mesh.tolist()
-        return not self.per_host or len({r // self.per_host for r in ranks}) == 1
+        return not self.per_host or len({rank // self.per_host for rank in ranks}) == 1
 
-    def among(self, layout: Layout, *alike: str) -> Any:
-        """The process group of the ranks of a layout that stand where this one does on the axes `alike`, in the
-        layout's order, which is that of experts too (`inner` is 1 where anything trains); the first call is a
-        collective of them."""
+    def among(self, layout: Layout, *shared_axes: str) -> Any:
+        """Return the group of ranks that share this rank's place on `shared_axes`.
+
+        Ranks are in the layout's order, which is also the order of experts (`inner` is 1 where anything trains). The
+        first call for a group is a collective of its ranks.
+        """
         from torch import distributed as dist
 
         assert self.mesh is not None
         axes = self.mesh.mesh_dim_names or ()
-        own = layout.coordinates(self.rank)
-        every = map(layout.coordinates, range(layout.devices))
-        some = [c for c in every if all(getattr(c, a) == getattr(own, a) for a in alike)]
-        ranks = tuple(sorted(int(self.mesh.mesh[tuple(getattr(c, a) for a in axes)]) for c in some))
+        own_coordinates = layout.coordinates(self.rank)
+        all_coordinates = map(layout.coordinates, range(layout.devices))
+        members = [
+            coordinates
+            for coordinates in all_coordinates
+            if all(getattr(coordinates, axis_name) == getattr(own_coordinates, axis_name) for axis_name in shared_axes)
+        ]
+        ranks = tuple(
+            sorted(
+                int(self.mesh.mesh[tuple(getattr(coordinates, axis_name) for axis_name in axes)])
+                for coordinates in members
+            )
+        )
         if ranks not in self._groups:
             self._groups[ranks] = dist.new_group(ranks, use_local_synchronization=True)
         return self._groups[ranks]
 
 
 def of(tensor: torch.Tensor) -> TorchDevice:
-    """The device that a tensor lies on."""
-    kind = next(k for k in DEVICE_KINDS.values() if k.torch == tensor.device.type)
+    """Return the device of a tensor."""
+    kind = next(candidate for candidate in DEVICE_KINDS.values() if candidate.torch == tensor.device.type)
     return TorchDevice(kind, tensor.device.index or 0)
 
 
 def is_host_buffer(storage: torch.UntypedStorage) -> bool:
-    return storage.data_ptr() in _buffers
+    return storage.data_ptr() in _host_buffers
 
 
 def sleep(tensors: Iterable[torch.Tensor]) -> None:
-    """Tells of tensors whose memory an engine's allocator has given to others, until they `wake`."""
-    for storage in [t.untyped_storage() for t in tensors]:
-        _asleep[storage.data_ptr()] = weakref.ref(storage)
+    """Mark tensors as asleep: their allocator lends the memory to others until `wake`."""
+    for storage in [tensor.untyped_storage() for tensor in tensors]:
+        _sleeping_storages[storage.data_ptr()] = weakref.ref(storage)
         _report(storage)
 
 
 def wake(tensors: Iterable[torch.Tensor]) -> None:
-    for storage in [t.untyped_storage() for t in tensors]:
-        _asleep.pop(storage.data_ptr(), None)
+    for storage in [tensor.untyped_storage() for tensor in tensors]:
+        _sleeping_storages.pop(storage.data_ptr(), None)
         _report(storage)
 
 
 @contextmanager
 def watched(watcher: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
-    """Call `watcher` with each storage that becomes a host buffer, falls asleep, wakes, or gets another size from
-    Python (as FSDP resizes them), in any thread: changes that are not operations, which a dispatch mode sees."""
+    """Call `watcher` with each storage whose memory changes, in any thread.
+
+    These are storages that become a host buffer, fall asleep, wake, or get another size from Python (as FSDP resizes
+    them). A dispatch mode does not see these changes because they are not operations.
+    """
     import torch
 
     if not _watchers:
@@ -226,11 +257,11 @@ def watched(watcher: Callable[[torch.UntypedStorage], object]) -> Iterator[None]
     finally:
         _watchers.remove(watcher)
         if not _watchers:
-            delattr(torch.UntypedStorage, _RESIZE)  # what it inherits is there again
+            delattr(torch.UntypedStorage, _RESIZE)  # the inherited method is visible again
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-    """Resize a storage as torch does, and report it."""
+    """Resize a storage as torch does, and report it to the watchers."""
     import torch
 
     super(torch.UntypedStorage, storage).resize_(size)
@@ -244,45 +275,46 @@ def _report(storage: torch.UntypedStorage) -> None:
 
 
 def size(storage: torch.UntypedStorage) -> int:
-    """Bytes that it has memory for."""
-    sleeper = _asleep.get(storage.data_ptr())
-    # One that is gone may have left its address to another.
+    """Return the bytes that a storage has memory for."""
+    sleeper = _sleeping_storages.get(storage.data_ptr())
+    # A storage that was freed may have left its address to another.
     return 0 if sleeper and sleeper() is not None else storage.nbytes()
 
 
 def making_buffer() -> bool:
-    """Whether an operation that runs now makes a host buffer."""
-    return _making
+    """Return whether the operation that runs now allocates a host buffer."""
+    return _making_buffer
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """What a rank has of a tensor, a DTensor or not, as it lies in memory."""
+    """Return the local tensor of a tensor that may be a DTensor."""
     inner: Any = getattr(tensor, "_local_tensor", tensor)
-    found: torch.Tensor = inner.wait() if hasattr(inner, "elem") else inner  # a collective may be under way
-    return found
+    local_tensor: torch.Tensor = inner.wait() if hasattr(inner, "elem") else inner  # a collective may be in flight
+    return local_tensor
 
 
 def content(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, of which tensors may each have a part."""
+    """Return all bytes of a storage, which several tensors may share."""
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Gives the memory of a tensor back; the tensor stays, for `take` to give it memory again.
+    """Free the memory of a tensor. The tensor stays; `take` gives it memory again.
 
-    A host's allocator would keep it for this process: its pages go to the system first. (A malloc_trim would give back
-    what all other tensors have left too, whose pages the next ones then fault in again.)
+    A host's allocator would keep the memory for this process, so its pages are returned to the system first.
+    (malloc_trim would also return what all other tensors have freed, and the next tensors would fault those pages in
+    again.)
     """
     storage = tensor.untyped_storage()
     if storage.device.type == HOST.torch:
         page = mmap.PAGESIZE
-        at = storage.data_ptr()
-        first = -(-at // page) * page
-        last = (at + storage.nbytes()) // page * page
+        address = storage.data_ptr()
+        first = -(-address // page) * page
+        last = (address + storage.nbytes()) // page * page
         if last > first:
-            with suppress(OSError, AttributeError):  # a system without the call keeps them
+            with suppress(OSError, AttributeError):  # a system without madvise keeps the pages
                 _system().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
     storage.resize_(0)
 
@@ -293,5 +325,8 @@ def _system() -> ctypes.CDLL:
 
 
 def take(tensor: torch.Tensor, size: int | None = None) -> None:
-    """Gives a tensor that was released memory again: for its elements, or `size` bytes. What it held is lost."""
+    """Allocate memory for a released tensor: for its elements, or `size` bytes.
+
+    The old contents are lost.
+    """
     tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() if size is None else size)

@@ -1,6 +1,6 @@
-"""What an engine can divide of a model.
+"""Which parts of a model an engine can divide.
 
-Invariant: checks refuse, and the planner leaves out, exactly the layouts that `misfits` tells of.
+Invariant: checks reject, and the planner leaves out, exactly the layouts that `misfits` reports.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from .spec import EngineSpec
 
 
 def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
-    """What of `model` a layout does not divide, and the engine cannot make up for: a sentence each."""
-    if uneven := _uneven(model, spec, layout.tp):
-        yield f"tp = {layout.tp} does not divide {_and(uneven)} of `{model.name}`"
+    """Yield a message for each part of `model` that a layout does not divide.
+
+    Parts that the engine can make up for (by padding or replication) are left out.
+    """
+    if uneven := _list_undivided(model, spec, layout.tp):
+        yield f"tp = {layout.tp} does not divide {_join_with_and(uneven)} of `{model.name}`"
     stages = layout.pp * layout.vpp
     experts = model.experts
     if layout.vpp > 1 and layout.pp == 1:
-        yield f"vpp = {layout.vpp} interleaves the stages of a pipeline, and pp is 1"
+        yield f"vpp = {layout.vpp} needs a pipeline, but pp is 1"
     elif stages > model.layers:
         yield (
             f"{'pp x vpp' if layout.vpp > 1 else 'pp'} = {stages} is more than the {model.layers} layers of "
@@ -38,7 +41,7 @@ def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
         )
     if experts is None:
         if layout.ep * layout.etp > 1:
-            yield f"{'ep' if layout.ep > 1 else 'etp'} divides experts, and `{model.name}` has none"
+            yield f"{'ep' if layout.ep > 1 else 'etp'} divides experts, but `{model.name}` has none"
         return
     if experts.number % layout.ep:
         yield f"ep = {layout.ep} does not divide the {experts.number} experts of `{model.name}`"
@@ -48,26 +51,29 @@ def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
             f"of `{model.name}`"
         )
     if layout.stage_devices % (layout.ep * layout.etp):
-        both = f"ep x etp = {layout.ep} x {layout.etp}" if layout.etp > 1 else f"ep = {layout.ep}"
-        yield (f"{both} does not divide the {layout.stage_devices} devices of a stage (tp x cp x dp)")
+        product = f"ep x etp = {layout.ep} x {layout.etp}" if layout.etp > 1 else f"ep = {layout.ep}"
+        yield (f"{product} does not divide the {layout.stage_devices} devices of a stage (tp x cp x dp)")
     elif not spec.spread.has(layout):
-        can = [f"`ep = {x.ep}, etp = {x.etp}`" for x in spec.spread.meshes(layout, model)]
+        supported = [f"`ep = {candidate.ep}, etp = {candidate.etp}`" for candidate in spec.spread.meshes(layout, model)]
         yield (
-            f"`{spec.name}` cannot have experts in ep = {layout.ep}, etp = {layout.etp} of tp = {layout.tp}, dp = "
-            f"{layout.dp}{': it can in ' * bool(can)}{_or(can)}"
+            f"`{spec.name}` cannot place experts with ep = {layout.ep}, etp = {layout.etp} at tp = {layout.tp}, dp = "
+            f"{layout.dp}{': it supports ' * bool(supported)}{_join_with_or(supported)}"
         )
 
 
 def rows_in_step(graph: Graph, node: Node) -> int | None:
-    """The rows of an update that every rank needs the same share of: those of a mini-batch. None where nothing is
-    updated, or a filter leaves a number of rows that nobody knows yet."""
-    said = UpdateAttributes.of(node)
-    if node.verb != "update" or (said.mini_batch is None and any(n.filters for n in graph.nodes)):
+    """Return the rows of an update that every rank needs an equal share of.
+
+    These are the rows of a mini-batch. None where nothing is updated, or where a filter leaves a number of rows that
+    is not known yet.
+    """
+    attributes = UpdateAttributes.of(node)
+    if node.verb != "update" or (attributes.mini_batch is None and any(other.filters for other in graph.nodes)):
         return None
-    return said.step_rows(graph.rows[graph.level(node)])
+    return attributes.step_rows(graph.rows[graph.level(node)])
 
 
-def _uneven(model: Model, spec: EngineSpec, tp: int) -> list[str]:
+def _list_undivided(model: Model, spec: EngineSpec, tp: int) -> list[str]:
     sizes = [(model.heads, "heads")]
     if not model.latent and not (spec.replicates_kv_heads and tp % model.kv_heads == 0):
         sizes.append((model.kv_heads, "key-value heads"))
@@ -87,9 +93,9 @@ def _uneven(model: Model, spec: EngineSpec, tp: int) -> list[str]:
     ]
 
 
-def _or(words: list[str]) -> str:
+def _join_with_or(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}" if words else ""
 
 
-def _and(words: list[str]) -> str:
+def _join_with_and(words: list[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,9 +1,9 @@
-"""A layer's experts on a rank, as a module that takes the place of transformers' own.
+"""The experts of a layer on one rank: a module that replaces transformers' own.
 
-Invariant: a token's result is the sum over the experts that its router chose, whichever rank has them: with expert
-parallelism tokens go to the ranks of their experts and their results come back, by all-to-all. Ranks that have the same
-tokens (tensor parallelism) each send a part of them, so that none is computed twice. A rank whose tokens choose no
-expert of another takes part all the same.
+Invariant: a token's result is the sum over the experts that its router chose, whichever rank has them. With expert
+parallelism tokens go to the ranks of their experts and the results come back, by all-to-all. Ranks that have the same
+tokens (tensor parallelism) each send a part of them, so that no token is computed twice. A rank whose tokens choose
+no remote expert still takes part.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 
 def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels: Kernels) -> None:
-    """Puts this rank's part of the experts into a transformers model on the meta device: those of its place on `ep`,
-    each whole. Of a layout with neither tp nor ep each rank computes them for itself."""
+    """Replace the experts of a transformers model on the meta device by this rank's.
+
+    The rank holds the experts of its place on `ep`, each of them whole. With a layout that has neither tp nor ep each
+    rank computes all experts itself.
+    """
     tp = devices.axis("tp").get_group() if layout.tp > 1 else None
     ep = devices.among(layout, "pp", "etp", "edp") if layout.ep > 1 else None
     if model.experts is not None:
@@ -32,64 +35,72 @@ def install(module: Any, model: Model, layout: Layout, devices: Devices, kernels
 
 
 def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: Any = None) -> Any:
-    """The module of `number` experts of a layer, with the sizes and the activation of `theirs`; `tp` are the ranks that
-    have the same tokens, `ep` those that have the other experts."""
+    """Build the module of a layer's `number` experts.
+
+    Sizes and activation are those of `theirs`. `tp` is the group of ranks with the same tokens, `ep` the group with
+    the other experts.
+    """
     import torch
     from torch.distributed import _functional_collectives as collectives
 
     width = theirs.intermediate_dim
     hidden = theirs.hidden_dim
     activation = theirs.act_fn
-    like = theirs.down_proj
+    template = theirs.down_proj
     swiglu = kernels.swiglu if is_silu(activation) else None
-    part_of, whole_of = _exchanges()
+    split_tokens, gather_tokens = _make_exchanges()
 
     class Experts(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             for name, size in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
-                made = torch.empty(number, *size, dtype=like.dtype, device=like.device)
-                self.register_parameter(f"{name}_proj", torch.nn.Parameter(made))
+                values = torch.empty(number, *size, dtype=template.dtype, device=template.device)
+                self.register_parameter(f"{name}_proj", torch.nn.Parameter(values))
 
         def forward(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            """[tokens, hidden] from [tokens, hidden] and the experts and weights of each token, [tokens, k]."""
+            """Apply to each token of [tokens, hidden] its experts and weights [tokens, k]."""
             if tp is None:
-                return self._routed(states, chosen, weights)
-            more = -len(states) % tp.size()
-            parts = [part_of(torch.nn.functional.pad(x, (0, 0, 0, more)), tp) for x in (states, chosen, weights)]
-            whole: torch.Tensor = whole_of(self._routed(*parts), tp)
-            return whole[: len(states)]
+                return self._route_tokens(states, chosen, weights)
+            padding = -len(states) % tp.size()
+            parts = [
+                split_tokens(torch.nn.functional.pad(tensor, (0, 0, 0, padding)), tp)
+                for tensor in (states, chosen, weights)
+            ]
+            combined: torch.Tensor = gather_tokens(self._route_tokens(*parts), tp)
+            return combined[: len(states)]
 
-        def _routed(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def _route_tokens(self, states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             active = chosen.shape[1]
             order = chosen.flatten().argsort(stable=True)
             counts = torch.bincount(chosen.flatten(), minlength=number * (ep.size() if ep else 1))
             rows = states.index_select(0, order // active)
-            found = self._products(rows, counts) if ep is None else self._exchanged(rows, counts)
-            found = (found * weights.flatten()[order, None]).to(states.dtype)
-            return torch.zeros_like(states).index_add(0, order // active, found)
+            results = self._apply_experts(rows, counts) if ep is None else self._exchange_tokens(rows, counts)
+            results = (results * weights.flatten()[order, None]).to(states.dtype)
+            return torch.zeros_like(states).index_add(0, order // active, results)
 
-        def _exchanged(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-            """The products of rows that are sorted by expert, wherever these are."""
-            theirs = torch.empty_like(counts)
-            torch.distributed.all_to_all_single(theirs, counts, group=ep)
-            out = counts.view(-1, number).sum(1).tolist()
-            into = theirs.view(-1, number).sum(1).tolist()
-            arrived = collectives.all_to_all_single_autograd(rows.contiguous(), into, out, ep)
-            # By rank, and of each by expert: to be laid by expert.
-            expert = torch.arange(number, device=rows.device).repeat(ep.size()).repeat_interleave(theirs)
+        def _exchange_tokens(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            """Apply experts on any rank to rows that are sorted by expert."""
+            received_counts = torch.empty_like(counts)
+            torch.distributed.all_to_all_single(received_counts, counts, group=ep)
+            send_sizes = counts.view(-1, number).sum(1).tolist()
+            receive_sizes = received_counts.view(-1, number).sum(1).tolist()
+            arrived = collectives.all_to_all_single_autograd(rows.contiguous(), receive_sizes, send_sizes, ep)
+            # Rows arrive by rank, and within a rank by expert. Sort them by expert.
+            expert = torch.arange(number, device=rows.device).repeat(ep.size()).repeat_interleave(received_counts)
             order = expert.argsort(stable=True)
-            found = self._products(arrived.index_select(0, order), theirs.view(-1, number).sum(0))
-            back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
-            result: torch.Tensor = collectives.all_to_all_single_autograd(found.index_select(0, back), out, into, ep)
+            results = self._apply_experts(arrived.index_select(0, order), received_counts.view(-1, number).sum(0))
+            inverse_order = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=rows.device))
+            result: torch.Tensor = collectives.all_to_all_single_autograd(
+                results.index_select(0, inverse_order), send_sizes, receive_sizes, ep
+            )
             return result
 
-        def _products(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-            """Of rows that lie by expert, `counts` of each."""
+        def _apply_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+            """Apply this rank's experts to rows sorted by expert, `counts` rows for each."""
             ends = counts.cumsum(0).to(torch.int32)
 
-            def product(x: torch.Tensor, weight: Any) -> torch.Tensor:
-                return kernels.grouped(x, weight.transpose(1, 2), ends)
+            def product(inputs: torch.Tensor, weight: Any) -> torch.Tensor:
+                return kernels.grouped(inputs, weight.transpose(1, 2), ends)
 
             if swiglu is None:
                 inner = activation(product(rows, self.gate_proj)) * product(rows, self.up_proj)
@@ -100,17 +111,20 @@ def module_of(theirs: Any, number: int, kernels: Kernels, tp: Any = None, ep: An
     return Experts()
 
 
-def _exchanges() -> tuple[Any, Any]:
-    """Of ranks that have the same tokens: a part for each (its gradient is of all parts), and the whole of the parts
-    (each has its whole gradient)."""
+def _make_exchanges() -> tuple[Any, Any]:
+    """Return a split and an all-gather for ranks that have the same tokens.
+
+    The gradient of the split is gathered from all parts. The gradient of the all-gather is the rank's own part of the
+    whole gradient, which each rank has.
+    """
     import torch
 
-    def gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
-        found = part.new_empty(len(part) * group.size(), *part.shape[1:])
-        torch.distributed.all_gather_into_tensor(found, part.contiguous(), group=group)
-        return found
+    def all_gather(part: torch.Tensor, group: Any) -> torch.Tensor:
+        result = part.new_empty(len(part) * group.size(), *part.shape[1:])
+        torch.distributed.all_gather_into_tensor(result, part.contiguous(), group=group)
+        return result
 
-    def own(whole: torch.Tensor, group: Any) -> torch.Tensor:
+    def take_own_part(whole: torch.Tensor, group: Any) -> torch.Tensor:
         part: torch.Tensor = whole.chunk(group.size())[group.rank()].contiguous()
         return part
 
@@ -118,20 +132,20 @@ def _exchanges() -> tuple[Any, Any]:
         @staticmethod
         def forward(ctx: Any, whole: torch.Tensor, group: Any) -> torch.Tensor:
             ctx.group = group
-            return own(whole, group)
+            return take_own_part(whole, group)
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return gathered(gradient, ctx.group), None
+            return all_gather(gradient, ctx.group), None
 
     class Whole(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
             ctx.group = group
-            return gathered(part, group)
+            return all_gather(part, group)
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return own(gradient, ctx.group), None
+            return take_own_part(gradient, ctx.group), None
 
     return Part.apply, Whole.apply

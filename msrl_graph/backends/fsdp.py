@@ -122,7 +122,7 @@ class FsdpEngine:
         module = hf_modules.empty(model)
         if placement.engine.options.get("recompute") == "full":
             module.gradient_checkpointing_enable()
-        self.kernels = kernels.of(devices.device.kind)
+        self.kernels = kernels.load(devices.device.kind)
         experts.install(module, model, layout, devices, self.kernels)
         install(module, self.kernels)
         module.requires_grad_(optimizer is not None)

@@ -1,7 +1,7 @@
-"""Generation by transformers, with tensor parallelism of its own over torch.distributed.
+"""Generation by transformers, with tensor parallelism over torch.distributed.
 
-Invariant: what is drawn for a row depends on its prompt, the weights, its key and the step alone.
-The weights have memory only between `allocate` and `release`; their boxes are those of layout.shard.
+Invariant: the tokens drawn for a row depend only on its prompt, the weights, its key and the step. The weights have
+memory only between `allocate` and `release`; their boxes are those of layout.shard.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from . import experts, hf_modules, kernels, peaks
 from .devices import release, take
 from .generation.continuous import SequenceBatch
 from .generation.sampling import draw
-from .generation.segments import in_stretches
-from .generation.stops import looks_for
+from .generation.segments import generate_in_segments
+from .generation.stops import load_stops
 from .kernels.modules import install
 from .spec import Act, EngineSpec, OperatorCalls, Response, Sampling, Shard, Weights
 
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Counted by torch's profiler on Qwen2 models of 2 and 6 layers; the drawing of a token is part of it."""
+    """Return the operator counts of a pass.
+
+    Counted by torch's profiler on Qwen2 models of 2 and 6 layers, with the draw of a token.
+    """
     return OperatorCalls(63 if act == "prefill" else 55, (68 if act == "prefill" else 57) + 17 * (layout.tp > 1))
 
 
@@ -44,7 +47,8 @@ SPEC = EngineSpec(
     calls=_calls,
     continuous=True,
     shares_beginnings=("host", "device"),
-    # attention reads it, a step's keys and values are put behind it in a copy, and what goes on is copied out of it
+    # Attention reads the cache, a step's keys and values are appended in a copy, and rows that continue are copied
+    # out.
     cache_passes=5,
     peaks=peaks.generator,
     chosen=("host",),
@@ -52,7 +56,10 @@ SPEC = EngineSpec(
 
 
 class HfEngine:
-    """A generator on this rank; the responses to `micro_batch` prompts are under way at once (0: all)."""
+    """A generator on this rank.
+
+    The responses to `micro_batch` prompts are generated at a time (0: all).
+    """
 
     def __init__(self, weights: Weights, placement: Placement, devices: Devices) -> None:
         import torch
@@ -65,7 +72,7 @@ class HfEngine:
         self.place = devices.device.place
         self.micro_batch = int(placement.engine.options.get("micro_batch") or 0)
         self.module = hf_modules.empty(model).eval().requires_grad_(False)
-        fused = kernels.of(devices.device.kind)
+        fused = kernels.load(devices.device.kind)
         experts.install(self.module, model, Layout(), devices, fused)
         install(self.module, fused)
         named = hf_modules.named_weights(self.module)
@@ -73,7 +80,7 @@ class HfEngine:
         self._shards = []
         for tensor in model.tensors:
             box = shard(tensor, SPEC.side(layout), rank)
-            local = torch.empty([b - a for a, b in box], dtype=dtype, device=self.place)
+            local = torch.empty([stop - start for start, stop in box], dtype=dtype, device=self.place)
             release(local)
             self._shards.append(Shard(tensor.name, box, local))
             owner, _, leaf = hf_modules.parameter(tensor.name).rpartition(".")
@@ -83,7 +90,7 @@ class HfEngine:
             self.module.lm_head.weight = self.module.model.embed_tokens.weight
         self.group = devices.axis("tp").get_group() if layout.tp > 1 else None
         if self.group is not None:
-            _join(self.module, self.group, layout.coordinates(rank).tp)
+            _install_tensor_parallel_sums(self.module, self.group, layout.coordinates(rank).tp)
 
     def allocate(self) -> list[Shard]:
         for piece in self._shards:
@@ -109,28 +116,35 @@ class HfEngine:
         import torch
 
         begun = np.zeros(len(keys), np.int64) if begun is None else begun
-        stops = looks_for(self.model.path, sampling.stop) if sampling.stop else None
+        stops = load_stops(self.model.path, sampling.stop) if sampling.stop else None
         slots = self.micro_batch * sampling.samples or len(keys)
-        if stretch and slots < len(keys):  # who has drawn a stretch leaves its place to the next
-            yield from in_stretches(self.generate, prompts, keys, sampling, begun, stretch, stops)
+        if stretch and slots < len(keys):  # a row that has drawn its stretch leaves its place to the next
+            yield from generate_in_segments(self.generate, prompts, keys, sampling, begun, stretch, stops)
             return
-        each = len(keys) // len(prompts)
-        apart = [np.arange(len(keys))]
-        if stretch and each == 1:
-            # What goes on has a longer context than what begins: in one batch all would be as wide as the longest.
-            apart = [some for some in map(np.flatnonzero, (begun > 0, begun == 0)) if len(some)]
+        samples_per_prompt = len(keys) // len(prompts)
+        index_groups = [np.arange(len(keys))]
+        if stretch and samples_per_prompt == 1:
+            # Rows that continue have longer contexts than new ones: one batch would be as wide as the longest row.
+            index_groups = [indices for indices in map(np.flatnonzero, (begun > 0, begun == 0)) if len(indices)]
         batches = []
-        for some in apart:
-            of = [prompts[i] for i in some[::each] // each]
-            batches.append((some, SequenceBatch(self, of, keys[some], begun[some], sampling.of(some), slots, stops)))
+        for indices in index_groups:
+            group_prompts = [prompts[i] for i in indices[::samples_per_prompt] // samples_per_prompt]
+            batches.append(
+                (
+                    indices,
+                    SequenceBatch(
+                        self, group_prompts, keys[indices], begun[indices], sampling.of(indices), slots, stops
+                    ),
+                )
+            )
         for step in count(1):
-            for some, batch in batches:
-                with torch.inference_mode():  # not while others compute between two steps
+            for indices, batch in batches:
+                with torch.inference_mode():  # not while other code computes between two steps
                     parts = batch.step()
                 if stretch and step % stretch == 0:
                     parts += batch.parts()
-                yield from (part._replace(place=int(some[part.place])) for part in parts)
-            batches = [(some, batch) for some, batch in batches if batch.left]
+                yield from (part._replace(place=int(indices[part.place])) for part in parts)
+            batches = [(indices, batch) for indices, batch in batches if batch.unfinished]
             if not batches:
                 return
 
@@ -143,9 +157,9 @@ class HfEngine:
         import torch
         from torch import distributed as dist
 
-        seen = None if bool(mask.all()) else mask
+        attention_mask = None if bool(mask.all()) else mask
         hidden = self.module.model(
-            input_ids=ids, attention_mask=seen, position_ids=position, past_key_values=cache, use_cache=True
+            input_ids=ids, attention_mask=attention_mask, position_ids=position, past_key_values=cache, use_cache=True
         )
         logits: torch.Tensor = self.module.lm_head(hidden.last_hidden_state[:, -1]).float()
         if self.group is not None:
@@ -161,13 +175,16 @@ class HfEngine:
         return token.cpu().numpy(), logp.cpu().numpy()
 
 
-def _join(module: Any, group: Any, index: int) -> None:
-    """Adds the sums that tensor parallelism needs after a divided vocabulary and after row-divided products."""
+def _install_tensor_parallel_sums(module: Any, group: Any, index: int) -> None:
+    """Add the all-reduces of tensor parallelism to a module.
+
+    They follow the sharded embedding and the row-parallel linear layers.
+    """
     import torch
     from torch import distributed as dist
 
     def add_up(linear: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
-        # Each rank has a part of the sum, and the whole of the bias, which counts once.
+        # Each rank has a part of the sum and the whole bias, which must count once.
         output = output.contiguous() if linear.bias is None else output - linear.bias
         dist.all_reduce(output, group=group)
         return output if linear.bias is None else output + linear.bias
@@ -183,9 +200,9 @@ def _join(module: Any, group: Any, index: int) -> None:
         first = index * table.weight.shape[0]
         local = ids - first
         outside = (local < 0) | (local >= table.weight.shape[0])
-        found = torch.nn.functional.embedding(local.masked_fill(outside, 0), table.weight)
-        found[outside] = 0.0
-        dist.all_reduce(found, group=group)
-        return found
+        embeddings = torch.nn.functional.embedding(local.masked_fill(outside, 0), table.weight)
+        embeddings[outside] = 0.0
+        dist.all_reduce(embeddings, group=group)
+        return embeddings
 
     table.forward = look_up

@@ -1,4 +1,7 @@
-"""What the engines on transformers share: a model without weights, and a rank's shards of it filled from a folder."""
+"""Parts that the engines on transformers share.
+
+A model without weights, and the shards of a rank filled from a folder.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +21,24 @@ DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def empty(model: Model) -> Any:
-    """The transformers model of a folder, its parameters on the meta device, its buffers real; one that scores has
-    `score`, a product without bias, in place of `lm_head`."""
+    """Build the transformers model of a folder on the meta device.
+
+    Buffers are real. A model that scores has `score`, a linear layer without bias, in place of `lm_head`.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     stated = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.for_model(model.family, **fields(stated))
     dtype = getattr(torch, DTYPES[model.dtype])
-    for name in [n for n in vars(config) if n.endswith("dropout")]:
-        setattr(config, name, 0.0)  # a log-probability is a function of tokens and weights, in training too
+    for name in [field for field in vars(config) if field.endswith("dropout")]:
+        setattr(config, name, 0.0)  # the log-probability depends on tokens and weights only, in training too
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if model.scores:
             del module.lm_head
             module.score = torch.nn.Linear(model.hidden, 1, bias=False, dtype=dtype)
-    # Rotary frequencies are computed, not loaded; on the meta device they were lost.
+    # Rotary frequencies are computed, not loaded, so the meta device lost them.
     module.model.rotary_emb = type(module.model.rotary_emb)(config=config)
     for name, value in fixed(model).items():
         owner, _, leaf = name.rpartition(".")
@@ -42,16 +47,19 @@ def empty(model: Model) -> Any:
 
 
 def fixed(model: Model) -> dict[str, Any]:
-    """What no run changes of a model (Model.fixed), from its folder, by name."""
+    """Load the tensors of a model that no run changes (Model.fixed), by name."""
     import torch
 
-    shards = [Shard(t.name, full(t.shape), torch.empty(t.shape)) for t in model.fixed]
+    shards = [Shard(tensor.name, full(tensor.shape), torch.empty(tensor.shape)) for tensor in model.fixed]
     fill(model, shards)
-    return {s.name: s.tensor for s in shards}
+    return {shard.name: shard.tensor for shard in shards}
 
 
 def scoring(config: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a model that scores, as transformers' classes for the classification of sequences read it."""
+    """Return the config.json of a model that scores.
+
+    It is what transformers' sequence classification classes read.
+    """
     names = [re.sub(r"For\w+$", "ForSequenceClassification", name) for name in config.get("architectures") or ()]
     return {
         **config,
@@ -63,27 +71,35 @@ def scoring(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_weights(module: Any) -> dict[str, Any]:
-    """Parameters by our names, a tied one once."""
-    found = dict(module.named_parameters(remove_duplicate=True))
-    return {re.sub(r"\.experts\.(\w+)$", r".experts.*.\1.weight", name): p for name, p in found.items()}
+    """Return a module's parameters by this package's names, a tied one once."""
+    parameters = dict(module.named_parameters(remove_duplicate=True))
+    return {
+        re.sub(r"\.experts\.(\w+)$", r".experts.*.\1.weight", name): parameter for name, parameter in parameters.items()
+    }
 
 
 def parameter(name: str) -> str:
-    """Where in a module the weight of a name is: experts of a projection are one parameter (experts.py)."""
+    """Return the path of a weight's parameter in a module.
+
+    All experts of a projection are one parameter (experts.py).
+    """
     return re.sub(r"\.experts\.\*\.(\w+)\.weight$", r".experts.\1", name)
 
 
 def fill(model: Model, shards: Sequence[Shard]) -> None:
-    """Copies the weights in a folder of safetensors into shards, one at a time; only the bytes of their boxes are read.
-    A head of scores that the folder lacks begins at zero, as that of a critic does that is begun from a policy."""
+    """Copy weights from a folder of safetensors into shards, one tensor at a time.
+
+    Only the bytes of the shards' boxes are read. A score head that the folder lacks is set to zero: a critic that
+    starts from a policy has none.
+    """
     import torch
     from safetensors import safe_open
 
-    by_name = {t.name: t for t in model.tensors}
+    by_name = {model_tensor.name: model_tensor for model_tensor in model.tensors}
     parts = (
-        (name, s.tensor[i] if i else s.tensor, box)
-        for s in shards
-        for name, i, box in by_name.get(s.name, Tensor(s.name, ())).in_files(s.box)
+        (name, shard.tensor[index] if index else shard.tensor, box)
+        for shard in shards
+        for name, index, box in by_name.get(shard.name, Tensor(shard.name, ())).in_files(shard.box)
     )
     missing = {name: (tensor, box) for name, tensor, box in parts}
     with torch.no_grad():
@@ -96,4 +112,4 @@ def fill(model: Model, shards: Sequence[Shard]) -> None:
         if HEAD in missing:
             missing.pop(HEAD)[0].zero_()
     if missing:
-        raise FileNotFoundError(f"{model.path} holds no weights for {min(missing)} ({len(missing)} missing)")
+        raise FileNotFoundError(f"{model.path} has no weights for {min(missing)} ({len(missing)} missing)")

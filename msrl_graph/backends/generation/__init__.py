@@ -1,2 +1,5 @@
-"""Generation, whichever engine computes the logits: a token's draw (sampling.py), batches whose places are filled again
-(continuous.py), where a response stops (stops.py), and responses in stretches (segments.py)."""
+"""Generation, whichever engine computes the logits.
+
+It draws tokens (sampling.py), refills the places of a batch (continuous.py), finds where a response stops (stops.py),
+and generates responses in stretches (segments.py).
+"""

@@ -1,6 +1,8 @@
-"""Responses in stretches, by an engine that knows only whole ones: each stretch is asked for by itself.
+"""Responses in stretches, for an engine that generates only whole responses.
 
-Invariant: a response's parts, end to end, are what is drawn for it at once, up to the rounding of logits.
+Each stretch is a request of its own.
+Invariant: the parts of a response, concatenated, equal what is drawn for it in one piece, up to the rounding of
+logits.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 Draw = Callable[["list[NDArray[np.int32]]", "NDArray[np.uint64]", Sampling, "NDArray[np.int64]"], "Iterator[Response]"]
 
 
-def in_stretches(
+def generate_in_segments(
     draw: Draw,
     prompts: list[NDArray[np.int32]],
     keys: NDArray[np.uint64],
@@ -29,30 +31,33 @@ def in_stretches(
     stretch: int,
     stops: Stops | None = None,
 ) -> Iterator[Response]:
-    """What `Generator.generate` gives with a `stretch`, by a `draw` that has none: what is under way is computed anew
-    in each. `stops` looks for the strings that end a response."""
+    """Generate as `Generator.generate` does with a `stretch`, by a `draw` without one.
+
+    The context of an unfinished response is computed again in each stretch. `stops` looks for the strings that end a
+    response.
+    """
     import numpy as np
 
-    each = len(keys) // len(prompts)
-    contexts = [prompts[i // each] for i in range(len(keys))]
+    samples_per_prompt = len(keys) // len(prompts)
+    contexts = [prompts[i // samples_per_prompt] for i in range(len(keys))]
     begun = begun.copy()
     joined = np.broadcast_to(sampling.joined, len(keys)).copy()
     live = np.arange(len(keys))
     longest = np.broadcast_to(np.asarray(sampling.max_tokens), len(keys))
     while len(live):
         bounds = np.minimum(begun[live] + stretch, longest[live])
-        some = replace(sampling.of(live), max_tokens=bounds, joined=joined[live])
+        segment_sampling = replace(sampling.of(live), max_tokens=bounds, joined=joined[live])
         ended = np.zeros(len(keys), bool)
-        for drawn in draw([contexts[i] for i in live], keys[live], some, begun[live]):
-            place = int(live[drawn.place])
-            contexts[place] = np.concatenate([contexts[place], drawn.tokens])
-            begun[place] += len(drawn.tokens)
-            joined[place] += len(drawn.tokens)
-            # What stops before its stretch has ended is over, by an end token or a stop string; so may be what stops
-            # just there.
-            whole = int(drawn.tokens[-1]) in sampling.ends or begun[place] == longest[place]
-            ended[place] = whole or begun[place] < bounds[drawn.place]
+        for response in draw([contexts[i] for i in live], keys[live], segment_sampling, begun[live]):
+            place = int(live[response.place])
+            contexts[place] = np.concatenate([contexts[place], response.tokens])
+            begun[place] += len(response.tokens)
+            joined[place] += len(response.tokens)
+            # A response that stops before the end of its stretch is complete: an end token or a stop string ended it.
+            # One that stops exactly at the end of its stretch may be complete too.
+            is_complete = int(response.tokens[-1]) in sampling.ends or begun[place] == longest[place]
+            ended[place] = is_complete or begun[place] < bounds[response.place]
             if stops is not None and not ended[place]:
                 ended[place] = stops([contexts[place][-joined[place] :]])[0]
-            yield Response(place, drawn.tokens, drawn.logps, bool(ended[place]))
+            yield Response(place, response.tokens, response.logps, bool(ended[place]))
         live = live[~ended[live]]

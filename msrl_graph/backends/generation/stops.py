@@ -1,7 +1,8 @@
-"""Stop strings: whether the text of a response holds one of them.
+"""Stop strings: whether the text of a response contains one of them.
 
-Invariant: the answer is that of the text of all tokens, special tokens too, however the string and its characters fall
-on tokens. Each new token costs the decoding of a tail as long as the longest string, not of the response.
+Invariant: the result is that of the text of all tokens, special tokens included, however the string and its
+characters are split into tokens. Each new token costs the decoding of a tail as long as the longest string, not of
+the whole response.
 """
 
 from __future__ import annotations
@@ -15,48 +16,51 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-# Characters at the beginning of a tail that may not be those of the whole text: a character whose first bytes are cut
-# off (at most three pieces), a blank that decoders take off the first token.
+# Characters at the beginning of a decoded tail that may differ from the whole text: a character whose first bytes are
+# cut off (at most three pieces), and a blank that decoders strip from the first token.
 BLURRED = 4
 
 
-def joined(prompt: NDArray[np.int32], count: int, drawn: NDArray[np.int32]) -> NDArray[np.int32]:
-    """What is looked at of a response: what is drawn, after so many tokens at the end of its prompt."""
+def join_response(prompt: NDArray[np.int32], count: int, drawn: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the last `count` tokens of a prompt followed by the drawn tokens."""
     import numpy as np
 
     return np.concatenate([prompt[len(prompt) - count :], drawn]) if count else drawn
 
 
 @lru_cache(maxsize=64)
-def looks_for(folder: str, strings: tuple[str, ...]) -> Stops:
-    """What looks for these strings; a tokenizer is read once."""
+def load_stops(folder: str, strings: tuple[str, ...]) -> Stops:
+    """Return the search for these strings. The tokenizer is read once."""
     return Stops(folder, strings)
 
 
 class Stops:
-    """Looks for `strings` in what the tokenizer of a model's folder makes of tokens."""
+    """A search for `strings` in tokens, by the tokenizer of a model's folder."""
 
     def __init__(self, folder: str, strings: tuple[str, ...]) -> None:
         from tokenizers import Tokenizer
 
         self.tokenizer: Any = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
         self.strings = strings
-        self.longest = max(
-            len(s.encode()) for s in strings
-        )  # in bytes: a token has at least one, most special ones aside
+        # In bytes: a token has at least one byte, except most special tokens.
+        self.longest = max(len(string.encode()) for string in strings)
 
     def __call__(self, rows: Sequence[NDArray[np.int32]]) -> NDArray[np.bool_]:
-        """Of rows of tokens, which hold none before their last token: which hold one now."""
+        """Return which rows of tokens contain a string.
+
+        The rows contained none before their last token.
+        """
         import numpy as np
 
-        found = np.zeros(len(rows), bool)
-        open, width = [*range(len(rows))], self.longest + BLURRED
-        while open:
-            tails = [rows[i][-width:].tolist() for i in open]
+        matches = np.zeros(len(rows), bool)
+        unresolved = [*range(len(rows))]
+        width = self.longest + BLURRED
+        while unresolved:
+            tails = [rows[i][-width:].tolist() for i in unresolved]
             texts: list[str] = self.tokenizer.decode_batch(tails, skip_special_tokens=False)
-            found[open] = [any(s in t for s in self.strings) for t in texts]
-            short = [i for i, t in zip(open, texts, strict=True) if len(t) < self.longest + BLURRED]
-            # Tokens without a text of their own.
-            open = [i for i in short if not found[i] and len(rows[i]) > width]
+            matches[unresolved] = [any(string in text for string in self.strings) for text in texts]
+            short = [i for i, text in zip(unresolved, texts, strict=True) if len(text) < self.longest + BLURRED]
+            # Tokens that have no text of their own.
+            unresolved = [i for i in short if not matches[i] and len(rows[i]) > width]
             width *= 2
-        return found
+        return matches

@@ -1,13 +1,12 @@
-"""The operators that a model's layers are computed by, one table for a kind of device.
+"""The operators that compute a model's layers, one table for each kind of device.
 
-Invariant: what a table's functions give is what the plain formulas give (reference.py), values and gradients, up to
-rounding. A device's table is one file here, which its kind names (hardware/device_kinds.py), and nothing else of an
+Invariant: a table's functions return what the plain formulas return (reference.py), values and gradients, up to
+rounding. A device's table is one file here, which its kind names (hardware/device_kinds.py). No other part of an
 engine asks which kind it computes on. Torch-free at import.
-
-Where a table has None, layers are as the model has them. On a host's cores and by CUDA that is so of RMSNorm, SwiGLU
-and RoPE: transformers' RMSNorm and vLLM's round at the same place, to the model's type before the weight is multiplied,
-and torch.nn.functional.rms_norm at another, by which a policy would differ from the one that it was sampled from. The
-sum over ranks of a divided product is DTensor's RowwiseParallel there.
+Where a table has None, layers stay as the model has them. On host cores and CUDA that applies to RMSNorm, SwiGLU and
+RoPE. The RMSNorm of transformers and of vLLM rounds to the model's type before it multiplies by the weight;
+torch.nn.functional.rms_norm rounds elsewhere, so the policy would differ from the one that it was sampled from. There
+DTensor's RowwiseParallel sums a sharded product over ranks.
 """
 
 from __future__ import annotations
@@ -24,8 +23,11 @@ if TYPE_CHECKING:
 
 
 class Attention(Protocol):
-    """Causal attention: of `q` [rows, heads, width, size], and `k` and `v`, which may have fewer heads, each for as
-    many of the others; with a window a query sees so many keys, of which its own is the last."""
+    """Causal attention of `q` [rows, heads, width, size] with `k` and `v`.
+
+    `k` and `v` may have fewer heads, each shared by several query heads. With a window each query sees that many
+    keys, the last of which is its own.
+    """
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
@@ -33,8 +35,11 @@ class Attention(Protocol):
 
 
 class Grouped(Protocol):
-    """The products of rows that lie by group, [rows, in], with the group's weights, [groups, in, out]; the rows of a
-    group end before `ends` (int32), and a group may have none."""
+    """The product of rows, sorted by group, with the weights of their group.
+
+    `rows` are [rows, in], weights [groups, in, out]. The rows of a group end before `ends` (int32); a group may be
+    empty.
+    """
 
     def __call__(self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor: ...
 
@@ -44,20 +49,22 @@ class RmsNorm(Protocol):
 
 
 class SwiGlu(Protocol):
-    """Of gates and what they are for, one behind the other in the last dimension."""
+    """SwiGLU of gates and their values, concatenated in the last dimension."""
 
     def __call__(self, joined: torch.Tensor) -> torch.Tensor: ...
 
 
 class Rotary(Protocol):
-    """Turns the halves of the last dimension of [rows, heads, nodes, size] by angles [rows, 1, nodes, size]."""
+    """Rotation of the halves of [rows, heads, nodes, size] by [rows, 1, nodes, size]."""
 
     def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
 
 
 class Summed(Protocol):
-    """The sum over ranks of `x` [..., in] times a rank's weight [out, in], of which each has other columns. Each rank
-    has the whole gradient of the sum."""
+    """The sum over ranks of `x` [..., in] times a rank's weight [out, in].
+
+    Each rank has other columns of the weight, and the whole gradient of the sum.
+    """
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor: ...
 
@@ -72,6 +79,7 @@ class Kernels:
     summed: Summed | None = None
 
 
-def of(kind: DeviceKind) -> Kernels:
-    found: Kernels = import_module(f".{kind.kernels}", __package__).KERNELS
-    return found
+def load(kind: DeviceKind) -> Kernels:
+    """Load the kernels of a kind of device."""
+    kernels: Kernels = import_module(f".{kind.kernels}", __package__).KERNELS
+    return kernels

@@ -1,11 +1,10 @@
 """torch_npu's fused operators, for Ascend.
 
-Never run on an NPU: none was at hand. Names and arguments are held to the schemas that torch_npu registers
-(tests/test_contracts.py), and the values to the plain formulas by operators that were written from its documentation
-(tests/test_kernels.py).
-
-Invariant: what an operator is documented not to take is not given to it. Those without a gradient of their own get it
-here, from the same operator or from a matrix product.
+Never run on an NPU, because none was available. Names and arguments are checked against the schemas that torch_npu
+registers (tests/test_contracts.py). Values are checked against the plain formulas by operators written from its
+documentation (tests/test_kernels.py).
+Invariant: no operator gets an input that its documentation excludes. Operators without a gradient get one here, from
+the same operator or from a matrix product.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch_npu._C._distributed_c10d import ProcessGroupHCCL
 
-MASK = 2048  # what a compressed mask is wide: of any length, one of this size tells what is masked
-CAUSAL, BAND = 3, 4  # by which mask; the other numbers are not used here
-BY_ROWS, BY_INNER = 0, 2  # which dimension of a product the groups divide
-ONE_TENSOR = 2  # comes out, and not one for each group
-ENDS = 0  # is what a list of groups says, and not counts
-CARDS = (1, 2, 4, 8)  # joined to each other, as a fused sum wants them
+MASK = 2048  # width of a compressed mask: one of this size stands for a mask of any length
+CAUSAL, BAND = 3, 4  # sparse_mode; the other modes are not used here
+BY_ROWS, BY_INNER = 0, 2  # group_type: the dimension of a product that groups divide
+ONE_TENSOR = 2  # split_item: one output tensor instead of one for each group
+ENDS = 0  # group_list_type: ends of groups, not counts
+CARDS = (1, 2, 4, 8)  # numbers of linked cards that a fused sum supports
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
     import torch_npu
 
     _, heads, width, _ = q.shape
-    seen: Any = {"sparse_mode": CAUSAL}
+    mask_options: Any = {"sparse_mode": CAUSAL}
     if window is not None and width > window:
-        seen = {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
-    # Rows are laid by node and then by head, so that these are no copies.
+        mask_options = {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
+    # Tensors are stored by node, then by head, so these are not copies.
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-    mask = _later(q.device)
-    out = torch_npu.npu_fusion_attention(q, k, v, heads, "BSND", scale=scaling, atten_mask=mask, **seen)
-    found: torch.Tensor = out[0].transpose(1, 2)
-    return found
+    mask = _build_causal_mask(q.device)
+    out = torch_npu.npu_fusion_attention(q, k, v, heads, "BSND", scale=scaling, atten_mask=mask, **mask_options)
+    output: torch.Tensor = out[0].transpose(1, 2)
+    return output
 
 
 @cache
-def _later(device: torch.device) -> torch.Tensor:
-    """Where a key comes after a query: True is masked."""
+def _build_causal_mask(device: torch.device) -> torch.Tensor:
+    """Return a mask that is True where a key comes after the query."""
     import torch
 
     return torch.ones(MASK, MASK, dtype=torch.bool, device=device).triu(1)
@@ -54,40 +53,40 @@ def _later(device: torch.device) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     import torch_npu
 
-    found: torch.Tensor = torch_npu.npu_rms_norm(x, weight, epsilon=epsilon)[0]
-    return found
+    output: torch.Tensor = torch_npu.npu_rms_norm(x, weight, epsilon=epsilon)[0]
+    return output
 
 
 def swiglu(joined: torch.Tensor) -> torch.Tensor:
     import torch_npu
 
-    found: torch.Tensor = torch_npu.npu_swiglu(joined, dim=-1)
-    return found
+    output: torch.Tensor = torch_npu.npu_swiglu(joined, dim=-1)
+    return output
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     import torch_npu
 
-    found: torch.Tensor = torch_npu.npu_rotary_mul(x, cos, sin, rotary_mode="half")
-    return found
+    output: torch.Tensor = torch_npu.npu_rotary_mul(x, cos, sin, rotary_mode="half")
+    return output
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     import torch
 
-    found: torch.Tensor = _grouped()(rows, weights, ends.to(torch.int64))
-    return found
+    output: torch.Tensor = _grouped()(rows, weights, ends.to(torch.int64))
+    return output
 
 
-def _by_rows(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _multiply_by_rows(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     import torch_npu
 
-    if not len(rows):  # of which nothing is documented: an expert's rank may get none
+    if not len(rows):  # not documented for no rows, and a rank's experts may get none
         return rows.new_empty(0, weights.shape[2])
-    found: torch.Tensor = torch_npu.npu_grouped_matmul(
+    output: torch.Tensor = torch_npu.npu_grouped_matmul(
         [rows], [weights], group_list=ends, split_item=ONE_TENSOR, group_type=BY_ROWS, group_list_type=ENDS
     )[0]
-    return found
+    return output
 
 
 @cache
@@ -98,42 +97,48 @@ def _grouped() -> Any:
         @staticmethod
         def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
             ctx.save_for_backward(rows, weights, ends)
-            return _by_rows(rows.contiguous(), weights, ends)
+            return _multiply_by_rows(rows.contiguous(), weights, ends)
 
         @staticmethod
         def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
             rows, weights, ends = ctx.saved_tensors
             slope = slopes[0].contiguous()
-            return _by_rows(slope, weights.transpose(1, 2), ends), _of_weights(rows, slope, weights, ends), None
+            return (
+                _multiply_by_rows(slope, weights.transpose(1, 2), ends),
+                _compute_weight_gradient(rows, slope, weights, ends),
+                None,
+            )
 
     return GroupedRows.apply
 
 
-def _of_weights(rows: torch.Tensor, slope: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _compute_weight_gradient(
+    rows: torch.Tensor, slope: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
     import torch
     import torch_npu
 
     if not len(rows):
         return torch.zeros_like(weights)
-    found: torch.Tensor = torch_npu.npu_grouped_matmul(
-        [rows.contiguous().T],  # as a view: that it is turned is what the operator goes by
+    gradient: torch.Tensor = torch_npu.npu_grouped_matmul(
+        [rows.contiguous().T],  # a view: the operator detects the transposition
         [slope],
         group_list=ends,
         split_item=ONE_TENSOR,
         group_type=BY_INNER,
         group_list_type=ENDS,
     )[0]
-    # It is not documented what a group without rows gets, and what was never written would go into a gradient unseen.
-    none = ends == torch.nn.functional.pad(ends[:-1], (1, 0))
-    return found.masked_fill_(none[:, None, None], 0)
+    # What an empty group gets is not documented; unwritten memory would enter a gradient unnoticed.
+    empty_groups = ends == torch.nn.functional.pad(ends[:-1], (1, 0))
+    return gradient.masked_fill_(empty_groups[:, None, None], 0)
 
 
 def summed(x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    found: torch.Tensor = _summed()(x, weight, group)
-    return found
+    output: torch.Tensor = _summed()(x, weight, group)
+    return output
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def _multiply_and_sum(x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     import torch
     import torch_npu
     from torch import distributed as dist
@@ -143,9 +148,9 @@ def _product(x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torc
         dist.all_reduce(part, group=group)
         return part
     backend: ProcessGroupHCCL = group._get_backend(x.device)
-    name = backend.get_hccl_comm_name(dist.get_rank())  # by a rank's number among all
-    found: torch.Tensor = torch_npu.npu_mm_all_reduce_base(x.contiguous(), weight.T, name, reduce_op="sum")
-    return found
+    name = backend.get_hccl_comm_name(dist.get_rank())  # by the rank's global number
+    output: torch.Tensor = torch_npu.npu_mm_all_reduce_base(x.contiguous(), weight.T, name, reduce_op="sum")
+    return output
 
 
 @cache
@@ -156,7 +161,7 @@ def _summed() -> Any:
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
             ctx.save_for_backward(x, weight)
-            return _product(x, weight, group)
+            return _multiply_and_sum(x, weight, group)
 
         @staticmethod
         def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

@@ -1,7 +1,7 @@
-"""Puts a device's kernels into a transformers model, in the place of what its modules compute themselves.
+"""Installation of a device's kernels in a transformers model.
 
-Invariant: where a table has none the model stays as it is, operator by operator. What is changed is this model's
-modules, never a class or a file of transformers: another model of the process may lie on another device.
+Invariant: where a table has None the model stays as it is, operator by operator. Only this model's modules change,
+never a class or file of transformers: another model of the process may be on another device.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def install(module: Any, kernels: Kernels) -> None:
-    """RMSNorm, SwiGLU and RoPE; before parallelism is put on it."""
+    """Install RMSNorm, SwiGLU and RoPE. Must come before parallelism is applied."""
     for part in module.modules():
         if kernels.rms_norm is not None and hasattr(part, "variance_epsilon"):
-            part.forward = partial(_norm, part, kernels.rms_norm)
+            part.forward = partial(_apply_norm, part, kernels.rms_norm)
         if kernels.swiglu is not None and hasattr(part, "gate_proj") and is_silu(getattr(part, "act_fn", None)):
-            part.forward = partial(_feed, part, kernels.swiglu)
+            part.forward = partial(_apply_feed_forward, part, kernels.swiglu)
     if kernels.rotary is not None:
         for layer in module.model.layers:
-            layer.self_attn.forward = _turning(layer.self_attn, kernels.rotary)
+            layer.self_attn.forward = _bind_rotary(layer.self_attn, kernels.rotary)
 
 
 def is_silu(activation: Any) -> bool:
@@ -37,59 +37,65 @@ def is_silu(activation: Any) -> bool:
     return isinstance(activation, type(ACT2FN["silu"]))
 
 
-def _norm(module: Any, kernel: RmsNorm, x: torch.Tensor) -> torch.Tensor:
+def _apply_norm(module: Any, kernel: RmsNorm, x: torch.Tensor) -> torch.Tensor:
     return kernel(x, module.weight, module.variance_epsilon)
 
 
-def _feed(module: Any, kernel: SwiGlu, x: torch.Tensor) -> torch.Tensor:
+def _apply_feed_forward(module: Any, kernel: SwiGlu, x: torch.Tensor) -> torch.Tensor:
     import torch
 
-    # What is joined lives beside the join alone: no name holds it.
-    found: torch.Tensor = module.down_proj(kernel(torch.cat([module.gate_proj(x), module.up_proj(x)], dim=-1)))
-    return found
+    # The concatenation must not have a name, or it would live too long.
+    output: torch.Tensor = module.down_proj(kernel(torch.cat([module.gate_proj(x), module.up_proj(x)], dim=-1)))
+    return output
 
 
-def _turning(attention: Any, kernel: Rotary) -> Callable[..., Any]:
-    """The forward of an attention that finds these where transformers' own are: functions of its file, which it has no
-    other way to be given."""
+def _bind_rotary(attention: Any, kernel: Rotary) -> Callable[..., Any]:
+    """Return an attention's forward that uses this kernel for rotary embeddings.
 
-    def halves(
+    Transformers calls the functions of its own file, with no other way to replace them.
+    """
+
+    def rotate_halves(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cos = cos.unsqueeze(1)
         sin = sin.unsqueeze(1)
         return kernel(q, cos, sin), kernel(k, cos, sin)
 
-    def pairs(
+    def rotate_pairs(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # DeepSeek's pairs lie side by side, and come out as halves: a kernel that leaves them in place is not it.
+        # DeepSeek's pairs are adjacent, and become halves. A kernel that leaves them in place does not fit.
         q, k = (x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2) for x in (q, k))
-        return halves(q, k, cos, sin)
+        return rotate_halves(q, k, cos, sin)
 
-    own = unwrap(type(attention).forward)
-    names = {"apply_rotary_pos_emb": halves, "apply_rotary_pos_emb_interleave": pairs}
-    if not names.keys() & {*own.__code__.co_names}:
-        raise RuntimeError(f"{own.__qualname__} turns by other names")
-    around = {**own.__globals__, **names}
-    made = FunctionType(own.__code__, around, own.__name__, own.__defaults__, own.__closure__)
-    made.__kwdefaults__ = own.__kwdefaults__
-    return MethodType(made, attention)
+    original = unwrap(type(attention).forward)
+    names = {"apply_rotary_pos_emb": rotate_halves, "apply_rotary_pos_emb_interleave": rotate_pairs}
+    if not names.keys() & {*original.__code__.co_names}:
+        raise RuntimeError(f"{original.__qualname__} calls none of {', '.join(names)}")
+    namespace = {**original.__globals__, **names}
+    forward = FunctionType(original.__code__, namespace, original.__name__, original.__defaults__, original.__closure__)
+    forward.__kwdefaults__ = original.__kwdefaults__
+    return MethodType(forward, attention)
 
 
 def divide_rows(linear: Any, mesh: DeviceMesh, kernel: Summed) -> None:
-    """As RowwiseParallel divides a product's inner dimension, with the sum over the ranks by the kernel: weights and
-    gradients are DTensors alike."""
+    """Shard a linear layer's inner dimension; the kernel sums over ranks.
+
+    Weights and gradients are DTensors, as RowwiseParallel makes them.
+    """
     import torch
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
-    def divided(_name: str, part: Any, over: DeviceMesh) -> None:
-        part.weight = torch.nn.Parameter(distribute_tensor(part.weight, over, [Shard(1)]), part.weight.requires_grad)
+    def shard_weight(_name: str, part: Any, device_mesh: DeviceMesh) -> None:
+        part.weight = torch.nn.Parameter(
+            distribute_tensor(part.weight, device_mesh, [Shard(1)]), part.weight.requires_grad
+        )
 
-    distribute_module(linear, mesh, divided)  # a bias is whole on each rank
+    distribute_module(linear, mesh, shard_weight)  # a bias is whole on each rank
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        found = kernel(x, linear.weight.to_local(), mesh.get_group())
-        return found if linear.bias is None else found + linear.bias.to_local()
+        output = kernel(x, linear.weight.to_local(), mesh.get_group())
+        return output if linear.bias is None else output + linear.bias.to_local()
 
     linear.forward = forward

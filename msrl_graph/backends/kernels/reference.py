@@ -1,4 +1,4 @@
-"""The formulas, in torch's basic operators: what the tests measure each device's kernels by.
+"""The plain formulas in basic torch operators, to test each device's kernels.
 
 Invariant: none is written for speed or memory, and no engine calls one.
 """
@@ -12,24 +12,27 @@ if TYPE_CHECKING:
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None) -> torch.Tensor:
-    """softmax(q kᵀ · scaling) v, over the keys that a query sees: its own and those before it, in the window."""
+    """softmax(q kᵀ · scaling) v, over the keys that a query sees.
+
+    These are its own key and those before it, within the window.
+    """
     import torch
 
-    each = q.shape[1] // k.shape[1]
-    at = torch.arange(q.shape[2])
-    k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
-    back = at[:, None] - at  # how far a key lies before a query
-    seen = (back >= 0) & (back < (window or len(at)))
-    scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~seen, -torch.inf)
+    repeats = q.shape[1] // k.shape[1]
+    positions = torch.arange(q.shape[2])
+    k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    distance = positions[:, None] - positions  # distance of a key before a query
+    visible = (distance >= 0) & (distance < (window or len(positions)))
+    scores = (q @ k.transpose(2, 3) * scaling).masked_fill(~visible, -torch.inf)
     return scores.softmax(-1) @ v
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Of each group its rows times its weights."""
+    """Multiply the rows of each group by its weights."""
     import torch
 
     begins = [0, *ends.tolist()]
-    parts = [rows[a:b] @ weight for a, b, weight in zip(begins, begins[1:], weights, strict=False)]
+    parts = [rows[start:stop] @ weight for start, stop, weight in zip(begins, begins[1:], weights, strict=False)]
     return torch.cat(parts)
 
 
@@ -45,7 +48,7 @@ def swiglu(joined: torch.Tensor) -> torch.Tensor:
 
 
 def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Of the halves a and b: (a cos - b sin, b cos + a sin)."""
+    """(a cos - b sin, b cos + a sin), of the halves a and b."""
     import torch
 
     a, b = x.chunk(2, dim=-1)
@@ -53,7 +56,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def summed(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Of all ranks' parts, [ranks, ..., in] and [ranks, out, in], what each rank gets: Σ x weightᵀ."""
+    """Σ x weightᵀ over all ranks' parts, [ranks, ..., in] and [ranks, out, in]."""
     import torch
 
     return torch.stack([part @ weight.T for part, weight in zip(x, weights, strict=True)]).sum(0)

@@ -1,7 +1,7 @@
-"""Torch's own operators, on whatever device it has them for.
+"""Torch's own operators, on any device that has them.
 
-Invariant: nothing is computed here that a model on transformers does not compute too; what memory and time are
-predicted from (peaks.py, the engines' `calls`) counts these operators.
+Invariant: nothing is computed here that a transformers model does not compute too. Predictions of memory and time
+(peaks.py, the engines' `calls`) count these operators.
 """
 
 from __future__ import annotations

@@ -250,7 +250,7 @@ class MegatronEngine:
         tensor = self.model.tensors[i]
         piece = self._shards[i]
         parameters, where = self._pieces[i]
-        made = [self._gradients.of(p) for p in parameters]
+        made = [self._gradients.read(p) for p in parameters]
         if not tensor.experts and made and made[0] is not None:
             found: torch.Tensor = made[0][where]  # where it lies
         else:

@@ -1,2 +1,5 @@
-"""An optimizer's step, for whichever engine trains: gradients (gradients.py), the parts of tensors that a rank steps
-(shards.py), whole matrices (muon.py), and a step of all of them (steps.py)."""
+"""Optimizer steps, for any engine that trains.
+
+They consist of gradients (gradients.py), the parts of tensors that a rank steps (shards.py), whole matrices
+(muon.py), and a step of all parameters (steps.py).
+"""

@@ -1,7 +1,7 @@
 """Muon (https://kellerjordan.github.io/posts/muon/): steps of whole matrices.
 
-Invariant: the momentum of each element is its rank's own; what is made orthogonal is the whole matrix, the same on all
-ranks that have a part of it, and each takes its own part of the result.
+Invariant: each rank keeps the momentum of its own elements. The whole matrix is orthogonalized, the same on all ranks
+that have a part of it, and each rank takes its own part of the result.
 """
 
 from __future__ import annotations
@@ -20,52 +20,64 @@ if TYPE_CHECKING:
 
     from ...sharding.layout import Tensor
 
-ITERATIONS = 5  # of Newton and Schulz
+ITERATIONS = 5  # Newton-Schulz iterations
 
 
 class Matrices(OptimizerSlice):
-    """Matrices that step by Muon: the momentum of each element is this rank's own, what is made orthogonal is the whole
-    matrix, the same on all ranks that have a part of it. Of experts each is a matrix, on the ranks that hold it."""
+    """Matrices that step by Muon.
 
-    def _prepare(self, rule: Rule) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    Each rank keeps the momentum of its own elements; the whole matrix is orthogonalized, the same on all ranks that
+    have a part of it. Each expert is a matrix, on the ranks that hold it.
+    """
+
+    def _create_states(self, rule: Rule) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         return defaultdict(dict)
 
-    def _turn(self, options: dict[str, Any]) -> None:
-        own = list(self._own()) if self.flat else [(i, slice(None), slice(None)) for i in range(len(self.shards))]
+    def _update_masters(self, options: dict[str, Any]) -> None:
+        own = (
+            list(self._iterate_own_slices())
+            if self.flat
+            else [(i, slice(None), slice(None)) for i in range(len(self.shards))]
+        )
         for i in range(len(self.shards)):
-            self._step(i, [(where, piece) for j, where, piece in own if j == i], options)
+            self._step_matrix(i, [(where, piece) for index, where, piece in own if index == i], options)
 
-    def _step(self, i: int, pieces: list[tuple[slice, slice]], options: dict[str, Any]) -> None:
-        """A step of the i-th shard: of its `pieces` that are this rank's to step, each where it is in its master, and
-        in the shard. What it makes is gone when it returns, or the next matrix would have it beside its own."""
+    def _step_matrix(self, i: int, pieces: list[tuple[slice, slice]], options: dict[str, Any]) -> None:
+        """Step the i-th shard.
+
+        `pieces` are the parts that this rank steps: where each is in its master, and where in the shard. Temporary
+        tensors are freed on return, so that two matrices never have theirs at once.
+        """
         tensor = self.tensors[i]
         shard = self.shards[i]
         master = self.masters[0 if self.flat else i]
-        turned = self._whole(self._momenta(master, pieces, shard, options), tensor, shard)
-        for matrix in turned.view(-1, *turned.shape[-2:]):  # of experts each
+        direction = self._assemble_matrix(self._collect_momentum(master, pieces, shard, options), tensor, shard)
+        for matrix in direction.view(-1, *direction.shape[-2:]):  # each expert is a matrix
             orthogonalize(matrix)
-        part = turned[slices(_kept(tensor, shard))]
+        own_part = direction[slices(_locate_shard(tensor, shard))]
         for where, piece in pieces:
             # A weight that is its own master may be a part of another tensor.
-            values, change = (master[where], part.reshape(-1)[piece]) if self.flat else (master, part)
+            values, change = (master[where], own_part.reshape(-1)[piece]) if self.flat else (master, own_part)
             values.mul_(1 - options["lr"] * options["weight_decay"]).add_(
                 change, alpha=-options["lr"] * _scale(tensor, options)
             )
 
-    def _momenta(
+    def _collect_momentum(
         self, master: torch.Tensor, pieces: list[tuple[slice, slice]], shard: Shard, options: dict[str, Any]
     ) -> torch.Tensor:
-        """The momentum of a shard, zero where another rank steps."""
+        """Return the momentum of a shard, zero where another rank steps."""
         import torch
 
-        made = torch.zeros(shard.tensor.shape, device=self.place)
+        momentum = torch.zeros(shard.tensor.shape, device=self.place)
         for where, piece in pieces:
-            made.view(-1)[piece] = self._momentum(master, where, options)
-        return made
+            momentum.view(-1)[piece] = self._update_momentum(master, where, options)
+        return momentum
 
-    def _momentum(self, master: torch.Tensor, where: slice, options: dict[str, Any]) -> torch.Tensor:
-        """The momentum of some elements of a master, taken on by their gradient, as Muon takes it: with `nesterov` a
-        step ahead."""
+    def _update_momentum(self, master: torch.Tensor, where: slice, options: dict[str, Any]) -> torch.Tensor:
+        """Update and return the momentum of some elements of a master.
+
+        With `nesterov` it is a step ahead.
+        """
         import torch
 
         if "momentum_buffer" not in self.state[master]:
@@ -76,9 +88,11 @@ class Matrices(OptimizerSlice):
         buffer.lerp_(gradient, 1 - options["momentum"])
         return gradient.lerp(buffer, options["momentum"]) if options["nesterov"] else buffer
 
-    def _whole(self, own: torch.Tensor, tensor: Tensor, shard: Shard) -> torch.Tensor:
-        """A matrix, or those of a rank's experts, from what ranks have of it, zero where another has it: the sum
-        changes no bit, whatever the boxes."""
+    def _assemble_matrix(self, own: torch.Tensor, tensor: Tensor, shard: Shard) -> torch.Tensor:
+        """Return a whole matrix, or a rank's experts, from the parts of all ranks.
+
+        Each part is zero where another rank has it, so the sum changes no bit, whatever the boxes.
+        """
         import torch
         from torch import distributed as dist
 
@@ -87,31 +101,31 @@ class Matrices(OptimizerSlice):
         shape = (len(own), *tensor.shape[1:]) if tensor.experts else tensor.shape
         if own.shape == shape:
             return own
-        whole = torch.zeros(shape, device=self.place)
-        whole[slices(_kept(tensor, shard))] = own
+        matrix = torch.zeros(shape, device=self.place)
+        matrix[slices(_locate_shard(tensor, shard))] = own
         if tensor.experts:
-            dist.all_reduce(whole, group=self.devices.among(self.layout, "pp", "ep", "edp"))
-            return whole
+            dist.all_reduce(matrix, group=self.devices.among(self.layout, "pp", "ep", "edp"))
+            return matrix
         if self.divided:
-            dist.all_reduce(whole, group=self.devices.axis("dp").get_group())
+            dist.all_reduce(matrix, group=self.devices.axis("dp").get_group())
         if self.layout.tp > 1 and tensor.tp_dim >= 0:
-            dist.all_reduce(whole, group=self.devices.axis("tp").get_group())
-        return whole
+            dist.all_reduce(matrix, group=self.devices.axis("tp").get_group())
+        return matrix
 
 
-def _kept(tensor: Tensor, shard: Shard) -> Box:
-    """Where a shard lies in the whole matrix, or in those of the rank's own experts."""
+def _locate_shard(tensor: Tensor, shard: Shard) -> Box:
+    """Return where a shard is in the whole matrix, or among the rank's own experts."""
     first, *rest = shard.box
     return ((0, first[1] - first[0]), *rest) if tensor.experts else shard.box
 
 
 def orthogonalize(matrix: torch.Tensor) -> None:
-    """Makes of a matrix, in place, one with the same singular vectors and singular values near 1, by Newton-Schulz
-    iterations.
+    """Orthogonalize a matrix in place by Newton-Schulz iterations.
 
-    Coefficients and number are those of torch.optim.Muon (https://kellerjordan.github.io/posts/muon/), which computes
-    in bf16. There the last bit of a gradient moved weights by up to 4e-4 in six steps of a rate of 1e-3: layouts would
-    differ by as much. This is in float32.
+    The singular vectors stay; the singular values become nearly 1.
+    Coefficients and iterations are those of torch.optim.Muon (https://kellerjordan.github.io/posts/muon/), which
+    computes in bf16. There the last bit of a gradient moved weights by up to 4e-4 in six steps at a rate of 1e-3, so
+    layouts would differ by as much. This computes in float32.
     """
     import torch
 
@@ -131,7 +145,7 @@ def orthogonalize(matrix: torch.Tensor) -> None:
 
 
 def _scale(tensor: Tensor, options: dict[str, Any]) -> float:
-    """What a step is multiplied by for its matrix's shape (arXiv:2502.16982, eq. 4)."""
+    """Return the factor of a step for its matrix's shape (arXiv:2502.16982, eq. 4)."""
     rows, columns = tensor.shape[-2:]
     return (
         0.2 * math.sqrt(max(rows, columns))

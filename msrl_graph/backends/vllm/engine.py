@@ -19,8 +19,8 @@ from ...hardware.environment_variables import Setting
 from ...ir.workload import Workload
 from ...sharding.layout import shard
 from .. import expert_placement, hf_modules
-from ..generation.segments import in_stretches
-from ..generation.stops import joined, looks_for
+from ..generation.segments import generate_in_segments
+from ..generation.stops import join_response, load_stops
 from ..spec import BYTES, Act, EngineSpec, Lint, Moments, OperatorCalls, Response, Sampling, Shard, Situation, Weights
 from .core import (
     BLOCK,
@@ -224,8 +224,8 @@ class VllmEngine:
 
         begun = np.zeros(len(keys), np.int64) if begun is None else begun
         if stretch:  # of what is under way the whole blocks of the cache are still there
-            stops = looks_for(self.model.path, sampling.stop) if sampling.stop else None
-            yield from in_stretches(self.generate, prompts, keys, sampling, begun, stretch, stops)
+            stops = load_stops(self.model.path, sampling.stop) if sampling.stop else None
+            yield from generate_in_segments(self.generate, prompts, keys, sampling, begun, stretch, stops)
             return
 
         self._memory.cache()
@@ -319,9 +319,10 @@ class VllmEngine:
         going = drawn.going(rows, tokens, drawn.lengths[rows])
         if strings := drawn.sampling.stop:
             texts = [
-                joined(self._prompts[i], drawn.joined[i], drawn.tokens[i, : drawn.lengths[i]]) for i in rows[going]
+                join_response(self._prompts[i], drawn.joined[i], drawn.tokens[i, : drawn.lengths[i]])
+                for i in rows[going]
             ]
-            going[going] = ~looks_for(self.model.path, strings)(texts)
+            going[going] = ~load_stops(self.model.path, strings)(texts)
         over: NDArray[np.int64] = rows[~going]
         rows = rows[going]
         of = of[going]
