@@ -62,7 +62,7 @@ def working(rank):
         mine = [x[:, own].requires_grad_() for x in states]
         more = len(part.ids) - len(own)
         out = part.attend(*(torch.nn.functional.pad(x, (0, 0, 0, more)) for x in mine), 0.3, window)
-        made = context.gathered(Outputs(out.index_select(0, part.before)), part).logp
+        made = context.gather_outputs(Outputs(out.index_select(0, part.before)), part).logp
         (made * slope).sum().backward()
         pairs = [(made, right), *((x.grad, y.grad[:, own]) for x, y in zip(mine, whole, strict=True))]
         return [float((a - b).abs().max()) if a.numel() else 0.0 for a, b in pairs]

@@ -1,9 +1,10 @@
-"""What layers keep for their backward pass, in host memory in between: all of it, or where layers are computed again
-their inputs.
+"""Offload of what layers keep for their backward pass to host memory.
 
-Invariant: what backward sees is what forward kept, bit for bit, and what shared a storage shares one again. Storages
-are copied as layers make them and given back a layer later; on the way back the next layer's are brought while one is
-passed. Weights stay where they are, and so does what is no floating-point number: all layers have the same.
+That is everything, or the layers' inputs where layers are recomputed.
+Invariant: backward sees bit for bit what forward kept, and tensors that shared a storage share one again. Storages
+are copied when layers make them and released one layer later. In backward the next layer's storages are fetched
+during each layer. Weights stay on the device, and so do tensors that are not floating-point: all layers have the same
+ones.
 """
 
 from __future__ import annotations
@@ -19,60 +20,60 @@ from .devices import Lane, TorchDevice, content, local
 if TYPE_CHECKING:
     import torch
 
-LEAST = 1 << 10  # bytes; copying less gains nothing
+LEAST = 1 << 10  # bytes; copying smaller storages gains nothing
 
 
 class Activations:
-    """Of the `layers` of a model on a device."""
+    """The offloaded activations of a model's `layers` on a device."""
 
     def __init__(self, device: TorchDevice, layers: Sequence[torch.nn.Module]) -> None:
         self.device = device
         self.lanes = (Lane(device), Lane(device))
-        self.now: _Pass | None = None  # a forward pass that keeps
+        self.current_pass: _Pass | None = None  # the current forward pass that saves tensors
         for layer in layers:
             layer.register_forward_pre_hook(self._enter)
-        layers[-1].register_forward_hook(self._leave)
+        layers[-1].register_forward_hook(self._exit)
 
     @contextmanager
-    def kept_away(self) -> Iterator[None]:
-        """Around a forward pass."""
+    def offload_saved_tensors(self) -> Iterator[None]:
+        """Offload the tensors that a forward pass saves, around that pass."""
         import torch
 
         if not torch.is_grad_enabled():
             yield
             return
-        self.now = _Pass(self.device, *self.lanes)
+        self.current_pass = _Pass(self.device, *self.lanes)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self.now.pack, self.now.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self.current_pass.pack, self.current_pass.unpack):
                 yield
         finally:
-            self.now = None
+            self.current_pass = None
 
     def _enter(self, layer: Any, _: Any) -> None:
-        if self.now is not None:  # in a backward pass a layer is computed again
-            self.now.begin({local(p).untyped_storage()._cdata for p in layer.parameters()})
+        if self.current_pass is not None:  # a backward pass may recompute a layer
+            self.current_pass.begin({local(parameter).untyped_storage()._cdata for parameter in layer.parameters()})
 
-    def _leave(self, *_: Any) -> None:
-        if self.now is not None:
-            self.now.end()
+    def _exit(self, *_: Any) -> None:
+        if self.current_pass is not None:
+            self.current_pass.end()
 
 
 class _Kept:
-    """A storage that some tensors are saved of, `uses` times."""
+    """A storage whose tensors are saved `uses` times."""
 
     def __init__(self, storage: torch.UntypedStorage, buffer: torch.Tensor, group: int) -> None:
-        self.here: torch.UntypedStorage | None = storage  # on the device
+        self.device_storage: torch.UntypedStorage | None = storage  # None while it is offloaded
         self.buffer = buffer
         self.group = group
         self.uses = 0
-        self.mark: Any = None  # of its way back
+        self.mark: Any = None  # event of the copy back
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor of a storage; of a DTensor also how it is wrapped."""
+    """A saved tensor of a storage; `spec` is set for a DTensor."""
 
-    kept: _Kept
+    entry: _Kept
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -81,64 +82,64 @@ class _Saved:
 
 
 class _Pass:
-    """What one forward pass keeps, layer by layer: a group each."""
+    """What one forward pass saves, in one group per layer."""
 
     def __init__(self, device: TorchDevice, out: Lane, back: Lane) -> None:
         self.device = device
-        self.out = out
-        self.back = back
+        self.out_lane = out
+        self.back_lane = back
         self.groups: list[list[_Kept]] = [[]]
         self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Kept]] = {}
         self.weights: set[int] = set()
-        self.over = False
-        self.low = -1  # the last group that was brought back
-        self.marks: list[Any] = []  # of the ways out, by group
+        self.finished = False
+        self.lowest_group = -1  # the last group that was fetched
+        self.marks: list[Any] = []  # events of the copies to the host, by group
 
     # Forward.
 
     def begin(self, weights: set[int]) -> None:
-        """A layer begins: what the layer before the last kept leaves the device."""
+        """Start a layer; release what the layer before the last one saved."""
         self.weights = weights
-        self.marks.append(self.out.mark())
+        self.marks.append(self.out_lane.mark())
         self.groups.append([])
         if len(self.groups) > 2:
-            self._leave(len(self.groups) - 3)
+            self._release_group(len(self.groups) - 3)
 
     def end(self) -> None:
-        """The last layer ends, and what all have kept leaves."""
-        self.over = True
-        self.marks.append(self.out.mark())
+        """Finish the last layer; release everything that is saved."""
+        self.finished = True
+        self.marks.append(self.out_lane.mark())
         for group in range(len(self.groups)):
-            self._leave(group)
-        self.low = len(self.groups)
+            self._release_group(group)
+        self.lowest_group = len(self.groups)
 
-    def _leave(self, group: int) -> None:
-        self.out.join(self.marks[group])
-        for kept in self.groups[group]:
-            kept.here = None
+    def _release_group(self, group: int) -> None:
+        self.out_lane.join(self.marks[group])
+        for entry in self.groups[group]:
+            entry.device_storage = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         inner = local(tensor)
         storage = inner.untyped_storage()
-        if self.over or not inner.is_floating_point() or storage.nbytes() < LEAST or storage._cdata in self.weights:
+        if self.finished or not inner.is_floating_point() or storage.nbytes() < LEAST or storage._cdata in self.weights:
             return tensor
-        seen = self.known.get(storage._cdata)
-        if seen is None or seen[0]() is None:  # an address may be taken again
-            seen = weakref.ref(storage), self._copied(storage)
-            self.known[storage._cdata] = seen
-        kept = seen[1]
-        kept.uses += 1
-        spec = getattr(tensor, "_spec", None)  # of a DTensor
-        return _Saved(kept, inner.dtype, int(inner.storage_offset()), inner.size(), inner.stride(), spec)
+        known_entry = self.known.get(storage._cdata)
+        if known_entry is None or known_entry[0]() is None:  # an address may be reused
+            known_entry = weakref.ref(storage), self._copy_to_host(storage)
+            self.known[storage._cdata] = known_entry
+        entry = known_entry[1]
+        entry.uses += 1
+        spec = getattr(tensor, "_spec", None)  # set for a DTensor
+        return _Saved(entry, inner.dtype, int(inner.storage_offset()), inner.size(), inner.stride(), spec)
 
-    def _copied(self, storage: torch.UntypedStorage) -> _Kept:
-        whole = content(storage)
-        buffer = self.device.host_buffer(whole)
-        with self.out.begin():
-            buffer.copy_(whole, non_blocking=True)
-        kept = _Kept(storage, buffer, len(self.groups) - 1)
-        self.groups[-1].append(kept)
-        return kept
+    def _copy_to_host(self, storage: torch.UntypedStorage) -> _Kept:
+        source = content(storage)
+        buffer = self.device.host_buffer(source)
+        with self.out_lane.begin():
+            buffer.copy_(source, non_blocking=True)
+        entry = _Kept(storage, buffer, len(self.groups) - 1)
+        self.groups[-1].append(entry)
+        return entry
 
     # Backward.
 
@@ -147,39 +148,41 @@ class _Pass:
 
         if not isinstance(saved, _Saved):
             return saved
-        kept = saved.kept
-        if kept.group == self.low or (kept.here is None and kept.group == self._below(self.low)):  # a layer begins
-            self._come(self.groups[kept.group])
-            self.low = self._below(kept.group)
-            self._come(self.groups[self.low] if self.low >= 0 else [])
-        elif kept.here is None:  # several layers have it
-            self._come([kept])
-        self.back.join(kept.mark)
-        assert kept.here is not None
-        found = torch.empty(0, dtype=saved.dtype, device=kept.here.device)
-        found.set_(kept.here, saved.offset, saved.size, saved.stride)
-        kept.uses -= 1
-        if not kept.uses:
-            kept.here = None
+        entry = saved.entry
+        if entry.group == self.lowest_group or (
+            entry.device_storage is None and entry.group == self._find_next_group(self.lowest_group)
+        ):  # a layer starts
+            self._bring_back(self.groups[entry.group])
+            self.lowest_group = self._find_next_group(entry.group)
+            self._bring_back(self.groups[self.lowest_group] if self.lowest_group >= 0 else [])
+        elif entry.device_storage is None:  # several layers saved it
+            self._bring_back([entry])
+        self.back_lane.join(entry.mark)
+        assert entry.device_storage is not None
+        restored = torch.empty(0, dtype=saved.dtype, device=entry.device_storage.device)
+        restored.set_(entry.device_storage, saved.offset, saved.size, saved.stride)
+        entry.uses -= 1
+        if not entry.uses:
+            entry.device_storage = None
         if saved.spec is None:
-            return found
+            return restored
         from torch.distributed.tensor import DTensor
 
-        return DTensor(found, saved.spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return DTensor(restored, saved.spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
-    def _below(self, group: int) -> int:
-        """The next group on the way back that holds something; -1: none does."""
+    def _find_next_group(self, group: int) -> int:
+        """Return the next non-empty group of the backward pass; -1 if there is none."""
         return next((i for i in range(group - 1, -1, -1) if self.groups[i]), -1)
 
-    def _come(self, some: Sequence[_Kept]) -> None:
+    def _bring_back(self, entries: Sequence[_Kept]) -> None:
         import torch
 
-        some = [kept for kept in some if kept.here is None and kept.uses]
-        places = [torch.empty(kept.buffer.shape, dtype=torch.uint8, device=self.device.place) for kept in some]
-        with self.back.begin():
-            for kept, place in zip(some, places, strict=True):
-                place.copy_(kept.buffer, non_blocking=True)
-        mark = self.back.mark()
-        for kept, place in zip(some, places, strict=True):
-            kept.here = place.untyped_storage()
-            kept.mark = mark
+        entries = [entry for entry in entries if entry.device_storage is None and entry.uses]
+        targets = [torch.empty(entry.buffer.shape, dtype=torch.uint8, device=self.device.place) for entry in entries]
+        with self.back_lane.begin():
+            for entry, target in zip(entries, targets, strict=True):
+                target.copy_(entry.buffer, non_blocking=True)
+        mark = self.back_lane.mark()
+        for entry, target in zip(entries, targets, strict=True):
+            entry.device_storage = target.untyped_storage()
+            entry.mark = mark

@@ -1,14 +1,14 @@
-"""Context parallelism: the nodes of a micro-batch's tree (prefix_tree.py) divided over ranks that all see the same
-rows.
+"""Context parallelism: the nodes of a micro-batch's tree, sharded over ranks.
 
-A node's depth modulo `cp` is its rank (striped attention, arXiv:2311.09431). So ranks have about as many nodes each,
-and as long a part of each row, wherever prompts end and whatever rows share, which stretches of depths would not give;
-and every block of a ring is the same triangle of work. All layers but attention work on a rank's own nodes. Attention
-is Ulysses' (arXiv:2309.14509), where an all-to-all gives each rank all nodes for a part of the heads, or a ring
-(arXiv:2310.01889), where keys and values go from rank to rank and what the blocks give is joined by its log-sum-exp.
-
-Invariant: figures are those of one rank, up to rounding, and the same on all ranks: what is computed of a token is
-gathered before a loss sees it. Of a weight's gradient each rank has a part; the parts add up.
+All ranks see the same rows. A node's rank is its depth modulo `cp` (striped attention, arXiv:2311.09431; the tree is
+in prefix_tree.py). So ranks have about the same number of nodes and an equally long part of each row, wherever
+prompts end and whatever rows share. Contiguous stretches of depths would not give that. Every block of a ring is the
+same triangle of work.
+All layers except attention work on a rank's own nodes. Attention is one of two kinds. Ulysses (arXiv:2309.14509): an
+all-to-all gives each rank all nodes for a part of the heads. Ring (arXiv:2310.01889): keys and values pass from rank
+to rank, and the results of blocks are merged by their log-sum-exp.
+Invariant: results equal those of one rank, up to rounding, and are the same on all ranks: outputs of tokens are
+gathered before a loss sees them. Each rank has a part of a weight's gradient; the parts add up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that trees are divided over, of which this is the `rank`-th of `size`."""
+    """The group of ranks that shard trees; this is the `rank`-th of `size`."""
 
     size: int = 1
     rank: int = 0
@@ -47,72 +47,89 @@ class ContextGroup:
         return ContextGroup(layout.cp, mesh.get_local_rank(), mesh.get_group(), layout.cp_kind == "ulysses")
 
     def share(self, tree: Tree, micro_batch: MicroBatch, multiple: int = 1) -> tuple[Tree, MicroBatch]:
-        """What this rank computes: its nodes, padded to a multiple and to as many as each rank has; and of the tokens
-        that are asked for those that follow them."""
+        """Return this rank's part of a tree and of its micro-batch.
+
+        Nodes are padded to a multiple of `multiple`, and to the same number on each rank. The micro-batch has the
+        requested tokens that follow these nodes.
+        """
         import torch
         from tensordict import TensorDict
 
-        of, (count, width) = tree.depth % self.size, tree.rows.shape
-        local = torch.zeros_like(of)  # where among its rank's nodes each one is
+        owner = tree.depth % self.size
+        count, width = tree.rows.shape
+        local = torch.zeros_like(owner)  # index of each node among its rank's nodes
         for rank in range(self.size):
-            local[of == rank] = torch.arange(int((of == rank).sum()))
+            local[owner == rank] = torch.arange(int((owner == rank).sum()))
         nodes = -(-(int(local.max()) + 1) // multiple) * multiple
 
-        def padded(x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.pad(x, (0, nodes - len(x)))
+        def pad_nodes(tensor: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.pad(tensor, (0, nodes - len(tensor)))
 
         if self.size == 1:
-            longer: Any = {n: padded(getattr(tree, n)) for n in ("ids", "depth", "place")}
+            longer: Any = {name: pad_nodes(getattr(tree, name)) for name in ("ids", "depth", "place")}
             return replace(tree, **longer), micro_batch
-        own = of == self.rank
-        tokens = torch.nonzero(of[tree.before] == self.rank).flatten()
-        ids = padded(tree.ids[own])
-        depth = padded(tree.depth[own])
+        own = owner == self.rank
+        tokens = torch.nonzero(owner[tree.before] == self.rank).flatten()
+        ids = pad_nodes(tree.ids[own])
+        depth = pad_nodes(tree.depth[own])
         before = local[tree.before[tokens]]
         part: ContextShard
         if self.ulysses:
-            at = of * nodes + local
-            place = tree.place.new_zeros(self.size * nodes).index_copy(0, at, tree.place)
-            part = _Exchanged(ids, depth, at[tree.rows], place, before, tokens, len(tree.before), self)
+            position = owner * nodes + local
+            place = tree.place.new_zeros(self.size * nodes).index_copy(0, position, tree.place)
+            part = _Exchanged(ids, depth, position[tree.rows], place, before, tokens, len(tree.before), self)
         else:
-            long = -(-width // self.size)
-            rows = torch.nn.functional.pad(local[tree.rows], (0, long * self.size - width))
-            rows = rows.view(count, long, self.size)[:, :, self.rank].contiguous()
-            place = padded((tree.place // width * long + tree.depth // self.size)[own])
+            row_length = -(-width // self.size)
+            rows = torch.nn.functional.pad(local[tree.rows], (0, row_length * self.size - width))
+            rows = rows.view(count, row_length, self.size)[:, :, self.rank].contiguous()
+            place = pad_nodes((tree.place // width * row_length + tree.depth // self.size)[own])
             part = _Ring(ids, depth, rows, place, before, tokens, len(tree.before), self)
-        known = TensorDict({k: v[tokens] for k, v in micro_batch.items() if k in ("token", "given", "temperature")})
+        known = TensorDict(
+            {
+                column: values[tokens]
+                for column, values in micro_batch.items()
+                if column in ("token", "given", "temperature")
+            }
+        )
         return part, known
 
-    def gathered(self, made: Outputs, tree: Tree) -> Outputs:
-        """What all ranks' outputs are, in the order of the tokens."""
+    def gather_outputs(self, outputs: Outputs, tree: Tree) -> Outputs:
+        """Gather the outputs of all ranks, in the order of the tokens."""
         if not isinstance(tree, ContextShard):
-            return made
-        return Outputs(*(None if x is None else _gather()(x, tree) for x in made))
+            return outputs
+        return Outputs(*(None if tensor is None else _gather()(tensor, tree) for tensor in outputs))
 
-    def passed_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Sends a tensor to the next rank; when it is called, what the one before sent is there."""
+    def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Send a tensor to the next rank.
+
+        The result is a function that waits for the previous rank's tensor and returns it.
+        """
         import torch
         from torch import distributed as dist
 
-        found, (on, back) = torch.empty_like(tensor), ((self.rank + step) % self.size for step in (1, -1))
-        ends = [
-            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=on),
-            dist.P2POp(dist.irecv, found, group=self.group, group_peer=back),
+        received = torch.empty_like(tensor)
+        next_rank, previous_rank = ((self.rank + step) % self.size for step in (1, -1))
+        operations = [
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=next_rank),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=previous_rank),
         ]
-        works = dist.batch_isend_irecv(ends)
+        requests = dist.batch_isend_irecv(operations)
 
         def wait() -> torch.Tensor:
-            for work in works:
-                work.wait()
-            del ends[:]  # what is sent lives until then
-            return found
+            for request in requests:
+                request.wait()
+            del operations[:]  # the sent tensor must live until here
+            return received
 
         return wait
 
 
 @dataclass(frozen=True)
 class ContextShard(Tree):
-    """A rank's part of a tree: of all `asked` tokens it has `tokens`, which `before` is of."""
+    """A rank's part of a tree.
+
+    `tokens` are the indices of its tokens among all `asked` tokens; `before` has a node for each of them.
+    """
 
     tokens: torch.Tensor
     asked: int
@@ -121,7 +138,7 @@ class ContextShard(Tree):
 
 @dataclass(frozen=True)
 class _Exchanged(ContextShard):
-    """`rows` and `place` are of all nodes, rank after rank."""
+    """A part for Ulysses attention: `rows` and `place` index all nodes, rank by rank."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
@@ -131,21 +148,26 @@ class _Exchanged(ContextShard):
         exchange = _exchange()
         size = self.context.size
         nodes = query.shape[1]
-        # Each rank gets whole key-value heads, some of them several ranks.
-        times = size // gcd(size, len(key))
-        pair = (x.repeat_interleave(times, 0) if times > 1 else x for x in (key, value))
-        by_rank = [x.view(size, -1, *x.shape[1:]) for x in (query, *pair)]
-        parts = torch.split(exchange(torch.cat(by_rank, 1), self.context.group), [x.shape[1] for x in by_rank], 1)
-        q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in parts)
-        del parts  # what came is needed no more
+        # Each rank gets whole key-value heads, some of which several ranks need.
+        repeats = size // gcd(size, len(key))
+        pair = (tensor.repeat_interleave(repeats, 0) if repeats > 1 else tensor for tensor in (key, value))
+        by_rank = [tensor.view(size, -1, *tensor.shape[1:]) for tensor in (query, *pair)]
+        parts = torch.split(
+            exchange(torch.cat(by_rank, 1), self.context.group), [tensor.shape[1] for tensor in by_rank], 1
+        )
+        q, k, v = (tensor.transpose(0, 1).flatten(1, 2) for tensor in parts)
+        del parts  # frees the received tensors
         out = super().attend(q, k, v, scaling, window)
-        home: torch.Tensor = exchange(out.view(size, nodes, *out.shape[1:]), self.context.group)
-        return home.transpose(0, 1).flatten(1, 2)
+        result: torch.Tensor = exchange(out.view(size, nodes, *out.shape[1:]), self.context.group)
+        return result.transpose(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True)
 class _Ring(ContextShard):
-    """`rows` and `place` are of this rank's own nodes; those of a row have every `size`-th depth."""
+    """A part for ring attention: `rows` and `place` index this rank's own nodes.
+
+    A row has every `size`-th depth.
+    """
 
     def product(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
@@ -159,20 +181,22 @@ def _gather() -> Any:
     from torch import distributed as dist
 
     class Gather(torch.autograd.Function):
-        """Of each rank's tokens those of all. The gradient of these each rank has already: it computes the same
-        loss."""
+        """All tokens' outputs from those of each rank.
+
+        Each rank already has the gradient for all tokens, because it computes the same loss.
+        """
 
         @staticmethod
         def forward(context: Any, own: torch.Tensor, part: ContextShard) -> torch.Tensor:
             context.save_for_backward(part.tokens)
-            every = own.new_zeros(part.asked, *own.shape[1:]).index_copy(0, part.tokens, own)
-            dist.all_reduce(every, group=part.context.group)
-            return every
+            all_outputs = own.new_zeros(part.asked, *own.shape[1:]).index_copy(0, part.tokens, own)
+            dist.all_reduce(all_outputs, group=part.context.group)
+            return all_outputs
 
         @staticmethod
-        def backward(context: Any, *slopes: torch.Tensor) -> Any:
+        def backward(context: Any, *grad_outputs: torch.Tensor) -> Any:
             (tokens,) = context.saved_tensors
-            return slopes[0].index_select(0, tokens), None
+            return grad_outputs[0].index_select(0, tokens), None
 
     return Gather.apply
 
@@ -183,17 +207,17 @@ def _exchange() -> Any:
     from torch import distributed as dist
 
     class Exchange(torch.autograd.Function):
-        """Of what each rank has for each what all have for this one, [ranks, ...]."""
+        """All-to-all of [ranks, ...], one slice for each rank."""
 
         @staticmethod
         def forward(context: Any, parts: torch.Tensor, group: Any) -> torch.Tensor:
             context.group = group
-            found = torch.empty_like(parts, memory_format=torch.contiguous_format)
-            dist.all_to_all_single(found, parts.contiguous(), group=group)
-            return found
+            received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+            dist.all_to_all_single(received, parts.contiguous(), group=group)
+            return received
 
         @staticmethod
-        def backward(context: Any, *slopes: torch.Tensor) -> Any:
-            return _exchange()(slopes[0], context.group), None
+        def backward(context: Any, *grad_outputs: torch.Tensor) -> Any:
+            return _exchange()(grad_outputs[0], context.group), None
 
     return Exchange.apply

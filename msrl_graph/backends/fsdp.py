@@ -1,8 +1,8 @@
-"""Training and inference by torch FSDP2, DTensor tensor parallelism and context parallelism (context_parallel.py), on
-any torch device.
+"""Training and inference by torch FSDP2, on any torch device.
 
+Tensor parallelism is by DTensor; context parallelism is in context_parallel.py.
 Invariant: the weights at rest on a rank are the boxes of layout.shard, and the optimizer works on those local tensors
-(optimizer/steps.py). ZeRO: 0 replicates, 1 divides the optimizer, 2 and 3 are FSDP2 without and with releasing the
+(optimizer/steps.py). ZeRO 0 replicates, 1 shards the optimizer, 2 and 3 are FSDP2 without and with releasing the
 gathered weights after forward.
 """
 
@@ -51,37 +51,35 @@ if TYPE_CHECKING:
 
 def _lints(situation: Situation) -> Iterator[Lint]:
     if situation.verb == "update" and situation.layout.zero == 2 and situation.layout.dp > 1:
-        message = (
-            "zero 2 keeps the weights divided at rest and gathers them once a step: less memory than ZeRO 2 asks for"
-        )
-        yield Lint(message, "zero = 3 needs less memory still, zero = 1 less communication")
+        message = "zero = 2 also shards the weights at rest and gathers them once a step: less memory than ZeRO 2 needs"
+        yield Lint(message, "zero = 3 needs even less memory, zero = 1 less communication")
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Counted by torch's profiler on Qwen2 models."""
+    """Return operator counts, from torch's profiler on Qwen2 models."""
     if act == "step":
         return calls(layout)
-    # Where weights are divided, FSDP2's hooks around a layer, and around the whole, take Python as long as a hundred
-    # operators for a forward pass, and as many for each collective of a backward pass; an operator on a DTensor as long
-    # as three on tensors.
+    # With sharded weights FSDP2 has hooks around each layer and around the model. In a forward pass they cost Python
+    # as much as a hundred operators, and as much again for each collective of a backward pass. An operator on a
+    # DTensor costs as much as three on tensors.
     if act == "update":
         hooks = SPEC.divided(layout) * (300 if layout.zero >= 3 else 200)
-        found = OperatorCalls(232 + hooks, 83 + hooks)
+        counts = OperatorCalls(232 + hooks, 83 + hooks)
     else:
         hooks = SPEC.divided(layout) * 100
-        found = OperatorCalls(73 + hooks, 46 + hooks)
+        counts = OperatorCalls(73 + hooks, 46 + hooks)
     if layout.tp > 1:
-        found = OperatorCalls(3 * found.layer, 3 * found.rest)
-    if layout.cp > 1:  # on tensors: of a ring by blocks, and what divides a tree and gathers outputs
-        forward, both = (24 * layout.cp, 54 * layout.cp) if layout.cp_kind == "ring" else (18, 39)
-        found = OperatorCalls(found.layer + (both if act == "update" else forward), found.rest + 30)
-    return found
+        counts = OperatorCalls(3 * counts.layer, 3 * counts.rest)
+    if layout.cp > 1:  # on tensors: a ring by blocks, and sharding the tree and gathering outputs
+        forward, forward_backward = (24 * layout.cp, 54 * layout.cp) if layout.cp_kind == "ring" else (18, 39)
+        counts = OperatorCalls(counts.layer + (forward_backward if act == "update" else forward), counts.rest + 30)
+    return counts
 
 
 ENTROPY = 1 << 18  # logits whose entropies are computed at once
-# Weights that all ranks of tp have, each for its own heads: their gradients are parts.
+# Weights that all tp ranks have, each for its own heads: their gradients are partial sums.
 NORMS_OF_HEADS = ("q_norm.weight", "k_norm.weight")
-# What ranks of tp have rows of, and columns of, in a layer's attention and its feed-forward network.
+# Linear layers of attention and feed-forward that tp shards by columns, and by rows.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
 
@@ -129,15 +127,15 @@ class FsdpEngine:
         prefix_tree.prepare(module)
         if layout.tp > 1:
             self._tp = devices.axis("tp").get_group()
-            # A fused sum goes over the links of one host.
+            # A fused sum uses the links within one host.
             summed = self.kernels.summed if devices.on_one_host("tp") else None
             _divide_tensors(module, devices.axis("tp"), model.scores, summed)
             self._tie(module)
         module.forward = lambda *args: _outputs(module, *args)
-        self._wrapped = []
+        self._fsdp_modules = []
         if self.divided:
-            self._wrapped = _divide_weights(module, model, layout, devices, layout.zero >= 3 or optimizer is None)
-        # Buffers are real already: to_empty would lose them.
+            self._fsdp_modules = _divide_weights(module, model, layout, devices, layout.zero >= 3 or optimizer is None)
+        # Buffers are real already; to_empty would lose them.
         buffers = dict(module.named_buffers())
         module.to_empty(device=self.place)
         self._tie(module)
@@ -147,57 +145,67 @@ class FsdpEngine:
         self.module = module
         if compiled(placement):
             _compile(module.model.layers)
-        away = optimizer is not None and placement.engine.options.get("activations") == "offload"
-        self._passing = Activations(devices.device, module.model.layers).kept_away if away else nullcontext
+        offloads_activations = optimizer is not None and placement.engine.options.get("activations") == "offload"
+        self._forward_context = (
+            Activations(devices.device, module.model.layers).offload_saved_tensors
+            if offloads_activations
+            else nullcontext
+        )
         named = hf_modules.named_weights(module)
         self._shards = [
-            Shard(t.name, shard(t, SPEC.side(layout), rank), local(named[t.name]).detach()) for t in model.tensors
+            Shard(tensor.name, shard(tensor, SPEC.side(layout), rank), local(named[tensor.name]).detach())
+            for tensor in model.tensors
         ]
         hf_modules.fill(model, self._shards)
-        self._parameters = [named[t.name] for t in model.tensors]
+        self._parameters = [named[tensor.name] for tensor in model.tensors]
         self._rules = optimizer
         self._optimizer = None
         if optimizer is not None:
             self._gradients = Gradients(self._parameters)
-            away = offloads(placement, "optimizer")
-            self._optimizer = Steps(optimizer, model.tensors, self._shards, layout, devices, self.divided, away)
+            offloads_optimizer = offloads(placement, "optimizer")
+            self._optimizer = Steps(
+                optimizer, model.tensors, self._shards, layout, devices, self.divided, offloads_optimizer
+            )
 
     def _tie(self, module: Any) -> None:
-        """Makes head and embedding one parameter again, if they were: dividing and taking memory give each its own."""
+        """Make head and embedding one parameter again if they were tied.
+
+        Sharding and allocation give each its own parameter.
+        """
         if self.model.tied:
             module.lm_head.weight = module.model.embed_tokens.weight
 
     def shards(self) -> list[Shard]:
         return self._shards
 
-    def score(self, micro_batches: Sequence[MicroBatch], asked: ForwardRequest) -> list[Outputs]:
+    def score(self, micro_batches: Sequence[MicroBatch], request: ForwardRequest) -> list[Outputs]:
         import torch
 
         with torch.no_grad():
-            return [self._forward(micro_batch, asked) for micro_batch in micro_batches]
+            return [self._forward(micro_batch, request) for micro_batch in micro_batches]
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: ForwardRequest) -> None:
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, request: ForwardRequest) -> None:
         for i in range(len(micro_batches)):
-            total = loss(self._forward(micro_batches[i], asked), i)
-            # FSDP2 averages over dp, the loss's parts add up.
+            total = loss(self._forward(micro_batches[i], request), i)
+            # FSDP2 averages over dp, but the parts of the loss add up.
             (total * self.layout.dp if self.divided else total).backward()  # type: ignore[no-untyped-call]
-            del total  # or the next micro-batch would have its graph beside its own
+            del total  # or its graph would exist next to the next micro-batch's
 
-    def _forward(self, micro_batch: MicroBatch, asked: ForwardRequest) -> Outputs:
+    def _forward(self, micro_batch: MicroBatch, request: ForwardRequest) -> Outputs:
         import torch
 
         tree, known = self.context.share(prefix_tree.tree(micro_batch), micro_batch)
         tree = replace(tree, attention=self.kernels.attention)
         tree = tree.to(self.place)
-        here = known.to(self.place, non_blocking=True)
-        heat = here.get("temperature", asked.temperature)
-        with self._passing():
-            found: Outputs = self.module(tree, here["token"], here.get("given", None), heat, asked)
+        columns = known.to(self.place, non_blocking=True)
+        temperature = columns.get("temperature", request.temperature)
+        with self._forward_context():
+            outputs: Outputs = self.module(tree, columns["token"], columns.get("given", None), temperature, request)
         if self.divided and self.layout.zero < 3 and not torch.is_grad_enabled():
-            # No backward follows that would give the gathered weights back.
-            for part in self._wrapped:
+            # No backward pass follows that would release the gathered weights.
+            for part in self._fsdp_modules:
                 part.reshard()
-        return self.context.gathered(found, tree)
+        return self.context.gather_outputs(outputs, tree)
 
     def step(
         self,
@@ -211,12 +219,14 @@ class FsdpEngine:
 
         assert self._optimizer is not None and self._rules is not None
         gradients = []
-        # From here on a gradient lives as long as it is in the list.
+        # From here on a gradient lives only as long as it is in the list.
         for tensor, parameter in zip(self.model.tensors, self._parameters, strict=True):
-            made = self._gradients.take(parameter)
-            gradients.append(torch.zeros(local(parameter).shape, device=self.place) if made is None else made.detach())
-            del made
-            if self.divided and tensor.experts:  # of which FSDP2 took the average over their own copies
+            gradient = self._gradients.take(parameter)
+            gradients.append(
+                torch.zeros(local(parameter).shape, device=self.place) if gradient is None else gradient.detach()
+            )
+            del gradient
+            if self.divided and tensor.experts:  # FSDP2 averaged these over the experts' own copies
                 gradients[-1].mul_(self.layout.edp / self.layout.dp)
             if self.layout.tp > 1 and tensor.name.endswith(NORMS_OF_HEADS):
                 torch.distributed.all_reduce(gradients[-1], group=self._tp)
@@ -231,111 +241,127 @@ class FsdpEngine:
 
 
 def _compile(layers: Any) -> None:
-    """Each in place, whatever lengths come: trees differ from one micro-batch to the next."""
+    """Compile each layer in place, for any lengths.
+
+    Trees differ from one micro-batch to the next.
+    """
     from torch._inductor import config
 
-    config.compile_threads = 1  # else it starts processes of its own
+    config.compile_threads = 1  # otherwise it starts its own processes
     for layer in layers:
         layer.compile(dynamic=True)
 
 
-def _divide_weights(module: Any, model: Model, layout: Layout, devices: Devices, again: bool) -> list[Any]:
-    """Divides the weights at rest by FSDP2, layer by layer, experts over the ranks that have the same; what it
-    divided. `again`: gathered weights are released after the forward pass."""
+def _divide_weights(
+    module: Any, model: Model, layout: Layout, devices: Devices, release_after_forward: bool
+) -> list[Any]:
+    """Shard the weights at rest by FSDP2, layer by layer; return the sharded modules.
+
+    Experts are sharded over the ranks that have the same experts. `release_after_forward`: gathered weights are
+    released after the forward pass.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    found: list[tuple[Any, Any]] = []
+    expert_meshes: list[tuple[Any, Any]] = []
     dense = devices.axis("dp")
     layers = module.model.layers
     if model.experts is not None:
         group = devices.among(layout, "pp", "ep", "etp")
         mesh = DeviceMesh.from_group(group, devices.device.kind.torch)
-        found += [(layer.mlp.experts, mesh) for layer in layers[model.experts.first :]]
-    for part, over in (*found, *((layer, dense) for layer in layers), (module, dense)):
-        fully_shard(part, mesh=over, reshard_after_forward=again)
-    return [part for part, _ in found] + [*layers, module]
+        expert_meshes += [(layer.mlp.experts, mesh) for layer in layers[model.experts.first :]]
+    for part, part_mesh in (*expert_meshes, *((layer, dense) for layer in layers), (module, dense)):
+        fully_shard(part, mesh=part_mesh, reshard_after_forward=release_after_forward)
+    return [part for part, _ in expert_meshes] + [*layers, module]
 
 
 def _divide_tensors(module: Any, mesh: DeviceMesh, scores: bool, summed: Summed | None) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    _tell_masks_apart()
+    _distinguish_masks()
     for block in module.model.layers:
         for part in (block.self_attn, getattr(block.mlp, "shared_experts", block.mlp)):
             names = [name for name, child in part.named_children() if name in COLUMNS + ROWS]
             if summed is not None:
-                for name in [n for n in names if n in ROWS]:
+                for name in [linear for linear in names if linear in ROWS]:
                     divide_rows(getattr(part, name), mesh, summed)
                     names.remove(name)
-            if names:  # a mixture of routed experts alone has none
-                plan: dict[str, Any] = {n: ColwiseParallel() if n in COLUMNS else RowwiseParallel() for n in names}
+            if names:  # a mixture of only routed experts has none
+                plan: dict[str, Any] = {
+                    linear: ColwiseParallel() if linear in COLUMNS else RowwiseParallel() for linear in names
+                }
                 parallelize_module(part, mesh, plan)
         if hasattr(block.self_attn, "kv_a_proj_with_mqa"):
-            _share_key(block.self_attn, mesh)
+            _sum_rotary_key_gradients(block.self_attn, mesh)
     ends: dict[str, Any] = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
-    if not scores:  # one number: each rank makes it
+    if not scores:  # one number per token: each rank computes it
         ends["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(module, mesh, ends)
 
 
-def _tell_masks_apart() -> None:
-    """Torch 2.10 takes the mask of one divided embedding for that of another of its size, as of a model in another
-    type; later ones go by whose buffer it is."""
+def _distinguish_masks() -> None:
+    """Make torch distinguish the masks of sharded embeddings by their buffers.
+
+    Torch 2.10 confuses the mask of an embedding with that of another of the same size, as of a model in another type.
+    """
     from torch.distributed.tensor import placement_types
 
     if (mask := getattr(placement_types, "MaskPartial", None)) is None:
         return
 
-    def told_by(of: Any) -> tuple[Any, ...]:
-        return of.reduce_op, of.offset_shape, of.offset_dim, id(of.mask_buffer)
+    def identify(placement: Any) -> tuple[Any, ...]:
+        return placement.reduce_op, placement.offset_shape, placement.offset_dim, id(placement.mask_buffer)
 
-    mask.__eq__ = lambda one, other: isinstance(other, mask) and told_by(one) == told_by(other)
-    mask.__hash__ = lambda one: hash(told_by(one))
+    mask.__eq__ = lambda one, other: isinstance(other, mask) and identify(one) == identify(other)
+    mask.__hash__ = lambda one: hash(identify(one))
 
 
-def _share_key(attention: Any, mesh: DeviceMesh) -> None:
-    """The rotary key of latent attention is one for all heads, of which a rank of tp has some: its gradient is the sum
-    of theirs."""
+def _sum_rotary_key_gradients(attention: Any, mesh: DeviceMesh) -> None:
+    """Sum the gradient of latent attention's rotary key over tp.
+
+    All heads share the key, and each tp rank has some of the heads.
+    """
     import torch
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    def shared(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    def sum_key_gradient(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
         latent, key = torch.split(output, [attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
         key = DTensor.from_local(key, mesh, [Replicate()]).to_local(grad_placements=[Partial()])
         return torch.cat([latent, key], dim=-1)
 
-    attention.kv_a_proj_with_mqa.register_forward_hook(shared)
+    attention.kv_a_proj_with_mqa.register_forward_hook(sum_key_gradient)
 
 
 def _outputs(
     module: Any,
-    found: prefix_tree.Tree,
+    tree: prefix_tree.Tree,
     token: torch.Tensor,
     given: torch.Tensor | None,
-    heat: float | torch.Tensor,
-    asked: ForwardRequest,
+    temperature: float | torch.Tensor,
+    request: ForwardRequest,
 ) -> Outputs:
-    """Stands in for the model's forward, so that FSDP2 gathers embedding and head around the whole of it. Logits are
-    made only where a token is asked for, and in float32."""
+    """Replace the model's forward, so that FSDP2 gathers embedding and head around it.
+
+    Logits are computed only where a token is requested, in float32.
+    """
     import torch
 
-    hidden = prefix_tree.states(module.model, found).index_select(0, found.before)
+    hidden = prefix_tree.states(module.model, tree).index_select(0, tree.before)
     if hasattr(module, "score"):
-        return Outputs(values=module.score(hidden).float()[:, 0].clone())  # FSDP2's hooks would be lost on a view
-    logits = module.lm_head(hidden).float() / heat
-    if not asked.entropy and not asked.best and given is None:
+        return Outputs(values=module.score(hidden).float()[:, 0].clone())  # a view would lose FSDP2's hooks
+    logits = module.lm_head(hidden).float() / temperature
+    if not request.entropy and not request.best and given is None:
         entropy = _entropy(logits) if torch.is_grad_enabled() else None
         return Outputs(-torch.nn.functional.cross_entropy(logits, token, reduction="none"), entropy=entropy)
-    told = _entropy(logits) if torch.is_grad_enabled() and not asked.entropy else None
+    plain_entropy = _entropy(logits) if torch.is_grad_enabled() and not request.entropy else None
     logps = logits.log_softmax(-1)
     del logits
-    best, ids = logps.detach().topk(asked.best) if asked.best else (None, None)
+    best, ids = logps.detach().topk(request.best) if request.best else (None, None)
     return Outputs(
         logp=-torch.nn.functional.nll_loss(logps, token, reduction="none"),
-        # A product of vectors keeps the two of them and makes no third.
-        entropy=-(logps.exp()[:, None] @ logps[:, :, None]).flatten() if asked.entropy else told,
+        # A product of vectors keeps its two inputs and creates no third tensor.
+        entropy=-(logps.exp()[:, None] @ logps[:, :, None]).flatten() if request.entropy else plain_entropy,
         given=None if given is None else logps.gather(1, given),
         best=best,
         ids=ids,
@@ -343,13 +369,15 @@ def _outputs(
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    """The entropy of each token's distribution, apart from any graph. A few tokens at a time, so that at no moment as
-    much is held as a cross-entropy takes."""
+    """Return the entropy of each token's distribution, outside of any graph.
+
+    It works on a few tokens at a time, so that it never needs as much memory as a cross-entropy.
+    """
     import torch
 
     with torch.no_grad():
-        each = max(1, min(len(logits) // 4, ENTROPY // logits.shape[-1]))
-        parts = (part.log_softmax(-1) for part in torch.split(logits, each))
+        chunk = max(1, min(len(logits) // 4, ENTROPY // logits.shape[-1]))
+        parts = (part.log_softmax(-1) for part in torch.split(logits, chunk))
         return (
             torch.cat([-torch.linalg.vecdot(part.exp(), part) for part in parts])
             if len(logits)

@@ -1,10 +1,9 @@
-"""Rows that begin alike are computed once: what the rows of a micro-batch share is a tree, and a model sees its nodes.
+"""Shared prefixes: a micro-batch's rows form a tree, and a model sees its nodes.
 
-A token's state is a function of the tokens up to it, so each distinct beginning of a row is one node: a prompt is one
-path however many responses it has, and padding is no node at all. Only attention looks at whole rows; all other layers
+A token's state is a function of the tokens up to it, so each distinct prefix of a row is one node. A prompt is one
+path however many responses it has, and padding has no nodes. Only attention looks at whole rows; all other layers
 work node by node.
-
-Invariant: log-probabilities and gradients are those of the padded rows, up to rounding.
+Invariant: log-probabilities and gradients equal those of the padded rows, up to rounding.
 """
 
 from __future__ import annotations
@@ -26,9 +25,15 @@ ATTENTION = "msrl_prefixes"
 
 @dataclass(frozen=True)
 class Tree:
-    """`ids` and `depth` of each node; `rows` [distinct rows, width] the nodes of a row, padded at the right; `place`
-    where in `rows`, laid end to end, a node stands; `before` the node that each response token follows. What a rank
-    has of a tree whose nodes are divided is one too (context_parallel.py). `attention` computes it."""
+    """The nodes of a micro-batch.
+
+    - `ids` and `depth`: of each node.
+    - `rows` [distinct rows, width]: the nodes of each row, padded at the right.
+    - `place`: each node's index in the concatenated `rows`.
+    - `before`: the node before each response token.
+    - `attention`: computes attention.
+    A rank's part of a tree with sharded nodes is a tree too (context_parallel.py).
+    """
 
     ids: torch.Tensor
     depth: torch.Tensor
@@ -40,39 +45,42 @@ class Tree:
     def to(self, device: torch.device) -> Self:
         import torch
 
-        every = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors = {name: value for name, value in every.items() if isinstance(value, torch.Tensor)}
-        there: Any = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        return replace(self, **there)
+        values = {attribute.name: getattr(self, attribute.name) for attribute in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        moved: Any = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        return replace(self, **moved)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        """Causal attention over whole rows; takes [heads, nodes, size], gives [nodes, heads, size]. Padding comes after
-        all that is asked for, so that causality alone keeps it out."""
-        q, k, v = map(self._laid, (query, key, value))
+        """Attend causally over whole rows: [heads, nodes, size] to [nodes, heads, size].
+
+        Padding comes after all requested positions, so causality alone masks it.
+        """
+        q, k, v = map(self._lay_out_rows, (query, key, value))
         out = self.product(q, k, v, scaling, window)
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
 
-    def _laid(self, x: torch.Tensor) -> torch.Tensor:
-        """By row, [rows, heads, width, size]."""
-        laid = x.transpose(0, 1).index_select(0, self.rows.view(-1))
-        return laid.view(*self.rows.shape, *laid.shape[1:]).transpose(1, 2)
+    def _lay_out_rows(self, states: torch.Tensor) -> torch.Tensor:
+        """Lay nodes out by row, [rows, heads, width, size]."""
+        by_row = states.transpose(0, 1).index_select(0, self.rows.view(-1))
+        return by_row.view(*self.rows.shape, *by_row.shape[1:]).transpose(1, 2)
 
     def product(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int | None
     ) -> torch.Tensor:
-        """Attention over what is laid by row."""
+        """Attend over tensors that are laid out by row."""
         return self.attention(q, k, v, scaling, window)
 
 
 def tree(packed: TensorDict) -> Tree:
+    """Build the tree of a packed micro-batch."""
     import numpy as np
     import torch
 
     ids, offsets, row, position = (packed[name].numpy() for name in ("ids", "offsets", "row", "position"))
-    # Of a row only what comes before a response token is needed; where nothing is asked for, one node keeps collectives
-    # going.
+    # Only the part of a row before its last response token is needed. If nothing is requested, one node keeps
+    # collectives going.
     count = 0
     lengths = np.zeros(len(offsets) - 1, np.int64)
     np.maximum.at(lengths, row, position + 1)
@@ -83,8 +91,8 @@ def tree(packed: TensorDict) -> Tree:
     base = int(ids.max()) + 1
     for column in range(nodes.shape[1]):
         live = np.flatnonzero(lengths > column)
-        distinct, which = np.unique(parent[live] * base + ids[offsets[live] + column], return_inverse=True)
-        parent[live] = nodes[live, column] = count + which
+        distinct, index = np.unique(parent[live] * base + ids[offsets[live] + column], return_inverse=True)
+        parent[live] = nodes[live, column] = count + index
         tokens.append(distinct % base)
         count += len(distinct)
     _, chosen = np.unique(parent, return_index=True)  # `parent` is now the last node of each row
@@ -92,22 +100,22 @@ def tree(packed: TensorDict) -> Tree:
     inside = np.arange(nodes.shape[1]) < lengths[chosen, None]
     place = np.zeros(count, np.int64)
     place[rows[inside]] = np.flatnonzero(inside)
-    depth = np.repeat(np.arange(len(tokens)), [len(t) for t in tokens])
+    depth = np.repeat(np.arange(len(tokens)), [len(column_tokens) for column_tokens in tokens])
     return Tree(*map(torch.from_numpy, (np.concatenate(tokens), depth, rows, place, nodes[row, position])))
 
 
 def prepare(module: Any) -> None:
-    """Lets a transformers model take a tree in place of rows."""
+    """Make a transformers model accept a tree in place of rows."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
     module.config._attn_implementation = ATTENTION
 
 
-def states(module: Any, found: Tree) -> torch.Tensor:
-    """The last hidden state of each node, [nodes, hidden], of a model that is prepared."""
+def states(module: Any, tree: Tree) -> torch.Tensor:
+    """Return each node's last hidden state, [nodes, hidden], from a prepared model."""
     hidden: torch.Tensor = module(
-        input_ids=found.ids[None], position_ids=found.depth[None], use_cache=False, prefixes=found
+        input_ids=tree.ids[None], position_ids=tree.depth[None], use_cache=False, prefixes=tree
     ).last_hidden_state
     return hidden[0]
 
@@ -124,15 +132,19 @@ def attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As transformers asks for it: takes [1, heads, nodes, size], gives [1, nodes, heads, size]. Where values have
-    another size than keys, as in latent attention, the smaller are padded with zeros, which add nothing to a score:
-    kernels, and what sends keys and values together, take one size."""
+    """Attend as transformers calls it.
+
+    [1, heads, nodes, size] becomes [1, nodes, heads, size].
+
+    Where values have another size than keys, as in latent attention, the smaller ones are padded with zeros, which
+    add nothing to a score. Kernels, and exchanges that send keys and values together, need one size.
+    """
     import torch
 
     size = max(query.shape[-1], value.shape[-1])
 
-    def padded(x: torch.Tensor) -> torch.Tensor:
-        return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+    def pad_size(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.shape[-1] == size else torch.nn.functional.pad(tensor, (0, size - tensor.shape[-1]))
 
-    q, k, v = (padded(x[0]) for x in (query, key, value))
+    q, k, v = (pad_size(tensor[0]) for tensor in (query, key, value))
     return prefixes.attend(q, k, v, scaling, sliding_window)[None, ..., : value.shape[-1]], None

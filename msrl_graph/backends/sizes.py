@@ -1,8 +1,8 @@
-"""Sizes of what a rank computes with, which the accounts of engines share (peaks.py, megatron/peaks.py), and what an
-optimizer's step holds.
+"""Sizes for the memory accounts of engines, and of the optimizer's step.
 
-Invariant: bytes of the busiest rank, at the columns' bounds, of storages of tensors. Of experts it is what they get
-where tokens spread evenly over them: how many go to one rank, its router says, and no program bounds it.
+The accounts are in peaks.py and megatron/peaks.py.
+Invariant: sizes are bytes of tensor storages on the busiest rank, at the columns' bounds. Experts are counted as if
+tokens were spread evenly over them: only the router knows how many go to one rank, and no program bounds it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from ..ir.workload import Workload
 from ..sharding.layout import Side, Tensor, TensorKind, box_at, elements, held, kinds, stage_parts
 from .spec import BYTES, Moments
 
-# Elements of a buffer that the trainer's optimizer needs beside what it holds.
+# Elements of a buffer that the trainer's optimizer needs besides its states.
 CHUNK = 1 << 22
-GRADIENT = 4  # bytes of an element: gradients are summed in float32, whatever the weights' type
+GRADIENT = 4  # bytes per element: gradients are summed in float32, whatever the weights' type
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of what a rank computes with: `item` of an element, of `tokens` a layer sees and of tokens `laid` out row
-    by row for attention, of one scored token."""
+    """Bytes that a rank's computation needs.
+
+    - `item`: one element.
+    - `tokens`: the tokens that a layer sees.
+    - `row_tokens`: tokens laid out row by row for attention.
+    - `scored`: the scored tokens.
+    """
 
     work: Workload
 
@@ -35,25 +40,33 @@ class Sizes:
 
     @cached_property
     def tokens(self) -> int:
-        """Distinct tokens that are fed: prompts once each, and of responses what is fed behind them."""
-        w = self.work
-        return max(1, self._most((w.prompts, 0, w.prompt), (w.rows, w.prompt, w.fed)))
+        """Distinct tokens that are fed.
+
+        These are each prompt once, and the fed part of each response.
+        """
+        work = self.work
+        return max(1, self._most((work.prompts, 0, work.prompt), (work.rows, work.prompt, work.fed)))
 
     @cached_property
-    def laid(self) -> int:
-        """With context parallelism as many as make up what a rank lays out: of a ring a part of each row, of Ulysses
-        whole rows of a part of the heads."""
-        w = self.work
-        return w.rows * -(-w.fed // w.layout.cp)
+    def row_tokens(self) -> int:
+        """Tokens that a rank lays out row by row.
+
+        With context parallelism a ring lays out a part of each row, Ulysses whole rows for a part of the heads.
+        """
+        work = self.work
+        return work.rows * -(-work.fed // work.layout.cp)
 
     @cached_property
     def scored(self) -> int:
-        w = self.work
-        return self._most((w.rows, w.fed - w.response, w.fed))
+        work = self.work
+        return self._most((work.rows, work.fed - work.response, work.fed))
 
     def _most(self, *stretches: tuple[int, int, int]) -> int:
-        """Of stretches of depths, each with so many tokens at a depth, the tokens of the context-parallel rank that has
-        most: depth modulo cp is a token's rank (context_parallel.py)."""
+        """Return the tokens of the context-parallel rank that has the most.
+
+        Each stretch is a number of tokens per depth, and a range of depths. A token's rank is its depth modulo cp
+        (context_parallel.py).
+        """
         cp = self.work.layout.cp
         return max(
             sum(tokens * len(range(first + (rank - first) % cp, last, cp)) for tokens, first, last in stretches)
@@ -74,26 +87,28 @@ class Sizes:
 
     @cached_property
     def keys(self) -> int:
-        """Keys of a token; values take as much."""
+        """Keys of a token; its values need the same."""
         return self.split(self.work.model.kv_heads * self.work.model.head_dim) * self.item
 
     @cached_property
-    def met(self) -> int:
-        """Keys of a token that is laid out: by Ulysses some key-value heads are on several ranks."""
+    def attended_keys(self) -> int:
+        """Keys of a token that is laid out; Ulysses repeats some key-value heads."""
         cp = self.work.layout.cp if self.work.layout.cp_kind == "ulysses" else 1
         return self.keys * (cp // gcd(cp, self.split(self.work.model.kv_heads)))
 
     @cached_property
     def wide(self) -> int:
-        """One product of a feed-forward network's first half, of every token."""
+        """One product of a feed-forward network's first half, for every token."""
         return self.tokens * self.split(self.work.model.intermediate) * self.item
 
     @cached_property
     def sent(self) -> int:
-        """Tokens on their way to experts, each once for each of its experts; of the ranks of tp each sends a part.
-        Where tokens spread evenly, the experts that are whole on a rank get as many."""
-        found = self.work.model.experts
-        return self.split(self.tokens) * found.active if found else 0
+        """Tokens on their way to experts, each once for each of its experts.
+
+        Each tp rank sends a part of them. If tokens spread evenly, the whole experts on a rank get as many.
+        """
+        experts = self.work.model.experts
+        return self.split(self.tokens) * experts.active if experts else 0
 
     @cached_property
     def routed(self) -> int:
@@ -102,26 +117,28 @@ class Sizes:
 
     @cached_property
     def inner(self) -> int:
-        """One product of the first half of a rank's experts, of all that they get: of an expert's etp ranks each gets
-        what goes to all of them."""
-        found = self.work.model.experts
-        return self.sent * found.intermediate * self.item if found else 0
+        """One product of the first half of a rank's experts, for all tokens that they get.
+
+        Each etp rank of an expert gets what goes to all of them.
+        """
+        experts = self.work.model.experts
+        return self.sent * experts.intermediate * self.item if experts else 0
 
     @cached_property
     def shared(self) -> int:
-        """One product of the first half of the experts that all tokens pass."""
-        found = self.work.model.experts
-        return self.tokens * self.split(found.shared) * self.item if found else 0
+        """One product of the first half of the shared experts, which all tokens pass."""
+        experts = self.work.model.experts
+        return self.tokens * self.split(experts.shared) * self.item if experts else 0
 
     @cached_property
     def router(self) -> int:
-        """One figure for each token and expert."""
-        found = self.work.model.experts
-        return self.tokens * found.number * self.item if found else 0
+        """One value for each token and expert."""
+        experts = self.work.model.experts
+        return self.tokens * experts.number * self.item if experts else 0
 
     @cached_property
     def logit(self) -> int:
-        """Logits of all scored tokens in float32, the whole vocabulary's; or their values."""
+        """Float32 logits of all scored tokens over the whole vocabulary, or their values."""
         return 4 * self.scored * self.work.model.outputs
 
     @cached_property
@@ -131,57 +148,59 @@ class Sizes:
 
     @cached_property
     def rows(self) -> int:
-        """Token ids and indices, 64-bit, and a few float32 columns of responses."""
-        w = self.work
-        laid = w.rows * w.fed
-        scored = w.rows * w.response
-        own = 3 * self.tokens + self.laid + self.scored * (1 if w.layout.cp == 1 else 2)
-        return 8 * (laid + 3 * scored + own) + 4 * 6 * scored
+        """Token ids and indices in 64 bits, and a few float32 columns of responses."""
+        work = self.work
+        row_tokens = work.rows * work.fed
+        scored = work.rows * work.response
+        own = 3 * self.tokens + self.row_tokens + self.scored * (1 if work.layout.cp == 1 else 2)
+        return 8 * (row_tokens + 3 * scored + own) + 4 * 6 * scored
 
     @cached_property
     def attention(self) -> int:
-        """What the attention of a layer keeps for its backward: query, keys, values and output as laid out, its output
-        by token, its log-sum-exp, the figures of norms."""
-        scores = 4 * self.laid * self.split(self.work.model.heads) + 8 * self.tokens
-        return self.laid * (2 * self.query + 2 * self.met) + self.tokens * self.query + scores
+        """What the attention of a layer keeps for its backward pass.
+
+        Query, keys, values and output as laid out, the output by token, the log-sum-exp, and the statistics of norms.
+        """
+        scores = 4 * self.row_tokens * self.split(self.work.model.heads) + 8 * self.tokens
+        return self.row_tokens * (2 * self.query + 2 * self.attended_keys) + self.tokens * self.query + scores
 
     @cached_property
     def last(self) -> int:
-        """What the last norm keeps, and the states whose logits are asked for."""
+        """What the last norm keeps, and the states whose logits are requested."""
         return (2 if self.item == 4 else 3) * self.hidden + self.scored * self.work.model.hidden * self.item
 
-    # Weights, whole over dp.
+    # Weights, not sharded over dp.
 
-    def _whole(self, tensors: Iterable[Tensor]) -> int:
+    def _sum_bytes(self, tensors: Iterable[Tensor]) -> int:
         return held(kinds(tensors), replace(self.side, divided=False)) * self.item
 
     @cached_property
-    def whole(self) -> int:
+    def all_weights(self) -> int:
         return held(self.work.model.kinds, replace(self.side, divided=False)) * self.item
 
     @cached_property
     def layer(self) -> int:
-        """The last one: where layers differ, it has experts."""
-        return self._whole(t for t in self.work.model.tensors if t.layer == t.layers - 1)
+        """The weights of the last layer. Where layers differ, it has experts."""
+        return self._sum_bytes(tensor for tensor in self.work.model.tensors if tensor.layer == tensor.layers - 1)
 
     @cached_property
     def ends(self) -> int:
-        """Embedding, last norm, head."""
-        return self._whole(t for t in self.work.model.tensors if not 0 <= t.layer < t.layers)
+        """The embedding, the last norm and the head."""
+        return self._sum_bytes(tensor for tensor in self.work.model.tensors if not 0 <= tensor.layer < tensor.layers)
 
     @cached_property
     def table(self) -> int:
-        """The embedding's or the head's weights."""
-        return self._whole(self.work.model.tensors[:1])
+        """The weights of the embedding or of the head."""
+        return self._sum_bytes(self.work.model.tensors[:1])
 
     @cached_property
     def matrix(self) -> int:
         """One of the three matrices of a feed-forward network, or those of its experts."""
         work = self.work
-        found = self.work.model.experts
-        if found:
-            each = found.number // work.layout.ep * -(-found.intermediate // work.layout.etp)
-            return each * work.model.hidden * self.item
+        experts = self.work.model.experts
+        if experts:
+            elements_per_hidden = experts.number // work.layout.ep * -(-experts.intermediate // work.layout.etp)
+            return elements_per_hidden * work.model.hidden * self.item
         return self.split(work.model.intermediate) * work.model.hidden * self.item
 
     # At rest, in elements.
@@ -190,9 +209,9 @@ class Sizes:
     def side(self) -> Side:
         return Side(self.work.layout, self.work.divided)
 
-    def parts(self, found: tuple[TensorKind, ...]) -> tuple[int, int]:
-        """Elements that a rank holds of some tensors: of what every token passes, and of experts."""
-        return max(stage_parts(found, self.side), key=sum)
+    def parts(self, tensor_kinds: tuple[TensorKind, ...]) -> tuple[int, int]:
+        """Return a rank's elements of some tensors: dense ones, and those of experts."""
+        return max(stage_parts(tensor_kinds, self.side), key=sum)
 
     @cached_property
     def elements(self) -> int:
@@ -205,76 +224,88 @@ class Sizes:
 
 
 @lru_cache(maxsize=1 << 12)
-def _largest(found: tuple[TensorKind, ...], side: Side) -> int:
-    return max(elements(box_at(k.tensor, side, (0, 0, 0))) for k in found)
+def _largest(tensor_kinds: tuple[TensorKind, ...], side: Side) -> int:
+    return max(elements(box_at(kind.tensor, side, (0, 0, 0))) for kind in tensor_kinds)
 
 
-def around(s: Sizes, backward: bool) -> int:
-    """What context parallelism adds where rows are laid out: of a ring the block of keys and values that is met and the
-    one under way, those for each query's head, and what a block gives, in float32; of Ulysses what is exchanged, and
-    the nodes of all ranks."""
+def context_parallel_extra(s: Sizes, backward: bool) -> int:
+    """Return what context parallelism adds where rows are laid out.
+
+    - Ring: the current block of keys and values and the one in flight, their copies for each query head, and a
+      block's result in float32.
+    - Ulysses: the exchanged tensors, and the nodes of all ranks.
+    """
     if s.work.layout.cp == 1:
         return 0
     if s.work.layout.cp_kind == "ulysses":
-        return s.tokens * (2 * s.query + 2 * s.met)
-    spread, more = 2 * s.query if s.query > s.keys else 0, 4 // s.item - 1  # float32 beside bf16
+        return s.tokens * (2 * s.query + 2 * s.attended_keys)
+    spread = 2 * s.query if s.query > s.keys else 0
+    more = 4 // s.item - 1  # float32 next to bf16
     if backward:
-        return s.laid * (4 * s.keys + spread + 3 * s.query + more * (s.query + 2 * s.keys))
-    return s.laid * (4 * s.keys + max(spread + (1 + more) * s.query, (1 + 3 * more) * s.query))
+        return s.row_tokens * (4 * s.keys + spread + 3 * s.query + more * (s.query + 2 * s.keys))
+    return s.row_tokens * (4 * s.keys + max(spread + (1 + more) * s.query, (1 + 3 * more) * s.query))
 
 
-def step(s: Sizes) -> Moments:
-    """The optimizer's step (optimizer/steps.py): the sum over copies by bucket, the norm in float64 by chunk, then
-    part by part on float32 gradients."""
+def optimizer_step(s: Sizes) -> Moments:
+    """Return the moments of the optimizer's step (optimizer/steps.py).
+
+    Gradients are summed over copies by bucket, then the norm is computed in float64 by chunk, then each part steps on
+    float32 gradients.
+    """
     work = s.work
     layout = s.work.layout
     gradients = GRADIENT * s.elements
-    # Of what every token passes, and of experts.
+    # Dense tensors, and experts.
     copies = (layout.cp, 1) if work.divided else (layout.cp * layout.dp, layout.edp)
-    found: Moments = {"the gradient's norm": {"gradients": gradients, "workspace": 16 * min(s.largest, CHUNK)}}
+    moments: Moments = {"the gradient's norm": {"gradients": gradients, "workspace": 16 * min(s.largest, CHUNK)}}
     for number, experts in zip(copies, (False, True), strict=True):
-        summed = tuple(k for k in work.model.kinds if k.tensor.experts is experts)
+        summed = tuple(kind for kind in work.model.kinds if kind.tensor.experts is experts)
         if summed and number > 1:
             size = min(s.parts(summed)[experts], max(_largest(summed, s.side), CHUNK))
-            found["the gradients' sum" + " of experts" * experts] = {
+            moments["the gradients' sum" + " of experts" * experts] = {
                 "gradients": gradients,
                 "workspace": GRADIENT * size,
             }
     if work.optimizer is None:
-        return found
-    left = gradients
+        return moments
+    remaining = gradients
     for rule, own_kinds in optimizer_spec.parted(work.optimizer, work.model.kinds):
         for number, count, experts in zip(copies, s.parts(own_kinds), (False, True), strict=True):
             if not count:
                 continue
             flat = number > 1 and layout.zero == 1
             own = -(-count // number) if flat else count
-            left -= count * GRADIENT  # of those that step later
-            # A rank's float32 stretch of all weights, which lives only while a step lasts.
+            remaining -= count * GRADIENT  # gradients that step later
+            # A rank's float32 stretch of all weights, which exists only during a step.
             master = 4 * own if flat and s.item == 4 else 0
-            stepping_by = {"gradients": GRADIENT * own + left, "workspace": master}
-            of = f" ({rule.name})" if len(work.optimizer.rules) > 1 else ""
-            of += " of experts" * experts
+            stepping_by = {"gradients": GRADIENT * own + remaining, "workspace": master}
+            suffix = f" ({rule.name})" if len(work.optimizer.rules) > 1 else ""
+            suffix += " of experts" * experts
             if flat:
-                met = min(count, own + s.largest)  # those that it has a part of; others are gone by then
-                found[f"the stretch of gradients{of}"] = {"gradients": left + GRADIENT * (met + own)}
-                found[f"the stretch is stepped{of}"] = stepping_by
-                found[f"weights are spread{of}"] = {
-                    "gradients": left,
+                covered = min(count, own + s.largest)  # tensors that it has a part of; the others are freed by then
+                moments[f"the stretch of gradients{suffix}"] = {"gradients": remaining + GRADIENT * (covered + own)}
+                moments[f"the stretch is stepped{suffix}"] = stepping_by
+                moments[f"weights are spread{suffix}"] = {
+                    "gradients": remaining,
                     "workspace": master + number * min(4 * own, 4 * CHUNK),
                 }
             if rule.whole:
-                found["a matrix is made orthogonal" + " of experts" * experts] = {
+                moments["a matrix is made orthogonal" + " of experts" * experts] = {
                     **stepping_by,
-                    "workspace": master + max(orthogonal(k, s.side) for k in own_kinds if k.tensor.experts is experts),
+                    "workspace": master
+                    + max(orthogonal(kind, s.side) for kind in own_kinds if kind.tensor.experts is experts),
                 }
-    return found
+    return moments
 
 
 def orthogonal(kind: TensorKind, side: Side) -> int:
-    """A matrix and its next value, and two squares of its shorter side; of experts all of a rank are made whole beside
-    its own part of them, and orthogonal one by one."""
+    """Return the bytes to orthogonalize a matrix.
+
+    They hold the matrix, its next value, and two squares of its shorter side. All experts of a rank are assembled
+    next to its own part of them, and orthogonalized one by one.
+    """
     tensor = kind.tensor
-    whole = tensor.elements // (side.layout.ep if tensor.experts else 1)
-    own, (rows, columns) = elements(box_at(tensor, side, (0, 0, 0))), tensor.shape[-2:]
-    return max(4 * (whole + rows * columns) + 8 * min(rows, columns) ** 2, 4 * (whole + own))
+    whole_elements = tensor.elements // (side.layout.ep if tensor.experts else 1)
+    own = elements(box_at(tensor, side, (0, 0, 0)))
+    rows, columns = tensor.shape[-2:]
+    return max(4 * (whole_elements + rows * columns) + 8 * min(rows, columns) ** 2, 4 * (whole_elements + own))

@@ -1,7 +1,7 @@
-"""What an engine is: the spec that the compiler reads, how one is built, and the two protocols that the runtime calls.
+"""An engine's spec, and the two protocols of engines that the runtime calls.
 
-Invariant: torch-free; all that the rest of the package knows of an engine is here. A spec names the function that
-builds its engine, which is looked up where one is built, so that whoever only reads specs loads nothing.
+Invariant: torch-free. All that the rest of the package knows of an engine is here. A spec names the function that
+builds its engine; it is imported only to build one, so reading specs loads nothing.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ if TYPE_CHECKING:
 BYTES = {"f32": 4, "bf16": 2}
 
 
-# What an engine does at once: a forward pass over prompts, over one more token of each sequence, over rows, the same
-# with its backward pass, an optimizer step.
+# One call of an engine: a forward pass over prompts, over one more token of each sequence, or over rows, a forward
+# and backward pass, or an optimizer step.
 Act = Literal["prefill", "decode", "infer", "update", "step"]
 
 
 @dataclass(frozen=True)
 class OperatorCalls:
-    """How many operators Python calls, those that another one calls left out: `layer` for each of the model's layers,
-    `rest` besides, and `sequence` for each sequence. What else Python does counts as so many operators as take as
-    long."""
+    """The number of operators that Python calls, without nested ones.
+
+    `layer` counts for each of the model's layers, `rest` for everything else, `sequence` for each sequence. Other
+    Python work counts as the number of operators that take as long.
+    """
 
     layer: float
     rest: float
@@ -50,8 +52,11 @@ class OperatorCalls:
 
 @dataclass(frozen=True)
 class Situation:
-    """What an engine may know to fail or to crawl: a node's layout on devices of a kind, `per_host` of them, and the
-    engines of the nodes that share the devices."""
+    """What an engine's lints and settings may depend on.
+
+    It is a node's layout on devices of a kind, `per_host` of them, and the engines of the nodes that share the
+    devices.
+    """
 
     verb: str
     layout: Layout
@@ -61,25 +66,27 @@ class Situation:
 
     @classmethod
     def of(cls, plan: Plan, placement: Placement) -> Situation:
-        alike = (p for p in plan.placements if p.pool == placement.pool and p.node != placement.node)
+        neighbours = (
+            other for other in plan.placements if other.pool == placement.pool and other.node != placement.node
+        )
         return cls(
             plan.graph.node(placement.node).verb,
             placement.layout,
             plan.cluster.device.kind,
             placement.each or plan.cluster.devices_per_node,
-            frozenset(p.engine.name for p in alike),
+            frozenset(other.engine.name for other in neighbours),
         )
 
 
 @dataclass(frozen=True)
 class Lint:
-    """A combination that runs, but is known to be bad. `help` says what to do."""
+    """A combination that runs but is known to be bad; `help` says what to do."""
 
     message: str
     help: str
 
 
-EVERY = ("python",)  # options of all engines: they are not the engine's, but its processes'
+EVERY = ("python",)  # options of all engines: they configure the engine's processes
 Moments = dict[str, dict[str, int]]  # by name, what lives at one instant of a phase: bytes by item
 
 
@@ -87,32 +94,45 @@ Moments = dict[str, dict[str, int]]  # by name, what lives at one instant of a p
 class EngineSpec:
     """What the compiler knows of an engine, without loading it.
 
-    - How it is made: `build` names a function as `module:name`, which `built` calls with (weights, placement, devices);
-      it gives a Trainer, or a Generator where the verb is `generate`. "" where there is none yet: it can be planned.
-    - What it can do: `axes`: the mesh axes that may be larger than 1; `families`: the model architectures;
-      `options`: those of `EngineOptions` (ir/options.py) that it has beside `EVERY`; `off_host`: which axes and
-      families do not run where devices are a host's cores, and can be planned for only; `honours`: the attributes of
-      its nodes that it keeps to (None: all but those that each engine must name), `heeds`: those of these that it
-      names; a run refuses the others; `needs`: the packages; `chosen`: what it is meant for, where a plan may choose it
-      if a program names none; `lints`: what it knows to fail or to crawl; `settings`: the environment variables that it
-      wants of its processes.
-    - How weights lie: `divided_from`: the ZeRO stage from which weights at rest are divided over dp (4: never);
-      `vocabulary_multiple`: to a multiple of this a rank's part of the vocabulary is padded (1: it is not), or the
-      whole vocabulary, where it `pads_whole`; `spread`: which ranks have which experts, or parts of them;
-      `packs_experts`: `filled` brings what was written of experts into another form, in its place.
-    - What it holds: `peaks` takes a verb and a Work (ir/workload.py) and gives, moment by moment, what is on a device
-      beside weights and optimizer states at rest. Without it general formulas stand in, in which tp divides what norms
-      see too where it `divides_sequence` (sequence parallelism, arXiv:2205.05198). `stored`: of a Work, what layers
-      keep for the backward pass, in all. `building`: of a Work, what a generator has beside its weights as it is built,
-      and then gives back with them. `groups`: how many process groups it has tensors of its device sent in,
-      beside those of the mesh's axes, or where they are `own_groups` in place of these.
-    - How long it takes: `calls` counts the operators of an eager torch engine, and is None where kernels are fused, as
-      they are on devices of the kinds `fused`; `continuous`: a sequence that ends leaves its place to the next at once;
-      `shares_beginnings`: on such devices rows of a batch that begin alike are computed once, and a row's last token,
-      which predicts nothing, not at all; `block`: what parts shares whole blocks of so many tokens of the cache and
-      computes anew what is in none (0: it has all), and that cache is there as a whole; `cache_passes`: how often a
-      step of decoding reads or writes the cache; `sums`: all-reduces a layer of tensor parallelism in a forward
-      and in a backward pass.
+    - `build`: the function `module:name` that `built` calls with (weights, placement, devices). It returns a Trainer,
+      or a Generator for the verb `generate`. "": the engine can only be planned for.
+
+    Support:
+    - `axes`: the mesh axes that may be larger than 1. `families`: the model architectures.
+    - `options`: its `EngineOptions` (ir/options.py) besides `EVERY`.
+    - `off_host`: axes and families that cannot run on host cores, only be planned for.
+    - `honours`: the node attributes that it supports (None: all except opt-in attributes). `heeds`: the opt-in
+      attributes that it supports. A run rejects the others.
+    - `needs`: the packages. `settings`: environment variables for its processes.
+    - `chosen`: devices for which a plan may choose it if a program names no engine.
+    - `lints`: combinations that it knows to fail or to be slow.
+
+    Weights:
+    - `divided_from`: the ZeRO stage from which weights at rest are sharded over dp (4: never).
+    - `vocabulary_multiple`: a rank's part of the vocabulary is padded to a multiple of it (1: no padding), or the whole
+      vocabulary if it `pads_whole`.
+    - `spread`: which ranks have which experts, or parts of them.
+    - `packs_experts`: `filled` converts the written experts to another form, in place.
+
+    Memory:
+    - `peaks`: from a verb and a Workload (ir/workload.py), moment by moment, what is on a device besides weights and
+      optimizer states at rest. Without it general formulas are used, in which tp also shards the inputs of norms if it
+      `divides_sequence` (sequence parallelism, arXiv:2205.05198).
+    - `stored`: from a Workload, what layers keep for the backward pass, in total.
+    - `building`: from a Workload, what a generator holds besides its weights when it is built, and later releases with
+      them.
+    - `groups`: process groups that send its device tensors, besides those of the mesh's axes, or instead of them if it
+      has `own_groups`.
+
+    Speed:
+    - `calls`: operator counts of an eager torch engine. None if kernels are fused, as on devices of the kinds `fused`.
+    - `continuous`: a sequence that ends leaves its place to the next at once.
+    - `shares_beginnings`: on these devices common prefixes of a batch's rows are computed once, and a row's last token,
+      which predicts nothing, is not computed.
+    - `block`: rows that diverge share whole cache blocks of this many tokens and recompute the rest (0: they share
+      everything). A cache of blocks is allocated as a whole.
+    - `cache_passes`: how often a decoding step reads or writes the cache.
+    - `sums`: all-reduces per layer of tensor parallelism, in a forward and in a backward pass.
     """
 
     name: str
@@ -150,60 +170,60 @@ class EngineSpec:
     divides_sequence: bool = False
 
     def eager(self, where: Where) -> Callable[[Act, Layout], OperatorCalls] | None:
-        """What counts its operators on such devices; None where kernels are fused."""
+        """Return the operator counts on such devices; None if kernels are fused."""
         return None if where in self.fused else self.calls
 
     def planned(self, where: Where) -> tuple[str, ...]:
-        """Which axes and families can be planned for only on such devices."""
+        """Return the axes and families that can only be planned for on such devices."""
         return self.off_host if where == "host" else ()
 
     def divided(self, layout: Layout) -> bool:
-        """Whether the weights at rest are divided over dp."""
+        """Return whether the weights at rest are sharded over dp."""
         return layout.dp > 1 and layout.zero >= self.divided_from
 
     def in_step(self, layout: Layout) -> bool:
-        """Whether a collective of a forward pass spans data-parallel groups, which then make the same calls."""
+        """Return whether forward collectives span dp groups, which then make equal calls."""
         return self.divided(layout) or (layout.dp > 1 and layout.ep * layout.etp > layout.tp * layout.cp)
 
     def side(self, layout: Layout, first: int = 0, each: int = 0) -> Side:
-        """How weights lie under a layout, from device `first` on."""
+        """Return how weights are sharded under a layout, from device `first` on."""
         return Side(layout, self.divided(layout), self.multiple(layout), first, each)
 
     def multiple(self, layout: Layout) -> int:
-        """To a multiple of this a rank's part of the vocabulary is padded."""
+        """Return the multiple to which a rank's part of the vocabulary is padded."""
         return max(1, self.vocabulary_multiple // layout.tp) if self.pads_whole else self.vocabulary_multiple
 
     def built(self, weights: Weights, placement: Placement, devices: Devices) -> Any:
-        """The engine, on this rank."""
+        """Build the engine on this rank."""
         module, _, name = self.build.partition(":")
         return getattr(import_module(module), name)(weights, placement, devices)
 
 
-def offloads(placement: Placement, what: str) -> bool:
-    """Whether a placement's engine has the `optimizer` of an update, or the `weights` of a node without, in host memory
-    while others compute."""
-    return placement.engine.options.get("offload") in (what, "all")
+def offloads(placement: Placement, item: str) -> bool:
+    """Return whether `optimizer` or `weights` are in host memory while others compute."""
+    return placement.engine.options.get("offload") in (item, "all")
 
 
 def compiled(placement: Placement) -> bool:
-    """Whether a placement's engine has its layers compiled."""
+    """Return whether a placement's engine compiles its layers."""
     return placement.engine.options.get("compile") == "layers"
 
 
 def compiles(model: Model, layout: Layout) -> bool:
-    """Whether torch's compiler takes a model's layers: it fails on those that tp divides, and on experts."""
+    """Return whether torch's compiler supports a model: not with tp or experts."""
     return layout.tp == 1 and not model.experts
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What an engine is built to hold: the weights of a `model`, in the type that the plan gives them, and by what
-    rules they step; None where nothing is updated.
+    """What an engine is built to hold.
 
-    `work` is what the node computes at once, at its columns' bounds: as the plan counts memory, so may an engine.
-    `node` is the one that they are for, of a worker that is updated its first update. What it says besides is for the
-    engine to read: `Generate.of(weights.node)`. A trainer may have several nodes, and is told with each call whose it
-    is (`Asked.node`).
+    - `model`: with weights in the type that the plan gives them.
+    - `node`: the node that the weights are for; the first update for a worker that is updated. The engine may read the
+      node's attributes: `Generate.of(weights.node)`. A trainer may serve several nodes; each call names its own
+      (`ForwardRequest.node`).
+    - `optimizer`: the rules of its steps; None if nothing is updated.
+    - `work`: what the node computes at once, at its columns' bounds: the engine can count memory as the plan does.
     """
 
     model: Model
@@ -214,29 +234,32 @@ class Weights:
 
 @dataclass(frozen=True)
 class Shard:
-    """A piece of a weight that a rank holds: all that resharding knows of an engine."""
+    """A piece of a weight on a rank: all that resharding knows of an engine."""
 
     name: str
     box: Box
     tensor: Tensor
 
 
-# What a trainer is handed: sequences of tokens, as tensors by name, in the host's memory. `ids` are all tokens end to
-# end, `offsets` where each sequence begins, and the end. For each token that is asked for, all sequences one after
-# another, there is its sequence (`row`), a `position`, and the `token`. The position is the one *before* the token
-# (whose state predicts it); for a reward model it is the token's own (whose state has seen it). Where a sequence is
-# scored as a whole, its last position is asked for, and `token` means nothing. Where log-probabilities of other tokens
-# are wanted there too, these are `given` [tokens, k]; where tokens differ in it, each has its `temperature`
-# [tokens, 1].
+# The input of a trainer: sequences of tokens, as tensors by name, in host memory.
+# - `ids`: all tokens, concatenated. `offsets`: where each sequence begins, and the end.
+# - For each requested token, sequence by sequence: its sequence (`row`), a `position`, and the `token`. The position is
+#   the one *before* the token, whose state predicts it; for a reward model it is the token's own, whose state has seen
+#   it. If a sequence is scored as a whole, its last position is requested, and `token` has no meaning.
+# - `given` [tokens, k]: other tokens whose log-probabilities are requested there.
+# - `temperature` [tokens, 1]: if tokens have different temperatures.
 MicroBatch: TypeAlias = "TensorDict"
 
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """What forward passes are to give of each token that is asked for, beside its log-probability and those of the
-    tokens that its micro-batch gives: the `entropy` of the distribution that it is drawn from, and the `best` likeliest
-    tokens there. All are at a `temperature`, unless the micro-batch has its own. `node` is the one that asks: an update
-    whose attributes the engine may read, `Update.of(asked.node)`."""
+    """What a forward pass must return for each requested token.
+
+    It always returns the log-probability of the token, and those of `given` tokens in the micro-batch. On request it
+    also returns the `entropy` of the token's distribution and its `best` likeliest tokens. Everything is at one
+    `temperature`, unless the micro-batch has its own. `node` is the requesting update, whose attributes the engine
+    may read: `Update.of(request.node)`.
+    """
 
     temperature: float = 1.0
     entropy: bool = False
@@ -245,22 +268,28 @@ class ForwardRequest:
 
 
 class Outputs(NamedTuple):
-    """What a forward pass gives, in float32: a policy all that it was asked for, a scoring model `values` alone.
-    [tokens], or [tokens, k]; differentiable, but for the k best."""
+    """The results of a forward pass, in float32.
+
+    A policy returns all that was requested, a scoring model only `values`. Shapes are [tokens] or [tokens, k]; all
+    are differentiable except the k best.
+    """
 
     logp: Tensor | None = None
-    values: Tensor | None = None  # the score at each position that is asked for
-    entropy: Tensor | None = None  # nats; of an update always, differentiable where it was asked for
+    values: Tensor | None = None  # score at each requested position
+    entropy: Tensor | None = None  # nats; always set for an update, differentiable if requested
     given: Tensor | None = None
     best: Tensor | None = None  # log-probabilities, the likeliest first
-    ids: Tensor | None = None  # of the best
+    ids: Tensor | None = None  # token ids of the best
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator draws: `max_tokens` and `temperature`, one for all or one a response; greedy where the latter is
-    0. A response ends with a token of `ends`, or when its text holds a string of `stop`; both stay part of it. Its text
-    is that of what is drawn, and of so many of the tokens before as are `joined` to it."""
+    """How a generator draws tokens.
+
+    `max_tokens` and `temperature` are one value for all, or one for each response; temperature 0 is greedy. A
+    response ends with a token of `ends`, or when its text contains a string of `stop`; both stay part of it. Its text
+    is what is drawn, after the last `joined` tokens of the prompt.
+    """
 
     samples: int
     max_tokens: int | NDArray[np.int64]
@@ -272,15 +301,18 @@ class Sampling:
     joined: int | NDArray[np.int64] = 0
 
     def of(self, responses: Any) -> Sampling:
-        """How some of the responses are drawn, by their places."""
-        each = {"max_tokens": self.max_tokens, "temperature": self.temperature, "joined": self.joined}
-        some = {name: value[responses] for name, value in each.items() if not isinstance(value, float | int)}
-        return replace(self, **some) if some else self
+        """Select the sampling of some responses, by their places."""
+        values = {"max_tokens": self.max_tokens, "temperature": self.temperature, "joined": self.joined}
+        selected = {name: value[responses] for name, value in values.items() if not isinstance(value, float | int)}
+        return replace(self, **selected) if selected else self
 
 
 class Response(NamedTuple):
-    """A response, or a stretch of one: its place among those that were asked for, its tokens, their log-probabilities
-    at the sampling temperature, over the whole vocabulary (top_k and top_p aside), and whether it ends with these."""
+    """A response, or a part of one.
+
+    It has the place among the requested responses, the tokens, and their log-probabilities at the sampling
+    temperature over the whole vocabulary (before top_k and top_p). `ended`: the response ends with these tokens.
+    """
 
     place: int
     tokens: NDArray[np.int32]
@@ -289,33 +321,37 @@ class Response(NamedTuple):
 
 
 def collected(responses: Iterable[Response]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
-    """Tokens and log-probabilities of all responses, by place."""
-    found = sorted(responses, key=lambda r: r.place)
-    return [r.tokens for r in found], [r.logps for r in found]
+    """Return tokens and log-probabilities of all responses, by place."""
+    ordered = sorted(responses, key=lambda response: response.place)
+    return [response.tokens for response in ordered], [response.logps for response in ordered]
 
 
 Loss = Callable[[Outputs, int], "Tensor"]
 
 
 class Trainer(Protocol):
-    """The training half of an engine, of a policy or of a scoring model (Model.scoring). Collectives span all ranks of
-    a model's replica, and dp where weights or experts are divided over it: these ranks make the same calls, with as
-    many micro-batches.
+    """The training half of an engine, for a policy or a scoring model (Model.scoring).
 
-    Which micro-batch is passed forward or backward when, is the engine's own: a pipeline's stages each run another one.
-    Where a model's layers are on several ranks, outputs are on those that have the last ones."""
+    Collectives span all ranks of a model's replica, and dp if weights or experts are sharded over it: these ranks
+    make the same calls, with the same number of micro-batches.
+    The engine decides when each micro-batch runs forward or backward: the stages of a pipeline run different ones at
+    a time. If a model's layers are on several ranks, outputs are on the ranks with the last layers.
+    """
 
     def shards(self) -> list[Shard]:
-        """The weights at rest on this rank."""
+        """Return the weights at rest on this rank."""
 
-    def score(self, micro_batches: Sequence[MicroBatch], asked: ForwardRequest) -> list[Outputs]:
-        """What forward passes give, apart from any graph; nothing where the last layers are not."""
+    def score(self, micro_batches: Sequence[MicroBatch], request: ForwardRequest) -> list[Outputs]:
+        """Run forward passes without a graph; return nothing without the last layers."""
 
-    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, asked: ForwardRequest) -> None:
-        """Adds the gradient of this rank's part of the loss (the parts of all micro-batches and of all dp ranks add up
-        to the mini-batch's). `loss` is called once a micro-batch, with what its forward pass gave and its number, on
-        the ranks that have the last layers, in the same order on all of them: it may hold a collective over dp. A graph
-        is gone when its micro-batch is through. What `loss` raises goes up."""
+    def train(self, micro_batches: Sequence[MicroBatch], loss: Loss, request: ForwardRequest) -> None:
+        """Add the gradient of this rank's part of the loss.
+
+        The parts of all micro-batches and dp ranks add up to the mini-batch's loss. `loss` is called once for each
+        micro-batch, with its outputs and its number, on the ranks that have the last layers, in the same order on all
+        of them: it may contain a collective over dp. A graph is freed when its micro-batch is done. Exceptions of
+        `loss` propagate.
+        """
 
     def step(
         self,
@@ -325,33 +361,41 @@ class Trainer(Protocol):
         optimizer: OptimizerSpec | None = None,
         node: Node | None = None,
     ) -> float:
-        """An optimizer step; the gradient's norm before clipping, the same on all ranks. Gradients are released. Where
-        the norm is not finite, as it is everywhere when one rank calls its part not sound, weights and optimizer states
-        stay as they are. `optimizer` has the options of this step, of the rules that the engine was made with; `node`
-        is the update whose step it is."""
+        """Make an optimizer step; return the gradient's norm before clipping.
+
+        The norm is the same on all ranks. Gradients are released. If the norm is not finite, weights and states do
+        not change; one rank with `sound = False` makes it so on all. `optimizer` has the options of this step, for
+        the rules that the engine was built with. `node` is the update of the step.
+        """
 
     def moments(self) -> dict[str, list[Shard]]:
-        """What the optimizer keeps beside the weights, by kind, in the boxes of `shards`, of those that it keeps it of;
-        empty before the first step. A collective."""
+        """Return the optimizer's states by kind, in the boxes of their shards.
+
+        A collective. Empty before the first step.
+        """
 
     def restore(self, moments: dict[str, dict[str, Tensor]], steps: int) -> None:
-        """Takes over what `moments` gave, by kind and tensor, in this rank's boxes, after so many steps. The weights
-        are set already."""
+        """Load the states that `moments` returned, after `steps` steps.
+
+        They come by kind and tensor, in this rank's boxes. The weights are already set.
+        """
 
 
 class Generator(Protocol):
-    """The generation half of an engine. Between `release` and `allocate` it holds no weights, and none as it is built,
-    but on devices beside whose sleep no group can be made: there it is told to release them when all are."""
+    """The generation half of an engine.
+
+    It holds no weights between `release` and `allocate`, nor when it was just built. The exception is a device on
+    which no process group can be created during sleep: the caller releases the weights when all groups exist.
+    """
 
     def allocate(self) -> list[Shard]:
-        """Takes memory for the weights, for resharding to fill."""
+        """Allocate memory for the weights, which resharding fills."""
 
     def filled(self) -> None:
-        """The shards hold other weights than before: what was kept of the old ones, or is made of them, is made
-        anew."""
+        """The shards hold new weights: drop or recompute what came from the old ones."""
 
     def release(self) -> None:
-        """Gives back weights and cache."""
+        """Release weights and cache."""
 
     def generate(
         self,
@@ -361,10 +405,14 @@ class Generator(Protocol):
         begun: NDArray[np.int64] | None = None,
         stretch: int = 0,
     ) -> Iterator[Response]:
-        """`samples` responses to each prompt, each as it ends: all ranks of the group give the same ones in the same
-        order, and what is not asked for any more is not drawn. `keys` has one for each
-        response: it and the step decide what is drawn (noise.py). The end token is part of a response. Where responses
-        have `begun`, with so many tokens, there is a prompt for each row that ends with these: they count in
-        `max_tokens`, which is more, and in the steps; stop strings are looked for in those that `sampling` has
-        `joined`. With a `stretch` each response comes in parts of so many tokens: when all that have not ended have
-        given one, the next is drawn if it is asked for."""
+        """Generate `samples` responses to each prompt; yield each when it ends.
+
+        All ranks of the group yield the same ones in the same order. What is not requested any more is not drawn.
+        `keys` has one key for each response: the key and the step decide what is drawn (noise.py). The end token is
+        part of a response.
+        If responses have `begun`, with that many tokens, there is a prompt for each row that ends with them. They
+        count in `max_tokens`, which is larger, and in the steps. Stop strings are looked for in those that `sampling`
+        has `joined`.
+        With a `stretch` each response comes in parts of that many tokens. When all unfinished responses have yielded
+        one, the next part is drawn on request.
+        """

@@ -1,7 +1,7 @@
-"""What a policy tells of tokens, where each rank has a part of the vocabulary.
+"""Outputs of a policy whose vocabulary is sharded over ranks.
 
-Invariant: figures and gradients are those of the whole vocabulary, on all ranks of the group the same; no rank has more
-logits than its own part.
+Invariant: values and gradients are those of the whole vocabulary, and the same on all ranks of the group. No rank has
+more logits than its own part.
 """
 
 from __future__ import annotations
@@ -15,55 +15,68 @@ if TYPE_CHECKING:
 
 
 def outputs(
-    logits: torch.Tensor, first: int, token: torch.Tensor, given: torch.Tensor | None, asked: ForwardRequest, group: Any
+    logits: torch.Tensor,
+    first: int,
+    token: torch.Tensor,
+    given: torch.Tensor | None,
+    request: ForwardRequest,
+    group: Any,
 ) -> Outputs:
-    """`logits` [tokens, part] are float32, divided by the temperature, of the ids from `first` on; `token` [tokens] and
-    `given` [tokens, k] are whole ids; `group` the ranks that have the parts, None where this one has all."""
+    """Compute what a request asks for from a rank's part of the logits.
+
+    - `logits` [tokens, part]: float32, divided by the temperature, of the ids from `first` on.
+    - `token` [tokens] and `given` [tokens, k]: ids of the whole vocabulary.
+    - `group`: the ranks that have the parts; None if this rank has the whole vocabulary.
+    """
     import torch
 
     highest = logits.detach().amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:1], -torch.inf)
     highest = _highest(highest, group)
     total = _sum((logits - highest[:, None]).exp().sum(-1), group).log() + highest
 
-    def of(ids: torch.Tensor) -> torch.Tensor:
-        """The log-probabilities of some ids, [tokens, k]."""
+    def log_probabilities(ids: torch.Tensor) -> torch.Tensor:
+        """Return the log-probabilities of ids [tokens, k]."""
         local = ids - first
         outside = (local < 0) | (local >= logits.shape[-1])
-        found = logits.gather(1, local.masked_fill(outside, 0)).masked_fill(outside, 0.0) if logits.shape[-1] else None
-        return _sum(logits.new_zeros(ids.shape) if found is None else found, group) - total[:, None]
+        values = logits.gather(1, local.masked_fill(outside, 0)).masked_fill(outside, 0.0) if logits.shape[-1] else None
+        return _sum(logits.new_zeros(ids.shape) if values is None else values, group) - total[:, None]
 
     entropy = None
-    if asked.entropy or torch.is_grad_enabled():
-        with torch.set_grad_enabled(asked.entropy):
+    if request.entropy or torch.is_grad_enabled():
+        with torch.set_grad_enabled(request.entropy):
             share = (logits - total[:, None]).exp()
             entropy = total - _sum((share * logits).sum(-1), group)
     best = None
     ids = None
-    if asked.best:
-        best, ids = _best(logits.detach() - total.detach()[:, None], first, asked.best, group)
+    if request.best:
+        best, ids = _best(logits.detach() - total.detach()[:, None], first, request.best, group)
     return Outputs(
-        logp=of(token[:, None])[:, 0], entropy=entropy, given=None if given is None else of(given), best=best, ids=ids
+        logp=log_probabilities(token[:, None])[:, 0],
+        entropy=entropy,
+        given=None if given is None else log_probabilities(given),
+        best=best,
+        ids=ids,
     )
 
 
 def _best(logps: torch.Tensor, first: int, number: int, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest ids of all parts, each part's own first."""
+    """Return the likeliest ids: those of each part first, then of all parts."""
     import torch
     from torch import distributed as dist
 
     size = 1 if group is None else group.size()
     own = torch.full((*logps.shape[:1], number), -torch.inf, device=logps.device)
     ids = torch.zeros(own.shape, dtype=torch.long, device=logps.device)
-    kept = min(number, logps.shape[-1])
-    own[:, :kept], at = logps.topk(kept)
-    ids[:, :kept] = at + first
+    count = min(number, logps.shape[-1])
+    own[:, :count], positions = logps.topk(count)
+    ids[:, :count] = positions + first
     if size > 1:
-        parts = [[torch.empty_like(x) for _ in range(size)] for x in (own, ids)]
-        for part, x in zip(parts, (own, ids), strict=True):
-            dist.all_gather(part, x.contiguous(), group=group)
+        parts = [[torch.empty_like(tensor) for _ in range(size)] for tensor in (own, ids)]
+        for part, tensor in zip(parts, (own, ids), strict=True):
+            dist.all_gather(part, tensor.contiguous(), group=group)
         own, ids = (torch.cat(part, -1) for part in parts)
-    best, at = own.topk(number)
-    return best, ids.gather(1, at)
+    best, positions = own.topk(number)
+    return best, ids.gather(1, positions)
 
 
 def _highest(own: torch.Tensor, group: Any) -> torch.Tensor:
@@ -75,7 +88,10 @@ def _highest(own: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _sum(own: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over the group, whose gradient each rank has already: it computes the same loss."""
+    """Sum over the group.
+
+    Each rank already has the gradient, because it computes the same loss.
+    """
     import torch
     from torch import distributed as dist
 
@@ -84,8 +100,8 @@ def _sum(own: torch.Tensor, group: Any) -> torch.Tensor:
 
     class Sum(torch.autograd.Function):
         @staticmethod
-        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-            total = x.clone()
+        def forward(context: Any, values: torch.Tensor) -> torch.Tensor:
+            total = values.clone()
             dist.all_reduce(total, group=group)
             return total
 
@@ -93,5 +109,5 @@ def _sum(own: torch.Tensor, group: Any) -> torch.Tensor:
         def backward(context: Any, *slopes: torch.Tensor) -> torch.Tensor:
             return slopes[0]
 
-    found: torch.Tensor = Sum.apply(own)  # type: ignore[no-untyped-call]
-    return found
+    result: torch.Tensor = Sum.apply(own)  # type: ignore[no-untyped-call]
+    return result

@@ -183,7 +183,7 @@ class MegatronEngine:
                 hidden = module(tree)
 
             def finish(hidden: torch.Tensor, non_loss_data: bool = False) -> Any:
-                made = self.context.gathered(self._outputs(module, hidden, known, asked), tree)
+                made = self.context.gather_outputs(self._outputs(module, hidden, known, asked), tree)
                 # Megatron divides by the number of micro-batches.
                 return made if loss is None else (loss(made, i) * number, {})
 

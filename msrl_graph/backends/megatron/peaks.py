@@ -16,7 +16,7 @@ from math import ceil
 from ...ir.workload import Workload, in_flight
 from ...model.architecture import copied
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
-from ..sizes import CHUNK, GRADIENT, Sizes, around, step
+from ..sizes import CHUNK, GRADIENT, Sizes, context_parallel_extra, optimizer_step
 from ..spec import Moments
 
 # To a multiple of this a rank's part of the vocabulary is padded (make_vocab_size_divisible_by).
@@ -37,7 +37,7 @@ def moments(verb: str, work: Workload) -> Moments:
         every = _update(s) if verb == "update" else _infer(s)
         found |= {name + where: {"rows": s.rows, **items} for name, items in every}
         if verb == "update":
-            found |= {name + where: items for name, items in (step(s) | _sum(s)).items()}
+            found |= {name + where: items for name, items in (optimizer_step(s) | _sum(s)).items()}
     return found
 
 
@@ -206,7 +206,14 @@ def _infer(s: _Stage) -> Named:
     beside = s.angles + (1 + several) * s.part + s.whole_part + before
     # The input normed; all in one product, turned queries and keys, all laid out, and the output.
     turned = s.tokens * (s.query + s.keys) * (2 if s.work.model.norms_heads else 1)
-    attention = s.part + s.both + turned + s.laid * (2 * s.query + 2 * s.met) + around(s, False) + s.latents
+    attention = (
+        s.part
+        + s.both
+        + turned
+        + s.row_tokens * (2 * s.query + 2 * s.attended_keys)
+        + context_parallel_extra(s, False)
+        + s.latents
+    )
     yield "in attention", {"activations": beside + attention}
     dense, routed = s.layers
     if dense:
@@ -321,7 +328,7 @@ def _backward(s: _Stage, routes: bool, apart: bool, summed: bool) -> Named:
     yield (
         "backward in attention",
         {
-            "activations": s.laid * (2 * s.query + 2 * s.met) + around(s, True) - freed,
+            "activations": s.row_tokens * (2 * s.query + 2 * s.attended_keys) + context_parallel_extra(s, True) - freed,
             "gradients": gradients(3, 0),
         },
     )
