@@ -28,7 +28,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def loaded(module):
             load(module)
-            step, count = module.Engine._step, 0
+            step, count = module.VllmEngine._step, 0
 
             def stepped(engine, *arguments):
                 nonlocal count
@@ -36,7 +36,7 @@ class Finder(importlib.abc.MetaPathFinder):
                 meet(engine, count)
                 return step(engine, *arguments)
 
-            module.Engine._step = stepped
+            module.VllmEngine._step = stepped
 
         spec.loader.exec_module = loaded
         return spec

@@ -110,7 +110,7 @@ def test_a_weight_that_an_engine_does_not_take_ends_the_run_before_its_first_ste
     told = re.search(r"error\[run-failed\]: .*", err, re.DOTALL)
     head = f"`{node}` (line {line} of p.rlg), engine {engine}, failed on rank [01] while it was built: "
     head += f"ValueError: {called}"
-    weight = f" does not take the weight model.layers.0.self_attn.o_proj.bias{why}"
+    weight = f" does not support the weight model.layers.0.self_attn.o_proj.bias{why}"
     weight += "; the files of the run so far are in out"
     fix = f"  if {engine} does not support the model of actor, choose another engine: `engine {node} = {other}`"
     wanted = re.escape(f"error[run-failed]: {head}{weight}\n{fix}\n").replace(re.escape("[01]"), "[01]")

@@ -32,7 +32,7 @@ def _vllm(rank, _, layout, model):
     devices = Devices(TorchDevice(), rank, engines.mesh(layout))
     replica = vllm_core.Replica(devices)
     with replica.as_world():
-        core = vllm_core.core(model, work, devices, replica.group, vllm_core.TokenSampler())
+        core = vllm_core.build_core(model, work, devices, replica.group, vllm_core.TokenSampler())
         runner = core.model_executor.driver_worker.worker.model_runner
     named = dict(runner.model.named_parameters())
     held = {n: p for n, p in named.items() if n.endswith(("w13_weight", "w2_weight"))}
@@ -67,7 +67,7 @@ def _megatron(rank, _, stated, model):
         "expert_model_parallel_size": stated.ep,
         "expert_tensor_parallel_size": stated.etp or None,
     }
-    with megatron_cpu.answering():
+    with megatron_cpu.patch_torch_cuda():
         parallel_state.initialize_model_parallel(**sizes)
         try:
             config = TransformerConfig(

@@ -134,7 +134,9 @@ def test_after_new_weights_nothing_of_the_old_ones_is_left(both):
 
 
 def test_an_error_leaves_no_request_behind(both):
-    with pytest.raises(ValueError, match="a prompt of 200 tokens and 20 more are over the 46 that it was built for"):
+    with pytest.raises(
+        ValueError, match="a prompt of 200 tokens and 20 more exceed the 46 that the engine was built for"
+    ):
         collected(both[0].generate([PROMPTS[0], np.zeros(200, np.int32)], np.arange(8), PLAIN))
     with pytest.raises(IndexError):  # in the middle of a step
         collected(both[0].generate(PROMPTS, np.arange(12), replace(PLAIN, temperature=np.ones(3, np.float32))))
@@ -160,7 +162,7 @@ def test_a_weight_that_it_does_not_take_is_named(alone):
     of = model()
     one = next(t for t in of.tensors if t.name.endswith("0.mlp.up_proj.weight"))
     more = replace(one, name=one.name.replace("up_proj", "side_proj"))
-    with pytest.raises(ValueError, match=r"does not take the weight model\.layers\.0\.mlp\.side_proj\.weight"):
+    with pytest.raises(ValueError, match=r"does not support the weight model\.layers\.0\.mlp\.side_proj\.weight"):
         vllm(of=replace(of, tensors=(*of.tensors, more)))
     with pytest.raises(ValueError, match=r"a weight that the model lacks: model\.norm\.weight"):
         vllm(of=replace(of, tensors=tuple(t for t in of.tensors if t.name != "model.norm.weight")))
@@ -229,7 +231,7 @@ def test_engines_stand_beside_each_other_in_a_process(tmp_path):
 
 def test_positions_that_it_would_turn_otherwise_are_refused(alone, tmp_path):
     of = models.load(latent(tmp_path, rope_interleave=False), Path("/"), None, NOWHERE)
-    with pytest.raises(ValueError, match="turns positions of latent attention in pairs"):
+    with pytest.raises(ValueError, match="latent attention with rotary positions in pairs"):
         vllm(of=of)
 
 

@@ -1,3 +1,5 @@
-"""Megatron-Core as an engine: the engine (engine.py), a chunk of its layers (chunk.py), what latent attention changes
-in them (latent_attention.py), how a host's cores stand in for a device of Megatron's (cpu.py), and the account of its
-memory (peaks.py)."""
+"""Megatron-Core as an engine.
+
+The package has the engine (engine.py), a chunk of its layers (chunk.py), the changes for latent attention
+(latent_attention.py), host cores in place of a CUDA device (cpu.py), and the memory account (peaks.py).
+"""

@@ -1,8 +1,8 @@
-"""A chunk of a model's layers in Megatron-Core's modules, and where our weights lie in it.
+"""A chunk of a model's layers in Megatron-Core's modules, and its weights' shards.
 
-Invariant: queries, keys and values lie end to end in one parameter of a layer, as gate and up do, so that each of our
-boxes is one piece of it: Megatron's own order, by groups of heads, would cut a box in one piece a group. Tokens come as
-the nodes of a tree (prefix_tree.py), [nodes, 1, hidden], so that no padding is computed.
+Invariant: queries, keys and values are concatenated in one parameter of a layer, as are gate and up, so that each of
+this package's boxes is one piece of it. Megatron's own order, by groups of heads, would cut a box into one piece per
+group. Tokens come as the nodes of a tree (prefix_tree.py), [nodes, 1, hidden], so that no padding is computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import latent_attention
 if TYPE_CHECKING:
     import torch
 
-# Our names within a layer, by Megatron's; what has several has them end to end.
+# This package's names within a layer, by Megatron's; several names are concatenated.
 NAMES = {
     "input_layernorm": ("input_layernorm",),
     "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -34,7 +34,7 @@ NAMES = {
     "mlp.shared_experts.linear_fc1": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
     "mlp.shared_experts.linear_fc2": ("mlp.shared_experts.down_proj",),
 }
-# The same of experts, whose parameters become parts of one each.
+# The same for experts, whose parameters become parts of one parameter each.
 EXPERTS = {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
 TABLE = "model.embed_tokens.weight"
 LAST_NORM = "model.norm.weight"
@@ -42,7 +42,7 @@ LOGITS = "lm_head.weight"
 
 
 class Nodes:
-    """What attention needs of a micro-batch: Megatron hands it on as it does the lengths of packed sequences."""
+    """What attention needs of a micro-batch; passed on as packed_seq_params."""
 
     qkv_format = "nodes"
 
@@ -51,13 +51,15 @@ class Nodes:
         self.angles = angles
 
 
-def stage(
-    model: Model, config: Any, whole: Any, layers: range, first: bool, last: bool, groups: Any, place: Any
+def build_stage(
+    model: Model, config: Any, hf_model: Any, layers: range, first: bool, last: bool, groups: Any, place: Any
 ) -> Any:
-    """The module of some layers, with the embedding where they are the first, with norm and head where they are the
-    last; its parameters have no values yet. `whole` is the model as transformers has it, without its weights: it gives
-    positions their angles, scores their scale, routers their corrections, and names the row of the embedding that takes
-    no gradient from there, a padding token's."""
+    """Build the module of some layers; its parameters have no values yet.
+
+    It has the embedding if they are the first layers, and norm and head if they are the last. `hf_model` is
+    transformers' model without weights. It provides rotary angles, the attention scale, the routers' corrections, and
+    the padding token, whose row of the embedding gets no gradient from there.
+    """
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import mappings
@@ -67,36 +69,36 @@ def stage(
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     size = model.head_dim
-    theirs = whole.model.layers[0].self_attn
-    scale = theirs.scaling
+    hf_attention = hf_model.model.layers[0].self_attn
+    scale = hf_attention.scaling
 
     class ChunkNorm(torch.nn.RMSNorm):
-        """Megatron's own refuses sequence parallelism; what this one needs for it, the engine does (engine.py)."""
+        """Megatron's norm rejects sequence parallelism; engine.py does what it needs here."""
 
         def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
             super().__init__(hidden_size, eps, dtype=config.params_dtype, device=place)
 
     class Attend(torch.nn.Module):
-        """Causal attention over the rows of a tree, queries and keys turned by the depth of their nodes."""
+        """Causal attention over the rows of a tree, rotated by the depth of nodes."""
 
         def __init__(self, **_: Any) -> None:
             super().__init__()
 
         def forward(self, *states: Any, packed_seq_params: Nodes, **_: Any) -> torch.Tensor:
             tree, (cosines, sines) = packed_seq_params.tree, packed_seq_params.angles
-            q, k, v = (x[:, 0].transpose(0, 1)[None] for x in states[:3])  # [1, heads, nodes, size]
-            if model.latent is None:  # which turns a part of each head
+            q, k, v = (state[:, 0].transpose(0, 1)[None] for state in states[:3])  # [1, heads, nodes, size]
+            if model.latent is None:  # latent attention rotates a part of each head itself
                 q, k = apply_rotary_pos_emb(q, k, cosines, sines)
             out, _none = prefix_tree.attend(self, q, k, v, None, prefixes=tree, scaling=scale)
             return out[0].flatten(1)[:, None]
 
     class TreeAttention(SelfAttention):  # type: ignore[misc]
         def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[Any, ...]:
-            both, _none = self.linear_qkv(hidden_states)
+            qkv, _none = self.linear_qkv(hidden_states)
             heads = self.num_attention_heads_per_partition
             groups = self.num_query_groups_per_partition
-            parts = torch.split(both, [heads * size, groups * size, groups * size], dim=-1)
-            q, k, v = (x.reshape(*x.shape[:-1], -1, size) for x in parts)
+            parts = torch.split(qkv, [heads * size, groups * size, groups * size], dim=-1)
+            q, k, v = (part.reshape(*part.shape[:-1], -1, size) for part in parts)
             return (
                 q if self.q_layernorm is None else self.q_layernorm(q),
                 k if self.k_layernorm is None else self.k_layernorm(k),
@@ -104,28 +106,30 @@ def stage(
             )
 
     class Stage(MegatronModule):  # type: ignore[misc]
-        table: torch.Tensor  # `views` gives it both, where the embedding is
+        table: torch.Tensor  # set by `make_shards` where the embedding is, as is table_first
         table_first: int
 
         def __init__(self) -> None:
             super().__init__(config=config)
             experts = model.experts
-            specs = {e: self._layer(e) for e in (False, True)[: 2 if experts else 1]}
-            parts = [specs[experts is not None and number >= experts.first] for number in layers]
-            block = TransformerBlockSubmodules(layer_specs=parts, layer_norm=ChunkNorm)
+            specs = {has_experts: self._layer(has_experts) for has_experts in (False, True)[: 2 if experts else 1]}
+            layer_specs = [specs[experts is not None and number >= experts.first] for number in layers]
+            block = TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=ChunkNorm)
             self.decoder = TransformerBlock(config, block, pre_process=first, post_process=last, pg_collection=groups)
             for part in self.decoder.modules():
                 if hasattr(part, "token_dispatcher"):
-                    part.register_forward_hook(_unrouted)
-            self.rotary = whole.model.rotary_emb.to(place)
+                    part.register_forward_hook(_drop_router_weights)
+            self.rotary = hf_model.model.rotary_emb.to(place)
             for layer, number in zip(self.decoder.layers, layers, strict=True):
                 if experts is not None and experts.corrected and number >= experts.first:
                     router = layer.mlp.router
-                    router.expert_bias.copy_(whole.model.layers[number].mlp.gate.e_score_correction_bias)
-                    router._apply_expert_bias = lambda *_, **__: None  # counts tokens, for a step that no run takes
+                    router.expert_bias.copy_(hf_model.model.layers[number].mlp.gate.e_score_correction_bias)
+                    router._apply_expert_bias = lambda *_, **__: (
+                        None
+                    )  # would count tokens, for a step that no run makes
 
         def _layer(self, experts: bool) -> Any:
-            """What Megatron makes of a layer with experts, or of one without."""
+            """Return Megatron's spec of a layer with or without experts."""
             layer = get_gpt_layer_local_spec(
                 num_experts=config.num_moe_experts if experts else None,
                 moe_grouped_gemm=False,
@@ -138,7 +142,7 @@ def stage(
             parts.input_layernorm = parts.pre_mlp_layernorm = ChunkNorm
             attention.submodules.core_attention = Attend
             if model.latent is not None:
-                latent_attention.put(attention, model, model.latent, theirs, ChunkNorm, groups, place)
+                latent_attention.specify(attention, model, model.latent, hf_attention, ChunkNorm, groups, place)
                 return layer
             attention.module = TreeAttention
             if config.qk_layernorm:
@@ -149,40 +153,42 @@ def stage(
             self.decoder.set_input_tensor(tensors[0])
 
         def forward(self, tree: prefix_tree.Tree) -> torch.Tensor:
-            """Hidden states: of the last stage those that tokens are asked for of, else all nodes'."""
+            """Return hidden states: on the last stage those before requested tokens, else all."""
             hidden = self.look_up(tree.ids)[:, None] if first else None
             cosines, sines = self.rotary(tree.ids.new_zeros(1, dtype=config.params_dtype), tree.depth[None])
-            found: torch.Tensor = self.decoder(
+            output: torch.Tensor = self.decoder(
                 hidden, attention_mask=None, packed_seq_params=Nodes(tree, (cosines, sines))
             )
             if not last:
-                return found
+                return output
             if config.sequence_parallel:
-                # Of a score's head each rank has the whole gradient, of logits that of its own part.
-                found = mappings.gather_from_sequence_parallel_region(found, not model.scores, group=groups.tp)
-            return found[:, 0].index_select(0, tree.before)
+                # Each rank has the whole gradient of a score head, and its own part of the logits' gradient.
+                output = mappings.gather_from_sequence_parallel_region(output, not model.scores, group=groups.tp)
+            return output[:, 0].index_select(0, tree.before)
 
         def look_up(self, ids: torch.Tensor) -> torch.Tensor:
             local = ids - self.table_first
             outside = (local < 0) | (local >= self.table.shape[0])
             if len(self.table):
-                padding = whole.model.embed_tokens.padding_idx
+                padding = hf_model.model.embed_tokens.padding_idx
                 own = padding is not None and 0 <= padding - self.table_first < len(self.table)
                 padding = padding - self.table_first if own else None
-                found = torch.nn.functional.embedding(local.masked_fill(outside, 0), self.table, padding)
-                found = found.masked_fill(outside[:, None], 0.0)
-            else:  # a short vocabulary is on the first ranks; the way back is the same for all
-                found = self.table.new_zeros(len(ids), self.table.shape[1]) + self.table.sum()
+                embeddings = torch.nn.functional.embedding(local.masked_fill(outside, 0), self.table, padding)
+                embeddings = embeddings.masked_fill(outside[:, None], 0.0)
+            else:  # a short vocabulary is on the first ranks only; backward must be the same on all
+                embeddings = self.table.new_zeros(len(ids), self.table.shape[1]) + self.table.sum()
             if config.sequence_parallel:
-                found = mappings.reduce_scatter_to_sequence_parallel_region(found, group=groups.tp)
-            return found
+                embeddings = mappings.reduce_scatter_to_sequence_parallel_region(embeddings, group=groups.tp)
+            return embeddings
 
     return Stage()
 
 
-def forget(chunks: Sequence[Any]) -> None:
-    """Lets go of what stages received last, and of the buffer that layers gathered their input in: while others
-    compute, this memory is theirs."""
+def release_buffers(chunks: Sequence[Any]) -> None:
+    """Release what stages received last, and the buffer for gathered inputs.
+
+    Other computations use this memory in between.
+    """
     from megatron.core.parallel_state import get_global_memory_buffer
 
     get_global_memory_buffer().buffer.clear()
@@ -190,68 +196,77 @@ def forget(chunks: Sequence[Any]) -> None:
         module.set_input_tensor([None])
 
 
-def _unrouted(experts: Any, *_: Any) -> None:
-    """Lets go of a router's weights: by their graph a layer that is computed again would hold its input, and the
-    gradient of that, until its next pass."""
+def _drop_router_weights(experts: Any, *_: Any) -> None:
+    """Release a router's weights.
+
+    Through their graph a recomputed layer would keep its input, and the input's gradient, until its next pass.
+    """
     experts.token_dispatcher.probs = None
 
 
-def views(
+def make_shards(
     chunks: list[tuple[Any, range]], boxes: dict[str, Box], first: bool, last: bool, model: Model, place: Any
 ) -> Iterator[Shard]:
-    """Our shards, in the model's order, as pieces of the chunks' parameters; embedding and head are made here. What is
-    on no chunk has no elements."""
+    """Yield the shards, in the model's order, as pieces of the chunks' parameters.
+
+    The embedding and the head are created here. A weight that is on no chunk has an empty shard.
+    """
     import torch
 
     dtype = getattr(torch, DTYPES[model.dtype])
     sizes = {name: [stop - start for start, stop in box] for name, box in boxes.items()}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     names_of = NAMES | (latent_attention.NAMES if model.latent else {})
     for module, layers in chunks:
         named = dict(module.decoder.named_parameters())
         for layer, number in enumerate(layers):
             for theirs, ours in names_of.items():
                 for kind in ("weight", "bias"):
-                    held = named.pop(f"layers.{layer}.{theirs}.{kind}", None)
+                    parameter = named.pop(f"layers.{layer}.{theirs}.{kind}", None)
                     begin = 0
-                    for name in (f"model.layers.{number}.{own}.{kind}" for own in ours if held is not None):
-                        found[name] = held.detach()[begin : begin + sizes[name][0]]
+                    for name in (f"model.layers.{number}.{own}.{kind}" for own in ours if parameter is not None):
+                        tensors[name] = parameter.detach()[begin : begin + sizes[name][0]]
                         begin += sizes[name][0]
             for theirs, ours in EXPERTS.items() if model.experts and number >= model.experts.first else ():
                 names = [f"model.layers.{number}.mlp.experts.*.{own}.weight" for own in ours]
-                stacked = _stacked(named, f"layers.{layer}.mlp.experts.local_experts", f"{theirs}.weight")
+                stacked = _stack_experts(named, f"layers.{layer}.mlp.experts.local_experts", f"{theirs}.weight")
                 parts = torch.split(stacked, [sizes[name][1] for name in names], 1)
-                found |= dict(zip(names, parts, strict=True))
+                tensors |= dict(zip(names, parts, strict=True))
         if (norm := named.pop("final_layernorm.weight", None)) is not None:
-            found[LAST_NORM] = norm.detach()
+            tensors[LAST_NORM] = norm.detach()
         if named:
             raise ValueError(f"Megatron has a weight that the model lacks: {min(named)}")
     ends = [(TABLE, 0, first), (TABLE if model.tied else HEAD if model.scores else LOGITS, -1, last)]
-    for name, at, here in ends:
-        if here:
-            module = chunks[at][0]
-            if name not in found:
-                found[name] = torch.zeros(sizes[name], dtype=dtype, device=place)
-                module.register_parameter("table" if at == 0 else "head", torch.nn.Parameter(found[name]))
-            elif at:
+    for name, chunk_index, is_here in ends:
+        if is_here:
+            module = chunks[chunk_index][0]
+            if name not in tensors:
+                tensors[name] = torch.zeros(sizes[name], dtype=dtype, device=place)
+                module.register_parameter("table" if chunk_index == 0 else "head", torch.nn.Parameter(tensors[name]))
+            elif chunk_index:
                 module.head = chunks[0][0].table
-            setattr(module, "table_first" if at == 0 else "head_first", boxes[name][0][0])
+            setattr(module, "table_first" if chunk_index == 0 else "head_first", boxes[name][0][0])
     for name, box in boxes.items():
-        if name not in found and elements(box):
-            raise ValueError(f"Megatron does not take the weight {name}")
-        if name in found and list(found[name].shape) != sizes[name]:
-            raise ValueError(f"Megatron has the weight {name} in another shape: {list(found[name].shape)}")
-        yield Shard(name, box, found[name] if name in found else torch.empty(sizes[name], dtype=dtype, device=place))
+        if name not in tensors and elements(box):
+            raise ValueError(f"Megatron does not support the weight {name}")
+        if name in tensors and list(tensors[name].shape) != sizes[name]:
+            raise ValueError(f"Megatron has the weight {name} in another shape: {list(tensors[name].shape)}")
+        yield Shard(
+            name, box, tensors[name] if name in tensors else torch.empty(sizes[name], dtype=dtype, device=place)
+        )
 
 
-def _stacked(named: dict[str, Any], owner: str, leaf: str) -> torch.Tensor:
-    """The parameters of a layer's experts, taken out of `named`, laid end to end: [experts, rows, columns]."""
+def _stack_experts(named: dict[str, Any], owner: str, leaf: str) -> torch.Tensor:
+    """Stack the parameters of a layer's experts: [experts, rows, columns].
+
+    They are removed from `named`.
+    """
     import torch
 
     own: list[torch.Tensor] = []
-    while (one := named.pop(f"{owner}.{len(own)}.{leaf}", None)) is not None:
-        own.append(one)
-    whole = torch.stack([p.detach() for p in own])
-    for parameter, part in zip(own, whole, strict=True):
+    while (expert_weight := named.pop(f"{owner}.{len(own)}.{leaf}", None)) is not None:
+        own.append(expert_weight)
+    stacked = torch.stack([weight.detach() for weight in own])
+    for parameter, part in zip(own, stacked, strict=True):
         parameter.data = part
-    return whole
+    return stacked

@@ -1,8 +1,8 @@
-"""Megatron-Core on a host's cores: torch.cuda answers for them, in the place where Ascend's transfer_to_npu lets it
-answer for an NPU.
+"""Megatron-Core on host cores: torch.cuda is patched to answer for the host.
 
-Invariant: outside of `answering` torch.cuda is what it was. Nothing here is used on a device that has kernels of its
-own.
+Ascend's transfer_to_npu patches it in the same place to answer for an NPU.
+Invariant: outside of `patch_torch_cuda` torch.cuda is unchanged. Nothing here is used on a device that has its own
+kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unittest import mock
 
 
 class _Nothing:
-    """A stream or an event: all has been done already."""
+    """A stream or event whose work is always done."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -28,23 +28,26 @@ class _Nothing:
         return None
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     return None
 
 
 @contextmanager
-def answering() -> Iterator[None]:
-    """Within, what asks torch.cuda for a device, a stream or memory gets the host's."""
+def patch_torch_cuda() -> Iterator[None]:
+    """Answer torch.cuda's queries for a device, a stream or memory with the host's."""
     import torch
-    from megatron.core.tensor_parallel import random  # which torch's compiler must see before torch.cuda is patched
+    from megatron.core.tensor_parallel import random  # torch's compiler must see it before torch.cuda is patched
     from megatron.core.transformer.moe import token_dispatcher
 
     zeros = torch.zeros
 
-    def on_host(*args: Any, device: Any = None, **given: Any) -> Any:
-        """The schedules count tokens in zeros on `cuda`; all else asks for the current device. A mode that looks at
-        every call of torch would take as long as small operators do."""
-        return zeros(*args, device="cpu" if str(device).startswith("cuda") else device, **given)
+    def make_zeros(*args: Any, device: Any = None, **options: Any) -> Any:
+        """Make zeros on the host where `cuda` is asked for.
+
+        The schedules count tokens in zeros on `cuda`; all other code asks for the current device. A mode that
+        intercepts every torch call would cost as much as small operators do.
+        """
+        return zeros(*args, device="cpu" if str(device).startswith("cuda") else device, **options)
 
     answers: dict[str, Any] = {
         "current_device": lambda: "cpu",
@@ -53,10 +56,10 @@ def answering() -> Iterator[None]:
         "stream": lambda *_: nullcontext(),
         "Stream": _Nothing,
         "Event": _Nothing,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
+        "synchronize": _do_nothing,
+        "empty_cache": _do_nothing,
         "is_current_stream_capturing": lambda: False,
-        "manual_seed": _nothing,  # nothing is drawn
+        "manual_seed": _do_nothing,  # nothing is drawn
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "FloatTensor": torch.FloatTensor,
     }
@@ -67,54 +70,59 @@ def answering() -> Iterator[None]:
     with (
         mock.patch.multiple(torch.cuda, **answers),
         mock.patch.multiple(random, **state),
-        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _moved),
+        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _convert_counts),
         mock.patch.multiple(torch.distributed, all_gather=_gather, reduce_scatter=_reduce),
-        mock.patch.object(torch, "zeros", on_host),
+        mock.patch.object(torch, "zeros", make_zeros),
     ):
         yield
 
 
-def _moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What counts tokens on their way to experts is on the host already, but not in the form that it takes there."""
+def _convert_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Convert token counts of experts, which are on the host already, to numpy."""
     return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
 
-def _gather(found: list[Any], own: Any, group: Any = None) -> None:
-    """Unlike gloo's, of tensors of any size."""
+def _gather(outputs: list[Any], own: Any, group: Any = None) -> None:
+    """Gather tensors of different sizes, which gloo's all_gather does not support."""
     from torch import distributed as dist
 
-    found[dist.get_rank(group)].copy_(own)
-    for i, part in enumerate(found):
+    outputs[dist.get_rank(group)].copy_(own)
+    for i, part in enumerate(outputs):
         dist.broadcast(part, group=group, group_src=i)
 
 
-def _reduce(found: Any, parts: list[Any], group: Any = None) -> None:
-    """Unlike gloo's, of tensors of any size."""
+def _reduce(output: Any, parts: list[Any], group: Any = None) -> None:
+    """Reduce and scatter tensors of different sizes, which gloo does not support."""
     from torch import distributed as dist
 
     for i, part in enumerate(parts):
-        total = part.clone()  # the sum takes its place
+        total = part.clone()  # the reduction is in place
         dist.reduce(total, group=group, group_dst=i)
         if i == dist.get_rank(group):
-            found.copy_(total)
+            output.copy_(total)
 
 
-def stages_apart() -> tuple[Any, Any]:
-    """Patches Megatron's messages between stages: gloo matches them by order, and where pp is 2 the stage before and
-    the one behind are the same rank; tags keep the two directions apart."""
+def make_stage_patches() -> tuple[Any, Any]:
+    """Make patches for Megatron's messages between stages.
+
+    Gloo matches messages by order, and with pp = 2 the previous and the next stage are the same rank. Tags
+    distinguish the two directions.
+    """
     import torch
     from megatron.core.pipeline_parallel import p2p_communication
     from torch import distributed as dist
 
-    def four(out_back: Any, in_back: Any, out_on: Any, in_on: Any, back: int, on: int, group: Any) -> list[Any]:
-        made = []
-        for tensor, rank, tag in ((in_back, back, 2), (in_on, on, 1)):
-            made += [dist.irecv(tensor, rank, group=group, tag=tag)] if tensor is not None else []
-        for tensor, rank, tag in ((out_back, back, 1), (out_on, on, 2)):
-            made += [dist.isend(tensor, rank, group=group, tag=tag)] if tensor is not None else []
-        return made
+    def exchange_tensors(
+        send_prev: Any, recv_prev: Any, send_next: Any, recv_next: Any, prev_rank: int, next_rank: int, group: Any
+    ) -> list[Any]:
+        requests = []
+        for tensor, rank, tag in ((recv_prev, prev_rank, 2), (recv_next, next_rank, 1)):
+            requests += [dist.irecv(tensor, rank, group=group, tag=tag)] if tensor is not None else []
+        for tensor, rank, tag in ((send_prev, prev_rank, 1), (send_next, next_rank, 2)):
+            requests += [dist.isend(tensor, rank, group=group, tag=tag)] if tensor is not None else []
+        return requests
 
-    def batched(
+    def exchange_batched(
         *,
         tensor_send_prev: Any,
         tensor_recv_prev: Any,
@@ -124,19 +132,23 @@ def stages_apart() -> tuple[Any, Any]:
         prev_pipeline_rank: int,
         next_pipeline_rank: int,
     ) -> list[Any]:
-        ends = (tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next)
-        return four(*ends, prev_pipeline_rank, next_pipeline_rank, group)
+        tensors = (tensor_send_prev, tensor_recv_prev, tensor_send_next, tensor_recv_next)
+        return exchange_tensors(*tensors, prev_pipeline_rank, next_pipeline_rank, group)
 
-    def shapes(
+    def exchange_shapes(
         self: Any, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Any, Any]:
-        into = [torch.empty(3, dtype=torch.int64) if wanted else None for wanted in (recv_prev, recv_next)]
-        out = [None if t is None else torch.tensor(t.shape) for t in (tensor_send_prev, tensor_send_next)]
-        for work in four(out[0], into[0], out[1], into[1], self.prev_rank, self.next_rank, self.pp_group):
-            work.wait()
-        back, on = ([0, 0, 0] if t is None else t.tolist() for t in into)
-        return back, on
+        received = [torch.empty(3, dtype=torch.int64) if wanted else None for wanted in (recv_prev, recv_next)]
+        sent = [
+            None if tensor is None else torch.tensor(tensor.shape) for tensor in (tensor_send_prev, tensor_send_next)
+        ]
+        for request in exchange_tensors(
+            sent[0], received[0], sent[1], received[1], self.prev_rank, self.next_rank, self.pp_group
+        ):
+            request.wait()
+        prev_shape, next_shape = ([0, 0, 0] if tensor is None else tensor.tolist() for tensor in received)
+        return prev_shape, next_shape
 
-    return mock.patch.multiple(p2p_communication, _batched_p2p_ops=batched), mock.patch.object(
-        p2p_communication.P2PCommunicator, "_communicate_shapes", shapes
+    return mock.patch.multiple(p2p_communication, _batched_p2p_ops=exchange_batched), mock.patch.object(
+        p2p_communication.P2PCommunicator, "_communicate_shapes", exchange_shapes
     )

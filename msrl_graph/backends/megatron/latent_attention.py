@@ -1,8 +1,10 @@
-"""What sets DeepSeek-V3 apart in Megatron-Core's modules: latent attention (arXiv:2405.04434) over the nodes of a tree
-(prefix_tree.py), and routers whose scores are corrected (arXiv:2412.19437).
+"""DeepSeek-V3 in Megatron-Core's modules.
 
-Invariant: what goes down to the latents is whole on each rank of tp, which it gives its own part of the tokens; of what
-comes up from them a rank has its heads. Megatron's own would divide both, and turn keys by their place in a row.
+It has latent attention (arXiv:2405.04434) over the nodes of a tree (prefix_tree.py), and routers with corrected
+scores (arXiv:2412.19437).
+Invariant: projections down to the latents are whole on each tp rank, which applies them to its own part of the
+tokens. Of the projections up from them a rank has its heads. Megatron's own modules would shard both, and rotate keys
+by their position in a row.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from ...model.architecture import ExpertSizes, Latent, Model
 if TYPE_CHECKING:
     import torch
 
-# Our names within a layer, by Megatron's, where attention is latent.
+# This package's names within a layer, by Megatron's, for latent attention.
 NAMES = {
     "self_attention.linear_q_proj": ("self_attn.q_proj",),
     "self_attention.linear_q_down_proj": ("self_attn.q_a_proj",),
@@ -26,8 +28,8 @@ NAMES = {
 }
 
 
-def sizes(latent: Latent) -> dict[str, Any]:
-    """What Megatron's config says of it. Positions are none of its business: angles come with the nodes."""
+def make_size_options(latent: Latent) -> dict[str, Any]:
+    """Return the sizes for Megatron's config; rotary angles come with the nodes."""
     return {
         "q_lora_rank": latent.q_rank or None,
         "kv_lora_rank": latent.kv_rank,
@@ -38,33 +40,39 @@ def sizes(latent: Latent) -> dict[str, Any]:
     }
 
 
-def router(experts: ExpertSizes, stated: Any) -> dict[str, Any]:
-    """What Megatron's config says of a router by sigmoids, as `stated`, transformers' config, has it. Raises
-    ValueError: Megatron has no such one."""
-    if not stated.norm_topk_prob or experts.active == 1:
+def make_router_options(experts: ExpertSizes, hf_config: Any) -> dict[str, Any]:
+    """Return the options of Megatron's config for transformers' sigmoid router.
+
+    Raises ValueError if Megatron has no such router.
+    """
+    if not hf_config.norm_topk_prob or experts.active == 1:
         raise ValueError(
-            "Megatron divides the weights of a token's experts by their sum where it has several, and only there; this "
-            "model (`norm_topk_prob`, `num_experts_per_tok`) does not: use `fsdp`"
+            "Megatron normalizes the weights of a token's experts if it has several, and only then; this model "
+            "does not (`norm_topk_prob`, `num_experts_per_tok`): use `fsdp`"
         )
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_scaling_factor": stated.routed_scaling_factor,
+        "moe_router_topk_scaling_factor": hf_config.routed_scaling_factor,
         "moe_router_dtype": "fp32",
     }
-    if stated.topk_group < stated.n_group:
-        if (best := experts.active // stated.topk_group) != 2:
+    if hf_config.topk_group < hf_config.n_group:
+        if (best := experts.active // hf_config.topk_group) != 2:
             raise ValueError(
-                f"Megatron judges a group of experts by its best {best} (`num_experts_per_tok` over `topk_group`), and "
+                f"Megatron scores a group of experts by its best {best} (`num_experts_per_tok` over `topk_group`), but "
                 "this model by its best 2: use `fsdp`"
             )
-        found |= {"moe_router_num_groups": stated.n_group, "moe_router_group_topk": stated.topk_group}
-    return found
+        options |= {"moe_router_num_groups": hf_config.n_group, "moe_router_group_topk": hf_config.topk_group}
+    return options
 
 
-def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, groups: Any, place: Any) -> None:
-    """Makes a layer's `attention`, as Megatron specifies it, the one of `theirs`, the module of transformers; `norm` is
-    the class of norms."""
+def specify(
+    attention: Any, model: Model, latent: Latent, hf_attention: Any, norm: Any, groups: Any, place: Any
+) -> None:
+    """Make a layer's attention spec compute what transformers' `hf_attention` does.
+
+    `attention` is Megatron's spec, which is changed in place; `norm` is the class of norms.
+    """
     import torch
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -75,15 +83,15 @@ def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, gr
     rope = latent.rope
     value = latent.value
     tp = groups.tp
-    turned = modeling.apply_rotary_pos_emb
-    if theirs.config.rope_interleave:
-        turned = modeling.apply_rotary_pos_emb_interleave
+    rotate = modeling.apply_rotary_pos_emb
+    if hf_attention.config.rope_interleave:
+        rotate = modeling.apply_rotary_pos_emb_interleave
 
     class LatentNorm(norm):  # type: ignore[misc]
-        """Of latents, whose epsilon is no other norm's."""
+        """Norm of latents, which has an epsilon of its own."""
 
         def __init__(self, config: Any, hidden_size: int, **_: Any) -> None:
-            super().__init__(config, hidden_size, theirs.kv_a_layernorm.variance_epsilon)
+            super().__init__(config, hidden_size, hf_attention.kv_a_layernorm.variance_epsilon)
 
     class Down(torch.nn.Linear):
         def __init__(self, size: int, config: Any) -> None:
@@ -93,7 +101,7 @@ def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, gr
             return super().forward(states), None
 
     class Columns(ColumnParallelLinear):  # type: ignore[misc]
-        """Where Megatron names no group."""
+        """Column-parallel linear layer for calls where Megatron passes no group."""
 
         def __init__(self, *sizes: int, **more: Any) -> None:
             super().__init__(*sizes, **{**more, "tp_group": tp})
@@ -110,31 +118,35 @@ def put(attention: Any, model: Model, latent: Latent, theirs: Any, norm: Any, gr
             hidden_states: torch.Tensor,
             key_value_states: Any = None,
             position_ids: Any = None,
-            packed_seq_params: Any = None,  # our nodes
+            packed_seq_params: Any = None,  # this package's nodes
             inference_context: Any = None,
             **_: Any,
         ) -> tuple[Any, ...]:
             if latent.q_rank:
-                both, _none = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)[0]))
+                query_states, _none = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)[0]))
             else:
-                both, _none = self.linear_q_proj(hidden_states)
+                query_states, _none = self.linear_q_proj(hidden_states)
             down, key = torch.split(self.linear_kv_down_proj(hidden_states)[0], [latent.kv_rank, rope], -1)
             if self.config.sequence_parallel:
                 key = mappings.gather_from_sequence_parallel_region(key, group=tp)
             up, _none = self.linear_kv_up_proj(self.kv_layernorm(down))
 
             def heads(states: torch.Tensor, size: int) -> torch.Tensor:
-                """[1, heads, nodes, size], as transformers turns them."""
+                """Reshape to [1, heads, nodes, size], as transformers rotates them."""
                 return states.reshape(1, states.shape[0], -1, size).transpose(1, 2)
 
-            query = heads(both, nope + rope)
+            query = heads(query_states, nope + rope)
             keys = heads(up, nope + value)
-            ahead, turning = torch.split(query, [nope, rope], -1)
-            turning, one = turned(turning, heads(key, rope), *packed_seq_params.angles)
-            own, values = torch.split(keys, [nope, value], -1)
-            found = torch.cat([ahead, turning], -1), torch.cat([own, one.expand(-1, own.shape[1], -1, -1)], -1), values
-            # [nodes, 1, heads, size], as Megatron takes them, and the latents, which nobody asks for here.
-            return *(x.permute(2, 0, 1, 3) for x in found), None, None
+            query_nope, query_rope = torch.split(query, [nope, rope], -1)
+            query_rope, key_rope = rotate(query_rope, heads(key, rope), *packed_seq_params.angles)
+            key_nope, values = torch.split(keys, [nope, value], -1)
+            query_key_value = (
+                torch.cat([query_nope, query_rope], -1),
+                torch.cat([key_nope, key_rope.expand(-1, key_nope.shape[1], -1, -1)], -1),
+                values,
+            )
+            # Megatron expects [nodes, 1, heads, size], and the latents, which nothing uses here.
+            return *(tensor.permute(2, 0, 1, 3) for tensor in query_key_value), None, None
 
     attention.module = LatentAttention
     attention.submodules.q_layernorm = attention.submodules.kv_layernorm = LatentNorm

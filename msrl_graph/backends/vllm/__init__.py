@@ -1,2 +1,5 @@
-"""vLLM as an engine: the engine (engine.py), vLLM's scheduler and model in a rank (core.py), and what it gives back
-while others compute (memory.py)."""
+"""vLLM as an engine.
+
+The package has the engine (engine.py), vLLM's scheduler and model on a rank (core.py), and the memory that it
+releases while others compute (memory.py).
+"""

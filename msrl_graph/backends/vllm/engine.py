@@ -1,10 +1,9 @@
 """Generation by vLLM in the rank's own process (vllm-ascend on Ascend).
 
-Invariant: the shards are views into vLLM's own parameters, so that resharding fills them box by box; parameters and
-cache have memory only between `allocate` and `release`. Tokens are drawn by generation/sampling.py, not by vLLM: what
-is drawn for a row is what the light engine draws, but for the rounding of logits.
-
-On npu it has never run: none was at hand.
+Invariant: the shards are views into vLLM's own parameters, so that resharding fills them box by box. Parameters and
+cache have memory only between `allocate` and `release`. Tokens are drawn by generation/sampling.py, not by vLLM, so a
+row gets what the light engine draws, up to the rounding of logits.
+It has never run on an NPU, because none was available.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from .core import (
     Replica,
     SampledBatch,
     TokenSampler,
-    as_stated,
-    block,
+    apply_model_settings,
+    block_size,
+    build_core,
     cache_elements,
-    cached,
-    core,
-    settle,
-    stepped,
-    views,
+    count_sequences_and_blocks,
+    count_step_tokens,
+    make_shards,
+    repack_weights,
 )
 from .memory import EngineMemory, ResizedMemory, SleepingMemory
 
@@ -51,45 +50,48 @@ if TYPE_CHECKING:
 
 def _lints(situation: Situation) -> Iterator[Lint]:
     if not situation.device.is_host and "vllm" in situation.beside:
-        message = "two generations by vllm on the same devices: its allocator sleeps for one engine a process"
-        yield Lint(message, "put one of them `apart`, or on devices of its own")
+        message = "two vllm generations share devices, but vLLM's sleep mode supports one engine per process"
+        yield Lint(message, "place one of them `apart`, or on its own devices")
 
 
 def _settings(situation: Situation) -> Iterator[Setting]:
     if not situation.device.plugin:
         return
-    lie = "weights are written in place, and lie as they are sent"
-    yield Setting("VLLM_ASCEND_ENABLE_NZ", "0", lie, "vllm-ascend, worker/worker.py", fails="[^0].*")
-    graph = "no graph is captured with level 2"
-    yield Setting("TASK_QUEUE_ENABLE", "1", graph, "verl, perf_tuning_on_ascend.rst", fails="2")
-    waits = "graphs cannot be captured where each launch is waited for"
-    yield Setting("ASCEND_LAUNCH_BLOCKING", "0", waits, "vllm-ascend, platform.py", fails="1")
-    # The allocator of a vLLM that sleeps is a pool of its own, which segments that grow are not in.
-    sleeps = "what sleeps gives its memory back"
-    grows = ".*expandable_segments *: *True.*"
+    in_place = "weights are written in place, in the layout of the transfer"
+    yield Setting("VLLM_ASCEND_ENABLE_NZ", "0", in_place, "vllm-ascend, worker/worker.py", fails="[^0].*")
+    capture = "no graph is captured with level 2"
+    yield Setting("TASK_QUEUE_ENABLE", "1", capture, "verl, perf_tuning_on_ascend.rst", fails="2")
+    blocking = "graphs cannot be captured with blocking launches"
+    yield Setting("ASCEND_LAUNCH_BLOCKING", "0", blocking, "vllm-ascend, platform.py", fails="1")
+    # The allocator of a sleeping vLLM is a pool of its own, which does not contain expandable segments.
+    freeing = "sleep mode must release memory"
+    expandable = ".*expandable_segments *: *True.*"
     yield Setting(
-        "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", sleeps, "Ascend/pytorch, issue 166", fails=grows
+        "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", freeing, "Ascend/pytorch, issue 166", fails=expandable
     )
 
 
 def _peaks(verb: str, work: Workload) -> Moments:
-    """The cache has whole blocks. vLLM has logits in float32 too; some at a time are drawn from in float64: their
-    exponentials, the sums of these, and what is sorted."""
+    """Return the moments of a generation.
+
+    The cache consists of whole blocks. vLLM also has the logits in float32. Tokens are drawn in float64 from some
+    rows at a time: exponentials, their sums, and what is sorted.
+    """
     model = work.model
     layout = work.layout
-    sequences, _ = cached(work)
-    tokens = stepped(work)
+    sequences, _ = count_sequences_and_blocks(work)
+    tokens = count_step_tokens(work)
     heads = -(-model.heads // layout.tp) * model.head_dim
-    # The residual, before and after, the states in and out; of the other half both products, as one, what becomes of
-    # the first, and their product, or of experts two workspaces (TritonExperts.workspace_shapes; the kernel for the CPU
-    # keeps such to itself).
+    # The residual, before and after, and the states in and out. In the feed-forward half both products as one, the
+    # activation of the first, and their product; with experts two workspaces (TritonExperts.workspace_shapes; the CPU
+    # kernel allocates its own).
     half = 4 * -(-model.intermediate // layout.tp)
-    if found := model.experts:
-        inner = -(-found.intermediate // layout.etp)
-        spaces = found.active * (max(inner, model.hidden) + max(2 * inner, model.hidden)) + found.number
-        half = max(spaces + 4 * -(-found.shared // layout.tp), half * bool(found.first))
-    met = 4 * heads if model.latent else heads + 2 * model.kv_elements
-    inside = 4 * model.hidden + max(met, half)
+    if experts := model.experts:
+        inner = -(-experts.intermediate // layout.etp)
+        spaces = experts.active * (max(inner, model.hidden) + max(2 * inner, model.hidden)) + experts.number
+        half = max(spaces + 4 * -(-experts.shared // layout.tp), half * bool(experts.first))
+    attention = 4 * heads if model.latent else heads + 2 * model.kv_elements
+    inside = 4 * model.hidden + max(attention, half)
     logits = sequences * model.vocabulary
     item = BYTES[work.dtype]
     drawn = min(logits, max(DRAWN, model.vocabulary))
@@ -101,25 +103,28 @@ def _peaks(verb: str, work: Workload) -> Moments:
 
 
 def _cache(work: Workload) -> dict[str, int]:
-    _, blocks = cached(work)
-    return {"KV cache": blocks * block(work) * cache_elements(work) * BYTES[work.dtype]}
+    _, blocks = count_sequences_and_blocks(work)
+    return {"KV cache": blocks * block_size(work) * cache_elements(work) * BYTES[work.dtype]}
 
 
 def _building(work: Workload) -> dict[str, int]:
-    """The whole cache, and room for prompts that come as embeddings."""
-    return _cache(work) | {"embedded prompts": stepped(work) * work.model.hidden * BYTES[work.dtype]}
+    """Return the whole cache, and buffers for prompts that come as embeddings."""
+    return _cache(work) | {"embedded prompts": count_step_tokens(work) * work.model.hidden * BYTES[work.dtype]}
 
 
-# What is taken beside operators, in operators that take as long, by processor time: in a layer by vLLM's own kernels
-# (models of 2 and 6 layers), by the scheduler in a step for each sequence, and for each that begins, its end among it
-# (256 sequences and 4, 9 steps and one, on 2 layers). A step's own part is nothing: its operators are small ones.
+# Cost besides operators, in operators that take as long, by processor time: of vLLM's own kernels in a layer (models
+# of 2 and 6 layers), and of the scheduler for each sequence in a step and for each that begins, including its end
+# (256 sequences and 4, 9 steps and one, on 2 layers). A step itself costs nothing more: its operators are small.
 KERNELS = 16
 SCHEDULED = 3.3
 BEGUN = 13
 
 
 def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Counted by torch's profiler on Qwen2 models of 2 and 6 layers; the drawing of a token is part of it."""
+    """Return operator counts, including the draw of a token.
+
+    Counted by torch's profiler on Qwen2 models of 2 and 6 layers.
+    """
     return OperatorCalls(46 + KERNELS, 156 + 17 * (layout.tp > 1), BEGUN if act == "prefill" else SCHEDULED)
 
 
@@ -135,7 +140,7 @@ SPEC = EngineSpec(
     spread=expert_placement.VLLM,
     packs_experts=True,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
-    off_host=("ep",),  # the kernel for the CPU does not know whose experts are whose, and ends the process
+    off_host=("ep",),  # the CPU kernel does not know the owners of experts, and kills the process
     needs=("vllm",),
     own_groups=True,
     groups=lambda layout: (layout.tp > 1) + (layout.pp > 1) + (layout.ep > 1),
@@ -163,7 +168,7 @@ class VllmEngine:
         with self.replica.as_world():
             group = self.replica.group
             self.generation.group = group if placement.layout.tp * placement.layout.pp > 1 else None
-            self.core = core(weights.model, weights.work, devices, group, self.generation)
+            self.core = build_core(weights.model, weights.work, devices, group, self.generation)
         worker = self.core.model_executor.driver_worker.worker
         runner = worker.model_runner
         kind = devices.device.kind
@@ -171,18 +176,18 @@ class VllmEngine:
             ResizedMemory(runner, placement.layout.pp) if kind.is_host else SleepingMemory(worker)
         )
         side = SPEC.side(placement.layout)
-        boxes = {t.name: shard(t, side, devices.rank) for t in weights.model.tensors}
+        boxes = {tensor.name: shard(tensor, side, devices.rank) for tensor in weights.model.tensors}
         named = dict(runner.model.named_parameters())
         for parameter in named.values():
             parameter.requires_grad_(False)
-        as_stated(runner.model, kind.is_host)
-        # What no run changes, of this stage: it sleeps with the rest.
+        apply_model_settings(runner.model, kind.is_host)
+        # This stage's tensors that no run changes; they sleep with the rest.
         fixed = hf_modules.fixed(weights.model)
         self._fixed = [(named.pop(name), value) for name, value in fixed.items() if name in named]
         fused = getattr(runner.model, "packed_modules_mapping", {})
-        self._shards = list(views(boxes, named, fused, turned=bool(kind.plugin)))
-        # What pads the vocabulary, or a rank's part of experts: nothing fills it.
-        padded = [t.name for t in weights.model.tensors if t.padded and t.name in named]
+        self._shards = list(make_shards(boxes, named, fused, turned=bool(kind.plugin)))
+        # Padding of the vocabulary, or of a rank's experts, which nothing fills.
+        padded = [tensor.name for tensor in weights.model.tensors if tensor.padded and tensor.name in named]
         self._padding = [named[name][boxes[name][0][1] - boxes[name][0][0] :] for name in padded]
         self._padding += [parameter for parameter in dict.fromkeys(named.values()) if parameter.ndim == 3]
         self.module = runner.model
@@ -201,12 +206,12 @@ class VllmEngine:
         return self._shards
 
     def filled(self) -> None:
-        settle(self.module, self.runner.model_config.dtype, self.turned)
+        repack_weights(self.module, self.runner.model_config.dtype, self.turned)
         self._forget_prefixes()
 
     def _forget_prefixes(self) -> None:
         if not self.core.reset_prefix_cache():
-            raise RuntimeError("a generation is under way")
+            raise RuntimeError("cannot reset the prefix cache while a generation is running")
 
     def release(self) -> None:
         self._forget_prefixes()
@@ -223,46 +228,46 @@ class VllmEngine:
         import numpy as np
 
         begun = np.zeros(len(keys), np.int64) if begun is None else begun
-        if stretch:  # of what is under way the whole blocks of the cache are still there
+        if stretch:  # whole cache blocks of running responses are still valid
             stops = load_stops(self.model.path, sampling.stop) if sampling.stop else None
             yield from generate_in_segments(self.generate, prompts, keys, sampling, begun, stretch, stops)
             return
 
         self._memory.cache()
-        each = len(keys) // len(prompts)
+        samples_per_prompt = len(keys) // len(prompts)
         room = sampling.max_tokens - begun
         drawn = self.generation.call = SampledBatch(keys, begun, room, sampling)
-        self._prompts = [prompts[i // each] for i in range(len(keys))]
+        self._prompts = [prompts[i // samples_per_prompt] for i in range(len(keys))]
         self._params: dict[int, SamplingParams] = {}
         self._running: set[str] = set()
         self._numbers = count()
-        alike: dict[bytes, list[int]] = {}
+        rows_by_prompt: dict[bytes, list[int]] = {}
         for i, prompt in enumerate(self._prompts):
-            alike.setdefault(prompt.tobytes(), []).append(i)
+            rows_by_prompt.setdefault(prompt.tobytes(), []).append(i)
         try:
-            with self._at_work():
-                for some in alike.values():
-                    self._add(np.array(some))
+            with self._activate():
+                for rows in rows_by_prompt.values():
+                    self._add_request(np.array(rows))
             while self._running:
-                with self._at_work():
+                with self._activate():
                     ended = self._step()
                 for i in ended.tolist():
                     end = drawn.lengths[i]
                     yield Response(i, drawn.tokens[i, :end].copy(), drawn.logps[i, :end].copy())
         finally:
-            with self._at_work():
-                self.core.abort_requests(list(self._running))  # none, unless a step raised or no more was asked for
+            with self._activate():
+                self.core.abort_requests(list(self._running))  # none, unless a step raised or the caller stopped
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        """Not while others compute between two steps."""
+    def _activate(self) -> Iterator[None]:
+        """Enter vLLM's groups for one step; other code computes between steps."""
         import torch
 
-        with torch.inference_mode(), self.replica.shown():
+        with torch.inference_mode(), self.replica.activate():
             yield
 
-    def _add(self, rows: NDArray[np.int64]) -> None:
-        """A request for rows that have the same tokens so far."""
+    def _add_request(self, rows: NDArray[np.int64]) -> None:
+        """Add a request for rows that have the same tokens so far."""
         import numpy as np
         from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
@@ -273,8 +278,8 @@ class VllmEngine:
         tokens = np.concatenate([self._prompts[rows[0]], drawn.tokens[rows[0], :length]])
         room = int(drawn.room[rows].max()) - length
         if len(tokens) + room > self.longest:
-            what = f"a prompt of {len(tokens)} tokens and {room} more"
-            raise ValueError(f"{what} are over the {self.longest} that it was built for")
+            request_size = f"a prompt of {len(tokens)} tokens and {room} more"
+            raise ValueError(f"{request_size} exceed the {self.longest} that the engine was built for")
         if room not in self._params:
             self._params[room] = SamplingParams(
                 temperature=0.0,
@@ -283,7 +288,7 @@ class VllmEngine:
                 ignore_eos=True,
                 detokenize=False,
             )
-        params = copy(self._params[room])  # which takes less than to make one
+        params = copy(self._params[room])  # cheaper than a new one
         params.extra_args = {"number": number}
         request = EngineCoreRequest(
             request_id=str(number),
@@ -296,50 +301,56 @@ class VllmEngine:
             cache_salt=None,
             data_parallel_rank=None,
         )
-        drawn.alike[number] = rows
+        drawn.rows_by_request[number] = rows
         self._running.add(request.request_id)
         self.core.add_request(*self.core.preprocess_add_request(request))
 
     def _step(self) -> NDArray[np.int64]:
-        """Computes one more token of the requests that the scheduler chooses: the rows that end with it. Rows of a
-        request that draw another token than the one that it goes on with get a request of their own, whose cache begins
-        with the whole blocks that they share; a request without rows ends."""
+        """Compute one more token of the requests that the scheduler chooses.
+
+        Return the rows that end with it. Rows that draw another token than the one with which their request continues
+        get a new request, whose cache starts with the whole blocks that they share. A request without rows ends.
+        """
         import numpy as np
 
         drawn = self.generation.call
-        found, ran = self.core.step_fn()
-        self.core.post_step(ran)
-        outputs = [o for o in (found[0].outputs if found and 0 in found else ()) if o.new_token_ids]
+        results, executed = self.core.step_fn()
+        self.core.post_step(executed)
+        outputs = [
+            output for output in (results[0].outputs if results and 0 in results else ()) if output.new_token_ids
+        ]
         if not outputs:
             return np.zeros(0, np.int64)
-        numbers = [int(o.request_id) for o in outputs]
-        rows, of = drawn.each(numbers)
+        numbers = [int(output.request_id) for output in outputs]
+        rows, request_index = drawn.expand_requests(numbers)
         drawn.lengths[rows] += 1
         tokens = drawn.tokens[rows, drawn.lengths[rows] - 1].astype(np.int64)
-        going = drawn.going(rows, tokens, drawn.lengths[rows])
+        continuing = drawn.find_continuing(rows, tokens, drawn.lengths[rows])
         if strings := drawn.sampling.stop:
             texts = [
                 join_response(self._prompts[i], drawn.joined[i], drawn.tokens[i, : drawn.lengths[i]])
-                for i in rows[going]
+                for i in rows[continuing]
             ]
-            going[going] = ~load_stops(self.model.path, strings)(texts)
-        over: NDArray[np.int64] = rows[~going]
-        rows = rows[going]
-        of = of[going]
-        tokens = tokens[going]
-        order = np.lexsort((tokens, of))
-        parts = np.flatnonzero(np.diff(of[order]) | np.diff(tokens[order])) + 1
-        left = set(numbers)
-        for same in np.split(order, parts) if len(order) else ():
-            one = of[same[0]]
-            if tokens[same[0]] == outputs[one].new_token_ids[-1]:
-                drawn.alike[numbers[one]] = rows[same]
-                left.remove(numbers[one])
+            continuing[continuing] = ~load_stops(self.model.path, strings)(texts)
+        ended_rows: NDArray[np.int64] = rows[~continuing]
+        rows = rows[continuing]
+        request_index = request_index[continuing]
+        tokens = tokens[continuing]
+        order = np.lexsort((tokens, request_index))
+        parts = np.flatnonzero(np.diff(request_index[order]) | np.diff(tokens[order])) + 1
+        without_rows = set(numbers)
+        for group in np.split(order, parts) if len(order) else ():
+            request = request_index[group[0]]
+            if tokens[group[0]] == outputs[request].new_token_ids[-1]:
+                drawn.rows_by_request[numbers[request]] = rows[group]
+                without_rows.remove(numbers[request])
             else:
-                self._add(rows[same])
-        ended = {str(number) for number in left}
+                self._add_request(rows[group])
+        ended = {str(number) for number in without_rows}
         self._running -= ended
-        self.core.abort_requests([o.request_id for o in outputs if o.finish_reason is None and o.request_id in ended])
-        for number in left:
-            del drawn.alike[number]
-        return over
+        self.core.abort_requests(
+            [output.request_id for output in outputs if output.finish_reason is None and output.request_id in ended]
+        )
+        for number in without_rows:
+            del drawn.rows_by_request[number]
+        return ended_rows

@@ -1,10 +1,10 @@
-"""What an engine of vLLM gives back while others compute, its weights and its cache, and how it gets them again.
+"""Memory of a vLLM engine: release of its weights and cache, and reallocation.
 
-Invariant: a parameter is the same object at the same address whenever it has memory, so that views into it hold, and
-graphs that were captured. What it held is lost. On a host's cores storages are resized; on devices vLLM sleeps (level
-2: nothing is kept), whose allocator maps other memory to the same addresses. The order is that of vLLM's and
-vllm-ascend's workers: asleep, weights, cache, and asleep again; a worker that sleeps twice would give back what it no
-longer has. vLLM's has slept so on an H100, vllm-ascend's never.
+Invariant: a parameter is the same object at the same address whenever it has memory, so views into it and captured
+graphs stay valid. Its contents are lost. On host cores storages are resized. On devices vLLM sleeps (level 2: nothing
+is kept), and its allocator maps other memory to the same addresses.
+The order is that of vLLM's and vllm-ascend's workers: asleep, weights, cache, asleep again. A worker that sleeps
+twice would release memory that it no longer has. vLLM's sleep has run on an H100, vllm-ascend's never.
 """
 
 from __future__ import annotations
@@ -20,42 +20,46 @@ if TYPE_CHECKING:
 
 class EngineMemory(Protocol):
     def weights(self) -> None:
-        """Parameters have memory; what is in it means nothing."""
+        """Allocate the parameters; their contents are undefined."""
 
     def cache(self) -> None:
-        """The cache has memory, empty."""
+        """Allocate an empty cache."""
 
     def give(self) -> None:
-        """Gives back what there is of both."""
+        """Release whatever is allocated of both."""
 
 
-def forget(runner: Any) -> None:
-    """Gives back what vLLM has for prompts that come as embeddings, which none does: as large as a step's hidden
-    states."""
-    for unread in {id(t): t for t in (runner.inputs_embeds.cpu, runner.inputs_embeds.gpu)}.values():
-        release(unread)
+def release_embedding_buffers(runner: Any) -> None:
+    """Release vLLM's buffers for prompts given as embeddings, which are never used.
+
+    They are as large as a step's hidden states.
+    """
+    for unused in {id(tensor): tensor for tensor in (runner.inputs_embeds.cpu, runner.inputs_embeds.gpu)}.values():
+        release(unused)
 
 
 def clear(cache: torch.Tensor) -> None:
-    """What kernels read beyond a sequence's end must be numbers."""
+    """Zero a cache: kernels read beyond a sequence's end, where no NaN may be."""
     content(cache.untyped_storage()).zero_()
 
 
 class ResizedMemory:
-    """On a host's cores, where vLLM does not sleep."""
+    """Memory on host cores, where vLLM does not sleep."""
 
     def __init__(self, runner: Any, stages: int) -> None:
         self._parameters = list(runner.model.parameters())
         if runner.intermediate_tensors is None and stages > 1:
-            # A stage's input, which vLLM makes room for when it warms up; on the CPU it does not.
+            # A stage's input. vLLM allocates it in its warm-up, but not on the CPU.
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 runner.max_num_tokens, runner.model_config.dtype, runner.device
             )
-        forget(runner)
-        passed = runner.intermediate_tensors.tensors.values() if runner.intermediate_tensors is not None else ()
-        # Layers may share one memory.
-        self._caches = list({c.untyped_storage().data_ptr(): c for c in (*runner.kv_caches, *passed)}.values())
-        self._sizes = {id(t): t.untyped_storage().nbytes() for t in (*self._parameters, *self._caches)}
+        release_embedding_buffers(runner)
+        stage_inputs = runner.intermediate_tensors.tensors.values() if runner.intermediate_tensors is not None else ()
+        # Layers may share memory.
+        self._caches = list(
+            {cache.untyped_storage().data_ptr(): cache for cache in (*runner.kv_caches, *stage_inputs)}.values()
+        )
+        self._sizes = {id(tensor): tensor.untyped_storage().nbytes() for tensor in (*self._parameters, *self._caches)}
         self._open = True  # whether the caches have memory
 
     def weights(self) -> None:
@@ -76,13 +80,13 @@ class ResizedMemory:
 
 
 class SleepingMemory:
-    """On devices. `worker` is vLLM's, or of a plug-in of it."""
+    """Memory on devices. `worker` is vLLM's, or a plug-in's."""
 
     def __init__(self, worker: Any) -> None:
         from torch.utils._pytree import tree_leaves
 
         self._worker = worker
-        forget(worker.model_runner)
+        release_embedding_buffers(worker.model_runner)
         model: torch.nn.Module = worker.model_runner.model
         self._held = [
             (module, name, parameter)
@@ -90,14 +94,14 @@ class SleepingMemory:
             for name, parameter in module.named_parameters(recurse=False)
         ]
         self._loaded = [*model.parameters(), *model.buffers()]
-        self._caches: list[torch.Tensor] = tree_leaves(worker.model_runner.kv_caches)  # of some a layer has two
+        self._caches: list[torch.Tensor] = tree_leaves(worker.model_runner.kv_caches)  # some layers have two
         self._weights = self._cache = True  # whether they have memory
 
     def weights(self) -> None:
         if not self._weights:
             self._worker.wake_up(tags=["weights"])
             devices.wake(self._loaded)
-            # vllm-ascend turns experts as it wakes, for a load that does not follow here (its pull request 13012).
+            # vllm-ascend transposes experts on waking, for a load that does not follow here (its pull request 13012).
             for module, name, parameter in self._held:
                 setattr(module, name, parameter)
             self._weights = True
