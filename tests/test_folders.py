@@ -174,10 +174,13 @@ def quantized(header: dict[str, Any]) -> dict[str, Any]:
 
 
 WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
-    "activation": (config("hidden_act", "nosuch"), "has 'nosuch' for `hidden_act`, which is one of silu, swish, gelu"),
-    "theta": (config("rope_theta", {"base": 1}), "has {'base': 1} for `rope_theta`, which is a number above 0"),
-    "epsilon": (config("rms_norm_eps", "1e-6"), "has '1e-6' for `rms_norm_eps`, which is a number above 0"),
-    "negative": (config("hidden_size", -128), "has -128 for `hidden_size`, which is a whole number of 1 or more"),
+    "activation": (
+        config("hidden_act", "nosuch"),
+        "has 'nosuch' for `hidden_act`, which must be one of silu, swish, gelu",
+    ),
+    "theta": (config("rope_theta", {"base": 1}), "has {'base': 1} for `rope_theta`, which must be a number above 0"),
+    "epsilon": (config("rms_norm_eps", "1e-6"), "has '1e-6' for `rms_norm_eps`, which must be a number above 0"),
+    "negative": (config("hidden_size", -128), "has -128 for `hidden_size`, which must be a whole number of 1 or more"),
     "heads": (config("num_key_value_heads", 3), "has 3 key-value heads, which do not divide its 4 heads"),
     "stretched": (
         config("rope_parameters", {"rope_type": "linear"}),
@@ -185,10 +188,10 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "stretched twice": (
         config("rope_scaling", {"type": "yarn", "factor": 2.0}),
-        "has a `rope_scaling` that its `rope_parameters` differ from",
+        "has a `rope_scaling` that differs from its `rope_parameters`",
     ),
     "endless": (config("eos_token_id", 99), "has 99 for `eos_token_id`, beyond its vocabulary of 16"),
-    "another": (config("model_type", "llama"), "has 'llama' for its `model_type`, which is 'qwen2' there"),
+    "another": (config("model_type", "llama"), "but 'llama' for its `model_type`, which must be 'qwen2'"),
     "unknown": (
         config("architectures", ["MambaForCausalLM"]),
         "models of architecture `MambaForCausalLM` are not supported yet",

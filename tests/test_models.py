@@ -9,7 +9,7 @@ import pytest
 
 from msrl_graph import ProgramWarning, compile
 from msrl_graph.diagnostics import Fault, Span
-from msrl_graph.model.config import fields, judged
+from msrl_graph.model.config import fields, find_config_error
 from msrl_graph.model.models import load
 from msrl_graph.model.presets import PRESETS, tokenizer
 from msrl_graph.runtime.driver import preflight
@@ -148,7 +148,7 @@ def test_a_folder_beside_the_program_is_found_by_its_bare_name(tmp_path: Path) -
     (told,) = caught.value.diagnostics
     assert (told.message, told.help) == (
         "no model preset is called `model`",
-        'for the folder beside the program write `"./model"`',
+        'for the folder next to the program, write `"./model"`',
     )
 
 
@@ -236,13 +236,13 @@ def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> N
     [
         ("q_lora_rank", ..., "has no `q_lora_rank`"),
         ("n_group", None, "has no `n_group`"),
-        ("n_group", 3, "has 8 experts in 3 groups: a group has 2 or more, all as many"),
+        ("n_group", 3, "has 8 experts in 3 groups: groups must be equal, with 2 or more experts each"),
         ("n_group", 8, "has 8 experts in 8 groups"),
         ("topk_group", 3, "chooses 3 of 2 groups of experts"),
-        ("num_experts_per_tok", 5, "has 5 experts a token, and 4 to choose from"),
-        ("first_k_dense_replace", 2, "has 2 layers without experts, and 2 layers"),
-        ("num_key_value_heads", 2, "has 2 key-value heads: latent attention has one a head, 4"),
-        ("qk_rope_head_dim", 3, "turns 3 elements of a head: rotary positions take pairs"),
+        ("num_experts_per_tok", 5, "has 5 experts per token, but only 4 to choose from"),
+        ("first_k_dense_replace", 2, "has 2 layers without experts, but only 2 layers"),
+        ("num_key_value_heads", 2, "has 2 key-value heads: latent attention needs one for each of its 4 heads"),
+        ("qk_rope_head_dim", 3, "rotates 3 elements of a head, but rotary positions need pairs"),
         ("scoring_func", "softmax", "has 'softmax' for `scoring_func`: only `sigmoid` is supported yet"),
         ("topk_method", "greedy", "has 'greedy' for `topk_method`: only `noaux_tc` is supported yet"),
         ("moe_layer_freq", 2, "has 2 for `moe_layer_freq`: only `1` is supported yet"),
@@ -250,11 +250,11 @@ def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> N
 )
 def test_what_no_engine_could_make_of_latent_attention_or_groups(field: str, value: object, told: str) -> None:
     config = {**SMALL, **FAMILIES["DeepseekV3ForCausalLM"][1]}
-    assert judged(config, "deepseek_v3") is None
-    assert judged({**config, "q_lora_rank": None}, "deepseek_v3") is None
+    assert find_config_error(config, "deepseek_v3") is None
+    assert find_config_error({**config, "q_lora_rank": None}, "deepseek_v3") is None
     assert fields({**config, "q_lora_rank": None})["q_lora_rank"] is None, "null says that there is none"
     changed = {k: v for k, v in config.items() if k != field} if value is ... else {**config, field: value}
-    wrong = judged(changed, "deepseek_v3")
+    wrong = find_config_error(changed, "deepseek_v3")
     assert wrong is not None and told in wrong.message
 
 

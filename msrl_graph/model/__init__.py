@@ -1,1 +1,1 @@
-"""Models: sizes, tensors by name and shape, and what a folder of Hugging Face says of them."""
+"""Models: their sizes, their tensors by name and shape, and Hugging Face folders."""

@@ -1,6 +1,6 @@
 """A model's architecture: its sizes, and its tensors by name and shape.
 
-Invariant: plain data, of no particular weights; models.py makes them.
+Invariant: plain data, without particular weights. models.py builds it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,23 @@ CORRECTION = "e_score_correction_bias"
 
 
 def copied(tensor: Tensor) -> bool:
-    """Whether all ranks of tp have it, and each makes of its gradient what its own tokens give where sequences are
-    divided too (arXiv:2205.05198): all that is copied, but for a head of scores, which sees all tokens."""
+    """Return whether all tp ranks have a copy, with a gradient from their own tokens.
+
+    With sequence parallelism (arXiv:2205.05198) that is true of all copied tensors except a score head, which sees
+    all tokens.
+    """
     return tensor.tp_dim < 0 and tensor.name != HEAD
 
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """A layer's experts, of which a router picks `active` for each token; `shared`: the width of those that every token
-    passes; `first`: the first layer that has experts; `corrected`: a bias corrects the router's scores
-    (arXiv:2412.19437)."""
+    """The sizes of a layer's experts.
+
+    - `active`: experts that a router picks for each token.
+    - `shared`: the width of the experts that every token passes.
+    - `first`: the first layer that has experts.
+    - `corrected`: a bias corrects the router's scores (arXiv:2412.19437).
+    """
 
     number: int
     active: int
@@ -37,7 +44,10 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (arXiv:2405.04434): ranks of the latents (`q_rank` 0: none), and a head's parts."""
+    """Multi-head latent attention (arXiv:2405.04434).
+
+    The ranks of the latents, and the sizes of a head's parts. `q_rank` 0: queries have no latent.
+    """
 
     q_rank: int
     kv_rank: int
@@ -61,18 +71,20 @@ class Shape:
     qkv_bias: bool
     experts: ExpertSizes | None = None
     latent: Latent | None = None
-    scores: bool = False  # its head gives one number a token, not logits
+    scores: bool = False  # the head returns one number per token instead of logits
 
     @property
     def outputs(self) -> int:
-        """What the head gives of a token."""
+        """Return the size of the head's output for one token."""
         return 1 if self.scores else self.vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Shape):
-    """A model's architecture. `path` is the folder of its weights, empty for a preset; `family` one of
-    models.FAMILIES."""
+    """A model's architecture.
+
+    `path` is the folder of its weights, empty for a preset. `family` is one of models.FAMILIES.
+    """
 
     name: str
     path: str
@@ -83,13 +95,18 @@ class Model(Shape):
 
     @cached_property
     def fixed(self) -> tuple[Tensor, ...]:
-        """What belongs to the model and no run changes: the biases that correct its routers' scores. Each engine reads
-        them from the model's folder, whole and in float32, whatever the weights' type; they are never moved."""
+        """Return the tensors that no run changes: the biases of its routers' scores.
+
+        Each engine reads them from the model's folder, whole and in float32, whatever the weights' type. They are
+        never moved.
+        """
         if self.experts is None or not self.experts.corrected:
             return ()
         return tuple(
-            Tensor(f"model.layers.{i}.mlp.gate.{CORRECTION}", (self.experts.number,), layer=i, layers=self.layers)
-            for i in range(self.experts.first, self.layers)
+            Tensor(
+                f"model.layers.{layer}.mlp.gate.{CORRECTION}", (self.experts.number,), layer=layer, layers=self.layers
+            )
+            for layer in range(self.experts.first, self.layers)
         )
 
     @cached_property
@@ -98,43 +115,57 @@ class Model(Shape):
 
     @cached_property
     def norms_heads(self) -> bool:
-        """Whether queries and keys pass a norm of their own, head by head."""
-        return any(t.name.endswith(".q_norm.weight") for t in self.tensors)
+        """Return whether queries and keys have a norm of their own, head by head."""
+        return any(tensor.name.endswith(".q_norm.weight") for tensor in self.tensors)
 
     @cached_property
     def scoring(self) -> Model:
-        """The model with a head of one number in place of its logits: a value worker's, or a reward model's."""
+        """Return the model with a head of one number per token instead of logits.
+
+        It is the model of a value worker, or a reward model.
+        """
         head = Tensor(HEAD, (1, self.hidden), layer=self.layers, layers=self.layers)
-        body = tuple(t if not t.tied else replace(t, tied=False) for t in self.tensors if t.name != "lm_head.weight")
+        body = tuple(
+            tensor if not tensor.tied else replace(tensor, tied=False)
+            for tensor in self.tensors
+            if tensor.name != "lm_head.weight"
+        )
         return replace(self, tensors=(*body, head), tied=False, scores=True)
 
     @cached_property
     def parameters(self) -> int:
-        return sum(t.elements for t in (*self.tensors, *self.fixed))
+        return sum(tensor.elements for tensor in (*self.tensors, *self.fixed))
 
     @cached_property
     def largest(self) -> int:
-        """Elements of its largest tensor."""
-        return max((t.elements for t in self.tensors), default=0)
+        """Return the elements of its largest tensor."""
+        return max((tensor.elements for tensor in self.tensors), default=0)
 
     @cached_property
     def largest_read(self) -> int:
-        """Elements of the largest tensor of its files, where each expert has its own."""
-        return max((t.elements // (t.shape[0] if t.experts else 1) for t in self.tensors), default=0)
+        """Return the elements of the largest tensor in its files.
+
+        Files have one tensor per expert.
+        """
+        return max(
+            (tensor.elements // (tensor.shape[0] if tensor.experts else 1) for tensor in self.tensors), default=0
+        )
 
     @cached_property
     def active_parameters(self) -> int:
-        """Parameters that a token passes: of the experts, those that the router picks."""
-        routed = sum(t.elements for t in self.tensors if t.experts)
+        """Return the parameters that a token passes, with only the routed experts."""
+        routed = sum(tensor.elements for tensor in self.tensors if tensor.experts)
         return self.parameters - (routed - routed * self.experts.active // self.experts.number if self.experts else 0)
 
     @property
     def kv_elements(self) -> int:
-        """Elements of keys and values that a token leaves in one layer, all heads; of latent attention, the latent and
-        the rotary key."""
+        """Return the elements that a token leaves in one layer's cache, all heads.
+
+        Without latent attention these are keys and values, with it the latent and the rotary key.
+        """
         return self.latent.kv_rank + self.latent.rope if self.latent else 2 * self.kv_heads * self.head_dim
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values a token, over all layers and heads."""
+        """Return the bytes of keys and values per token, over all layers and heads."""
         return self.layers * self.kv_elements * (4 if self.dtype == "f32" else 2)

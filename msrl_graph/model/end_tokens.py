@@ -1,4 +1,4 @@
-"""The tokens that end a response, as the files of a model's folder name them."""
+"""The tokens that end a response, as a model's folder names them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 
 def read_end_tokens(folder: Path) -> tuple[list[int], str]:
-    """Return the ids that generation_config.json or else config.json names, and the tokenizer's `eos_token` ("": none).
+    """Return the ids that end a response, and the tokenizer's `eos_token` ("": none).
 
-    The `eos_token` counts where these two files name no id or several. Raises OSError and ValueError for a file that
-    cannot be read; a missing file names nothing.
+    The ids are those that generation_config.json or else config.json names. The `eos_token` counts where these two
+    files name no id or several. Raises OSError and ValueError for a file that cannot be read; a missing file names
+    nothing.
     """
     stated = (_read(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
     ids: int | list[int] = next((ids for ids in stated if ids is not None), [])

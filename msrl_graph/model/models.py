@@ -1,9 +1,11 @@
-"""Models: a preset (presets.py) or a folder with a Hugging Face config.json, as tensors by name and shape.
+"""Models as tensors by name and shape, from a preset or a Hugging Face folder.
 
-Invariant: what is here was counted from an architecture, never read from weights; the names are those of the
-safetensors files, the order is the model's own (embedding, layers, norm, head). The families differ by biases and norms
-of the attention, its latent form (arXiv:2405.04434), and experts, which stand together as one tensor a projection.
-Multi-token prediction heads are left out.
+The presets are in presets.py.
+
+Invariant: tensors are derived from an architecture, never read from weights. Names are those of the safetensors
+files; the order is the model's own (embedding, layers, norm, head). Families differ by biases and norms of the
+attention, its latent form (arXiv:2405.04434), and experts, which form one tensor per projection. Multi-token
+prediction heads are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ..files.paths import hub_name, is_file, is_folder
 from ..sharding.layout import Tensor
 from . import presets
 from .architecture import ExpertSizes, Latent, Model, Shape
-from .config import SIZE, judged
+from .config import SIZE, find_config_error
 
 DTYPES = {"float32": "f32", "bfloat16": "bf16", "f32": "f32", "bf16": "bf16"}
 FAMILIES = {
@@ -33,102 +35,109 @@ FAMILIES = {
 }
 
 
-SHAPE = ("config.json", "tokenizer.json")  # what is read of a folder at a URL before a run takes all of it
+SHAPE = ("config.json", "tokenizer.json")  # files read from a folder at a URL before a run fetches all of it
 
 
 def tokens(path: str, special: bool = True) -> dict[int, str] | None:
-    """What each number stands for, by the tokenizer.json of a model's folder, with its special ones or without; None
-    without one that can be read."""
+    """Return the text of each token id, by the tokenizer.json of a model's folder.
+
+    `special`: include special tokens. Returns None if there is no readable tokenizer.json.
+    """
     try:
         content = json.loads((Path(path) / "tokenizer.json").read_bytes())
         vocabulary = content["model"]["vocab"]
         pairs = (
-            vocabulary.items() if isinstance(vocabulary, dict) else ((item[0], i) for i, item in enumerate(vocabulary))
+            vocabulary.items()
+            if isinstance(vocabulary, dict)
+            else ((item[0], number) for number, item in enumerate(vocabulary))
         )
         added = content.get("added_tokens", ())
-        found = {i: text for text, i in pairs}
-        found |= {a["id"]: a["content"] for a in added}
+        texts = {number: text for text, number in pairs}
+        texts |= {entry["id"]: entry["content"] for entry in added}
         for token in () if special else added:
             if token.get("special"):
-                found.pop(token["id"], None)
-        return found if all(isinstance(i, int) for i in found) else None
+                texts.pop(token["id"], None)
+        return texts if all(isinstance(number, int) for number in texts) else None
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 
 def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE) -> Model:
-    """The model that `target` names: a preset, or with a slash in it a folder, relative to `folder`, or a name on the
-    Hugging Face Hub that is a preset's, where no such folder is.
+    """Load the model that `target` names.
 
-    `dtype` (f32 or bf16) overrides the config's. Raises Fault: unknown-model, not-yet (an architecture that is not
-    there yet), bad-value.
+    `target` is a preset; or, with a slash in it, a folder relative to `folder`; or a preset's name on the Hugging
+    Face Hub, if there is no such folder.
+    `dtype` (f32 or bf16) overrides the config's. Raises Fault: unknown-model, not-yet (an unsupported architecture),
+    bad-value.
     """
     if urls.is_url(target) and not hub_name(target):
-        return _at_url(target, dtype, span)
+        return _load_url(target, dtype, span)
     bare = "/" not in target and target not in (".", "..")
     config = folder / target / "config.json"
     hub = "" if bare or is_folder(config.parent) else hub_name(target)
     if (bare or hub) and (preset := presets.named(target)):
-        return _model(target, "", presets.PRESETS[preset], dtype, span)
+        return _make_model(target, "", presets.PRESETS[preset], dtype, span)
     if bare or not is_file(config):
-        raise Fault(_unknown(target, folder, hub, span))
-    return _read(target, config.parent, str(config.parent.resolve()), dtype, span)
+        raise Fault(_make_unknown_model(target, folder, hub, span))
+    return _load_folder(target, config.parent, str(config.parent.resolve()), dtype, span)
 
 
-def _at_url(url: str, dtype: str | None, span: Span) -> Model:
-    """The model in a folder at a URL; its path is the URL, with the version that was read."""
+def _load_url(url: str, dtype: str | None, span: Span) -> Model:
+    """Load the model of a folder at a URL; its path is the URL with the version read."""
     path = urls.pinned(url, True, span)
     folder = urls.copy(path, True, SHAPE, span)
     if not is_file(folder / "config.json"):
         help = "a Hugging Face model folder holds a config.json"
         raise Fault(Diagnostic("unknown-model", f"the model folder `{url}` has no config.json", span, help))
-    return _read(url, folder, path, dtype, span)
+    return _load_folder(url, folder, path, dtype, span)
 
 
-def _read(target: str, folder: Path, path: str, dtype: str | None, span: Span) -> Model:
+def _load_folder(target: str, folder: Path, path: str, dtype: str | None, span: Span) -> Model:
     stated = content(folder, target, span)
     if stated.get("quantization_config") is not None:
         message = f"the weights of `{target}` are quantized, by the `quantization_config` of its config.json"
         raise Fault(Diagnostic("not-yet", message, span, "name a folder with weights in float32 or bfloat16"))
-    return _model(target, path, stated, dtype, span)
+    return _make_model(target, path, stated, dtype, span)
 
 
-def _unknown(target: str, folder: Path, hub: str, span: Span) -> Diagnostic:
-    """Nothing is known of a model, and how it can be stated."""
-    shape = "a plan needs of a model its `config.json` alone, in a folder"
+def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diagnostic:
+    """Make the diagnostic of an unknown model, with help to name it correctly."""
+    shape = "a plan needs only the model's `config.json`, in a folder"
     if hub:
-        what = f"`{target}` is no folder here: it looks like a model's name on the Hugging Face Hub, which is not read"
+        message = (
+            f"`{target}` is not a folder here: it looks like a model's name on the Hugging Face Hub, which is not read"
+        )
         help = f"{presets.download(hub)}; {shape}"
         if near := presets.near(hub):
-            help = f"to plan by its shape write the preset, `{near}`; {help}"
+            help = f"to plan with its shape, write the preset `{near}`; {help}"
     elif "/" in target or target in (".", ".."):
-        there = is_folder(folder / target)
-        what = f"the model folder `{target}` {'has no config.json' if there else 'does not exist'}"
+        exists = is_folder(folder / target)
+        message = f"the model folder `{target}` {'has no config.json' if exists else 'does not exist'}"
         help = "a Hugging Face model folder holds a config.json"
     elif is_folder(folder / target):
-        what = f"no model preset is called `{target}`"
-        help = f'for the folder beside the program write `"./{target}"`'
+        message = f"no model preset is called `{target}`"
+        help = f'for the folder next to the program, write `"./{target}"`'
     else:
-        what = f"no model preset is called `{target}`"
+        message = f"no model preset is called `{target}`"
         help = presets.others(target)
         if not help.startswith("did"):
-            help += f"; {shape}, a run its weights too: the folder is written with a slash, `./my-model`"
-    return Diagnostic("unknown-model", what, span, help)
+            help += f"; {shape}, a run also its weights: write a folder with a slash, `./my-model`"
+    return Diagnostic("unknown-model", message, span, help)
 
 
 def content(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:
-    """The config.json of a model's folder. Raises Fault: unknown-model."""
+    """Read the config.json of a model's folder. Raises Fault: unknown-model."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         help = fix_commands.lfs(folder / "config.json")
         raise Fault(Diagnostic("unknown-model", f"`{name}/config.json` cannot be read: {error}", span, help)) from None
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise Fault(Diagnostic("unknown-model", f"`{name}/config.json` is not a JSON object", span))
-    return found
+    return config
 
 
-def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None, span: Span) -> Model:
+def _make_model(name: str, path: str, config: Mapping[str, object], dtype: str | None, span: Span) -> Model:
     architectures = config.get("architectures")
     kind = config.get("model_type")
     classes = {family: architecture for architecture, family in FAMILIES.items()}
@@ -138,20 +147,20 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
         "For(Sequence|Token)Classification$", "ForCausalLM", architecture
     )  # with another head, Model.scoring
     if architecture not in FAMILIES:
-        known = ", ".join(f"`{f}`" for f in FAMILIES)
+        known = ", ".join(f"`{known_name}`" for known_name in FAMILIES)
         raise Fault(
             Diagnostic(
                 "not-yet", f"models of architecture `{architecture}` are not supported yet", span, f"supported: {known}"
             )
         )
 
-    def unfit(what: str) -> Fault:
+    def make_config_fault(problem: str) -> Fault:
         return Fault(
             Diagnostic(
                 "unknown-model",
-                f"the config.json of `{name}` {what}",
+                f"the config.json of `{name}` {problem}",
                 span,
-                "a config.json is its weights' own: copy both again",
+                "a config.json belongs to its weights: copy both again",
             )
         )
 
@@ -160,20 +169,20 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
         if value is None and default is not None:
             return default
         if not SIZE.holds(value):
-            raise unfit(f"has no usable `{key}`")
+            raise make_config_fault(f"has no usable `{key}`")
         assert isinstance(value, int)
         return value
 
     family = FAMILIES[architecture]
     if kind is not None and kind != family:
-        raise unfit(
-            f"is of the architecture `{architecture}` and has {kind!r} for its `model_type`, which is {family!r} there"
+        raise make_config_fault(
+            f"has the architecture `{architecture}`, but {kind!r} for its `model_type`, which must be {family!r}"
         )
-    if wrong := judged(config, family):
+    if wrong := find_config_error(config, family):
         if wrong.feature:
-            help = f"no engine has {wrong.feature} yet: use a model without"
+            help = f"no engine supports {wrong.feature} yet: use a model without it"
             raise Fault(Diagnostic("not-yet", f"the config.json of `{name}` {wrong.message}", span, help))
-        raise unfit(wrong.message)
+        raise make_config_fault(wrong.message)
     hidden = size("hidden_size")
     heads = size("num_attention_heads")
     stated = str(dtype or config.get("torch_dtype") or config.get("dtype") or "bfloat16")
@@ -184,7 +193,7 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
     experts = latent = None
     if family == "qwen3_moe":
         if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-            message = f"the config.json of `{name}` has layers without experts among those with them"
+            message = f"the config.json of `{name}` mixes layers with and without experts"
             raise Fault(
                 Diagnostic("not-yet", message, span, "supported: `mlp_only_layers = []` and `decoder_sparse_step = 1`")
             )
@@ -198,7 +207,7 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
         experts = ExpertSizes(
             size("n_routed_experts"), size("num_experts_per_tok"), width, shared, first, corrected=True
         )
-        heads_of = [size(k) for k in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
+        heads_of = [size(field) for field in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")]
         latent = Latent(size("q_lora_rank", 0), *heads_of)
     bias = family == "qwen2" or bool(config.get("attention_bias", False))
     shape = Shape(
@@ -216,14 +225,18 @@ def _model(name: str, path: str, config: Mapping[str, object], dtype: str | None
     )
     o_bias = family != "qwen2" and bias
     tensors = tuple(
-        _tensors(shape, o_bias, family == "llama" and bool(config.get("mlp_bias")), qk_norm=family.startswith("qwen3"))
+        _iterate_tensors(
+            shape, o_bias, family == "llama" and bool(config.get("mlp_bias")), qk_norm=family.startswith("qwen3")
+        )
     )
     return Model(name=name, path=path, family=family, dtype=DTYPES[stated], tensors=tensors, span=span, **vars(shape))
 
 
-def _tensors(shape: Shape, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
-    """The tensors in the model's order; a projection's input stands in dim 1, so q, k, v, gate and up divide dim 0, o
-    and down dim 1."""
+def _iterate_tensors(shape: Shape, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
+    """Yield the tensors in the model's order.
+
+    Dim 1 of a projection is its input, so q, k, v, gate and up shard dim 0, o and down dim 1.
+    """
     layers = shape.layers
     hidden = shape.hidden
     experts = shape.experts
@@ -237,19 +250,23 @@ def _tensors(shape: Shape, o_bias: bool, mlp_bias: bool, qk_norm: bool) -> Itera
         layers=layers,
     )
     for layer in range(layers):
-        at = partial(_layer_tensor, layer, layers)
-        yield from _latent(shape, shape.latent, at) if shape.latent else _attention(shape, at, o_bias, qk_norm)
+        make = partial(_layer_tensor, layer, layers)
+        yield from (
+            _iterate_latent(shape, shape.latent, make)
+            if shape.latent
+            else _iterate_attention(shape, make, o_bias, qk_norm)
+        )
         if experts and layer >= experts.first:
-            yield at("mlp.gate.weight", (experts.number, hidden))
-            for name, size, tp_dim in _mlp(hidden, experts.intermediate):
-                yield at(f"mlp.experts.*.{name}_proj.weight", (experts.number, *size), tp_dim + 1, experts=True)
-            for name, size, tp_dim in _mlp(hidden, experts.shared) if experts.shared else ():
-                yield at(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
+            yield make("mlp.gate.weight", (experts.number, hidden))
+            for name, size, tp_dim in _list_projections(hidden, experts.intermediate):
+                yield make(f"mlp.experts.*.{name}_proj.weight", (experts.number, *size), tp_dim + 1, experts=True)
+            for name, size, tp_dim in _list_projections(hidden, experts.shared) if experts.shared else ():
+                yield make(f"mlp.shared_experts.{name}_proj.weight", size, tp_dim)
         else:
-            for name, size, tp_dim in _mlp(hidden, shape.intermediate):
-                yield from _linear(at, f"mlp.{name}_proj", size, tp_dim, mlp_bias)
-        yield at("input_layernorm.weight", (hidden,))
-        yield at("post_attention_layernorm.weight", (hidden,))
+            for name, size, tp_dim in _list_projections(hidden, shape.intermediate):
+                yield from _iterate_linear(make, f"mlp.{name}_proj", size, tp_dim, mlp_bias)
+        yield make("input_layernorm.weight", (hidden,))
+        yield make("post_attention_layernorm.weight", (hidden,))
     yield Tensor("model.norm.weight", (hidden,), layer=layers, layers=layers)
     if not shape.tied:
         yield Tensor("lm_head.weight", (shape.vocabulary, hidden), 0, padded=True, layer=layers, layers=layers)
@@ -259,48 +276,56 @@ def _layer_tensor(layer: int, layers: int, name: str, shape: tuple[int, ...], tp
     return Tensor(f"model.layers.{layer}.{name}", shape, tp_dim, layer=layer, layers=layers, **more)
 
 
-def _linear(
-    at: Callable[..., Tensor], name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any
+def _iterate_linear(
+    make: Callable[..., Tensor], name: str, size: tuple[int, int], tp_dim: int, bias: bool, **more: Any
 ) -> Iterator[Tensor]:
-    yield at(f"{name}.weight", size, tp_dim, **more)
+    yield make(f"{name}.weight", size, tp_dim, **more)
     if bias:
-        # The bias of a projection whose input is divided is added once, after the sum: every rank holds it.
-        yield at(f"{name}.bias", size[:1], *((0,) if tp_dim == 0 else ()), **(more if tp_dim == 0 else {}))
+        # The bias of a row-parallel projection is added once, after the sum, so every rank has it.
+        yield make(f"{name}.bias", size[:1], *((0,) if tp_dim == 0 else ()), **(more if tp_dim == 0 else {}))
 
 
-def _mlp(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
-    """(name, shape, divided dim) of the projections of a gated MLP."""
+def _list_projections(hidden: int, width: int) -> tuple[tuple[str, tuple[int, int], int], ...]:
+    """Return (name, shape, sharded dim) of the projections of a gated MLP."""
     return ("gate", (width, hidden), 0), ("up", (width, hidden), 0), ("down", (hidden, width), 1)
 
 
-def _attention(shape: Shape, at: Callable[..., Tensor], o_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
-    """Attention with grouped key-value heads: whole heads stay together."""
+def _iterate_attention(shape: Shape, make: Callable[..., Tensor], o_bias: bool, qk_norm: bool) -> Iterator[Tensor]:
+    """Yield the tensors of attention with grouped key-value heads, which stay whole."""
     unit = shape.head_dim
     q = shape.heads * shape.head_dim
     kv = shape.kv_heads * shape.head_dim
-    yield from _linear(at, "self_attn.q_proj", (q, shape.hidden), 0, shape.qkv_bias, unit=unit)
+    yield from _iterate_linear(make, "self_attn.q_proj", (q, shape.hidden), 0, shape.qkv_bias, unit=unit)
     for name in ("k", "v"):
-        yield from _linear(at, f"self_attn.{name}_proj", (kv, shape.hidden), 0, shape.qkv_bias, unit=unit, shared=True)
-    yield from _linear(at, "self_attn.o_proj", (shape.hidden, q), 1, o_bias, unit=unit)
+        yield from _iterate_linear(
+            make, f"self_attn.{name}_proj", (kv, shape.hidden), 0, shape.qkv_bias, unit=unit, shared=True
+        )
+    yield from _iterate_linear(make, "self_attn.o_proj", (shape.hidden, q), 1, o_bias, unit=unit)
     if qk_norm:
-        yield at("self_attn.q_norm.weight", (unit,))
-        yield at("self_attn.k_norm.weight", (unit,))
+        yield make("self_attn.q_norm.weight", (unit,))
+        yield make("self_attn.k_norm.weight", (unit,))
 
 
-def _latent(shape: Shape, latent: Latent, at: Callable[..., Tensor]) -> Iterator[Tensor]:
-    """Multi-head latent attention: what goes down to the latents is copied, what comes up from them is divided by
-    heads."""
+def _iterate_latent(shape: Shape, latent: Latent, make: Callable[..., Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors of multi-head latent attention.
+
+    Projections down to the latents are copied on all ranks; projections up from them are sharded by heads.
+    """
     hidden = shape.hidden
     heads = shape.heads
     unit = latent.nope + latent.rope
     if latent.q_rank:
-        yield from _linear(at, "self_attn.q_a_proj", (latent.q_rank, hidden), -1, shape.qkv_bias)
-        yield at("self_attn.q_a_layernorm.weight", (latent.q_rank,))
-        yield at("self_attn.q_b_proj.weight", (heads * unit, latent.q_rank), 0, unit=unit)
+        yield from _iterate_linear(make, "self_attn.q_a_proj", (latent.q_rank, hidden), -1, shape.qkv_bias)
+        yield make("self_attn.q_a_layernorm.weight", (latent.q_rank,))
+        yield make("self_attn.q_b_proj.weight", (heads * unit, latent.q_rank), 0, unit=unit)
     else:
-        yield at("self_attn.q_proj.weight", (heads * unit, hidden), 0, unit=unit)
-    yield from _linear(at, "self_attn.kv_a_proj_with_mqa", (latent.kv_rank + latent.rope, hidden), -1, shape.qkv_bias)
-    yield at("self_attn.kv_a_layernorm.weight", (latent.kv_rank,))
+        yield make("self_attn.q_proj.weight", (heads * unit, hidden), 0, unit=unit)
+    yield from _iterate_linear(
+        make, "self_attn.kv_a_proj_with_mqa", (latent.kv_rank + latent.rope, hidden), -1, shape.qkv_bias
+    )
+    yield make("self_attn.kv_a_layernorm.weight", (latent.kv_rank,))
     both = latent.nope + latent.value
-    yield at("self_attn.kv_b_proj.weight", (heads * both, latent.kv_rank), 0, unit=both)
-    yield from _linear(at, "self_attn.o_proj", (hidden, heads * latent.value), 1, shape.qkv_bias, unit=latent.value)
+    yield make("self_attn.kv_b_proj.weight", (heads * both, latent.kv_rank), 0, unit=both)
+    yield from _iterate_linear(
+        make, "self_attn.o_proj", (hidden, heads * latent.value), 1, shape.qkv_bias, unit=latent.value
+    )

@@ -1,8 +1,8 @@
-"""Presets: models that a plan knows by name, without a folder, and the names that people write for them.
+"""Presets: models that a plan knows by name, without a folder.
 
-Invariant: a preset's fields are those of the model's own config.json, as published beside its weights, and its tensors'
-count is the published one (tests/test_models.py). A name is a preset's where no more than letters' case, the owner on
-the Hub, and words that change no size (`Instruct`, `Base`, a date) set it apart; any other is unknown.
+Invariant: a preset's fields are those of the model's own config.json, as published with its weights, and its
+parameter count is the published one (tests/test_models.py). A name means a preset if it differs only in case, the
+owner on the Hub, and words that change no size (`Instruct`, `Base`, a date). Any other name is unknown.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ PRESETS: dict[str, dict[str, object]] = {
     "llama3.3-70b": _preset("Llama", 8192, 80, 64, 8, 28672, 128256),
     "tiny": _preset("Qwen2", 128, 4, 4, 2, 448, 512, torch_dtype="float32"),
 }
-# Names that say no size, since there is one.
+# Names without a size, because only one exists.
 _SIZES = {"deepseek-v3": "deepseek-v3-671b", "deepseek-v3.1": "deepseek-v3-671b", "deepseek-r1": "deepseek-r1-671b"}
-# Words of a name that change no size: what weights were trained for, and when.
+# Words of a name that do not change the size: what the weights were trained for, and when.
 _WORDS = re.compile(r"-(?:instruct|base|chat|thinking|zero|\d{4})(?=-|$)")
 _SUBJECTS = re.compile(r"^(qwen2\.5|qwen3)-(?:math|coder)-")
 # `Llama-3.1` and `Meta-Llama-3` are `llama3.1` and `llama3` here.
 _SERIES = re.compile(r"^(?:meta-)?(llama|qwen)-(?=\d)")
-# Whose tokenizer a preset's is, by how its name begins; sizes of one series share it, and `tiny` is nobody's.
+# The tokenizer of presets, by a prefix of the name. Sizes of a series share it; `tiny` has none.
 TOKENIZERS = {
     "qwen2.5": "Qwen2.5",
     "qwen3": "Qwen3",
@@ -104,64 +104,77 @@ TOKENIZERS = {
 
 
 def named(target: str) -> str:
-    """The preset that a name means, be it a name on the Hub; "" where it is none's."""
-    name = _short(target)
-    for tried in (name, plain := _WORDS.sub("", name), _SUBJECTS.sub(r"\1-", plain)):
-        if (found := _SIZES.get(tried, tried)) in PRESETS:
-            return found
+    """Return the preset that a name or a Hub name means, or ""."""
+    name = _normalize_name(target)
+    for candidate in (name, plain := _WORDS.sub("", name), _SUBJECTS.sub(r"\1-", plain)):
+        if (preset := _SIZES.get(candidate, candidate)) in PRESETS:
+            return preset
     return ""
 
 
 def download(hub: str) -> str:
-    """How to come by the folder of a model on the Hub, which a run needs."""
-    beside = f"./{hub.rsplit('/', 1)[-1]}"
-    return f'download it, `hf download {hub} --local-dir {beside}`, and name the folder: `"{beside}"`'
+    """Return how to download a model's folder from the Hub, which a run needs."""
+    folder = f"./{hub.rsplit('/', 1)[-1]}"
+    return f'download it, `hf download {hub} --local-dir {folder}`, and name the folder: `"{folder}"`'
 
 
-def _short(target: str) -> str:
+def _normalize_name(target: str) -> str:
     name = (hub_name(target) or target).rsplit("/", 1)[-1].lower().replace("_", "-")
     return _SERIES.sub(r"\1", name)
 
 
 def tokenizer(name: str) -> str | None:
-    """The name of the tokenizer of a model that is a preset."""
+    """Return the tokenizer's name of a model that is a preset, or None."""
     preset = named(name)
-    near = max((begin for begin in TOKENIZERS if preset.startswith(begin)), key=len, default="")
-    return TOKENIZERS.get(near)
+    prefix = max((start for start in TOKENIZERS if preset.startswith(start)), key=len, default="")
+    return TOKENIZERS.get(prefix)
 
 
 def near(hub: str) -> str:
-    """The preset that a name on the Hub begins with, whose shape its model may have; "" where there is none."""
-    return max((p for p in PRESETS if re.match(rf"{re.escape(p)}(?:-|$)", _short(hub))), key=len, default="")
+    """Return the preset with which a Hub name begins, or "".
+
+    Its shape may be that of the model.
+    """
+    return max(
+        (preset for preset in PRESETS if re.match(rf"{re.escape(preset)}(?:-|$)", _normalize_name(hub))),
+        key=len,
+        default="",
+    )
 
 
 def others(target: str) -> str:
-    """Return help for an unknown preset: the name that is probably meant, or all presets."""
-    name = _short(target)
-    numbers = _numbers(name)
+    """Return help for an unknown preset: the probable name, or all presets."""
+    name = _normalize_name(target)
+    numbers = _find_numbers(name)
     for tolerance in (0.0, 0.1):  # 33b is close to 32b, and 8b is another model than 7b
-        help = nearest(name, [p for p in PRESETS if _alike(numbers, _numbers(p), tolerance)])
+        help = nearest(
+            name, [preset for preset in PRESETS if _match_numbers(numbers, _find_numbers(preset), tolerance)]
+        )
         if help.startswith("did"):
             return help
-    return f"the presets, for plans, are {', '.join(_series())}"
+    return f"the presets, for plans, are {', '.join(_format_series())}"
 
 
-def _alike(numbers: Sequence[str], preset: Sequence[str], tolerance: float) -> bool:
-    """Return whether the numbers in a name are those of a preset; only its size, the last, may differ a little."""
+def _match_numbers(numbers: Sequence[str], preset: Sequence[str], tolerance: float) -> bool:
+    """Return whether the numbers in a name are those of a preset.
+
+    Only the last one, its size, may differ a little."""
     pairs = [*zip(map(float, numbers), map(float, preset), strict=False)]
     exact = len(pairs) if len(numbers) < len(preset) else len(preset) - 1
-    return all(a == b for a, b in pairs[:exact]) and all(abs(a - b) <= tolerance * b for a, b in pairs[exact:])
+    return all(number == preset_number for number, preset_number in pairs[:exact]) and all(
+        abs(number - preset_number) <= tolerance * preset_number for number, preset_number in pairs[exact:]
+    )
 
 
-def _numbers(name: str) -> list[str]:
+def _find_numbers(name: str) -> list[str]:
     return re.findall(r"\d+(?:\.\d+)?", name)
 
 
-def _series() -> Iterator[str]:
-    """The presets, those of a series together: `qwen2.5-` 7b, 32b."""
-    found: dict[str, list[str]] = {}
+def _format_series() -> Iterator[str]:
+    """Yield the presets by series: `qwen2.5-` 7b, 32b."""
+    sizes_by_series: dict[str, list[str]] = {}
     for name in PRESETS:
         series, size = re.fullmatch(r"(.*?)(?:-(\d[\w.-]*b))?", name).groups()  # type: ignore[union-attr]
-        found.setdefault(series, []).extend([size] if size else [])
-    for series, sizes in found.items():
+        sizes_by_series.setdefault(series, []).extend([size] if size else [])
+    for series, sizes in sizes_by_series.items():
         yield f"`{series}-` {' '.join(sizes)}" if len(sizes) > 1 else f"`{'-'.join([series, *sizes])}`"

@@ -1,1 +1,1 @@
-"""Which box of which tensor a rank holds, and what moves from one layout to another."""
+"""Sharding: which part of which tensor a rank holds, and how it changes layouts."""

@@ -1,8 +1,8 @@
 """Parallel layouts: which box of which tensor a rank holds.
 
-Invariant: the boxes of one tensor on the ranks of one side are equal or apart, and those of one model replica cover the
-tensor exactly once. A box is a range [start, stop) in each dim; a rank that holds nothing of a tensor has an empty box.
-Ranks are numbered 0 .. devices-1 within their placement as Megatron numbers them (arXiv:2104.04473): tp fastest, then
+Invariant: on one side, the boxes of a tensor on any two ranks are equal or disjoint, and those of one model replica
+cover the tensor exactly once. A box is a range [start, stop) in each dim; a rank that holds nothing of a tensor has
+an empty box. Ranks of a placement are numbered from 0 as Megatron numbers them (arXiv:2104.04473): tp fastest, then
 cp, dp, and pp slowest.
 """
 
@@ -23,7 +23,10 @@ AXES = ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands on each axis; `etp`, `ep` and `edp` number the same ranks of a stage for the experts."""
+    """A rank's index on each axis.
+
+    `etp`, `ep` and `edp` number the same ranks of a stage for the experts.
+    """
 
     tp: int
     cp: int
@@ -38,13 +41,11 @@ class Coordinates(NamedTuple):
 class Layout:
     """Sizes of the mesh axes; `zero` is the ZeRO stage (arXiv:1910.02054) over dp.
 
-    Experts lie on the tp x cp x dp ranks of a stage in a mesh of their own, etp x ep x edp. `stages` are the layers of
-    each of the pp x vpp chunks, where they are stated; chunk c is on stage c % pp.
-
-    `inner` splits dp in two: `inner` data-parallel replicas lie next to each other *inside* the tensor-parallel groups,
-    so that ranks that hold the parts of one generation shard under the update layout are neighbours, and resharding
-    gathers in groups of `inner` (the idea of HybridFlow, arXiv:2409.19256, section 5.3). It numbers ranks; it changes
-    no result.
+    Experts have a mesh of their own, etp x ep x edp, on the tp x cp x dp ranks of a stage. `stages`: the layers of
+    each of the pp x vpp chunks, if stated; chunk c is on stage c % pp.
+    `inner` splits dp in two: `inner` data-parallel replicas are adjacent *inside* the tensor-parallel groups. Ranks
+    that hold the parts of one generation shard under the update layout are then neighbours, and resharding gathers in
+    groups of `inner` (the idea of HybridFlow, arXiv:2409.19256, section 5.3). It numbers ranks; it changes no result.
     """
 
     tp: int = 1
@@ -66,12 +67,12 @@ class Layout:
 
     @property
     def stage_devices(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Return the ranks of a pipeline stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def edp(self) -> int:
-        """Copies of each expert, where ep x etp divides the stage."""
+        """Return the copies of each expert, where ep x etp divides the stage."""
         return max(1, self.stage_devices // (self.ep * self.etp))
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -84,74 +85,82 @@ class Layout:
         outer = rest % (self.dp // self.inner)
         pp = rest // (self.dp // self.inner)
         dp = outer * self.inner + near
-        # Experts count the ranks as the engine does, to which `inner` is unknown.
+        # Experts number the ranks as the engine does, which does not know `inner`.
         index = (dp * self.cp + cp) * self.tp + tp
         return Coordinates(tp, cp, dp, pp, index % self.etp, index // self.etp % self.ep, index // (self.etp * self.ep))
 
     def rank(self, tp: int, dp: int, cp: int = 0, pp: int = 0) -> int:
-        """The inverse of `coordinates`."""
+        """Return the rank at some coordinates: the inverse of `coordinates`."""
         outer = pp * (self.dp // self.inner) + dp // self.inner
         return ((outer * self.cp + cp) * self.tp + tp) * self.inner + dp % self.inner
 
     def chunks(self, layers: int) -> tuple[int, ...]:
-        """The layers of each chunk: as stated, else equal; what is over goes to the middle, since embedding and head
-        are at the ends."""
-        return self.stages or _even(self.pp * self.vpp, layers)
+        """Return the layers of each chunk: as stated, otherwise equal.
+
+        Extra layers go to the middle chunks, because embedding and head are at the ends.
+        """
+        return self.stages or _split_layers(self.pp * self.vpp, layers)
 
     def stage_layers(self, stage: int, layers: int) -> tuple[tuple[int, int], ...]:
-        """The stretches [start, stop) of layers on a stage, one a chunk."""
-        return _stretches_of(self.chunks(layers), self.pp)[stage]
+        """Return the ranges [start, stop) of layers on a stage, one for each chunk."""
+        return _layers_by_stage(self.chunks(layers), self.pp)[stage]
 
     def most_layers(self, layers: int) -> int:
-        """The layers of the stage that has the most."""
-        return max(sum(stop - start for start, stop in self.stage_layers(s, layers)) for s in range(self.pp))
+        """Return the layers of the stage that has the most."""
+        return max(sum(stop - start for start, stop in self.stage_layers(stage, layers)) for stage in range(self.pp))
 
     def stage_of(self, layer: int, layers: int) -> int:
-        """The stage of a layer; the embedding is layer -1, on the first, norm and head are layer `layers`, on the
-        last."""
+        """Return the stage of a layer.
+
+        The embedding is layer -1, on the first stage; norm and head are layer `layers`, on the last.
+        """
         if layer < 0:
             return 0
-        found = _stages_of(self.chunks(layers), self.pp)
-        return found[layer] if layer < len(found) else self.pp - 1
+        stage_by_layer = _stage_by_layer(self.chunks(layers), self.pp)
+        return stage_by_layer[layer] if layer < len(stage_by_layer) else self.pp - 1
 
     def __str__(self) -> str:
-        sizes = [(k, getattr(self, k)) for k in AXES]
-        return " ".join(f"{k}{v}" for k, v in sizes if v > 1 or k in ("tp", "dp"))
+        sizes = [(axis, getattr(self, axis)) for axis in AXES]
+        return " ".join(f"{axis}{size}" for axis, size in sizes if size > 1 or axis in ("tp", "dp"))
 
 
 @lru_cache(maxsize=1 << 10)
-def _even(number: int, layers: int) -> tuple[int, ...]:
-    each, over = divmod(layers, number)
-    first = (number - over) // 2
-    return tuple(each + (first <= i < first + over) for i in range(number))
+def _split_layers(number: int, layers: int) -> tuple[int, ...]:
+    base, extra = divmod(layers, number)
+    first = (number - extra) // 2
+    return tuple(base + (first <= i < first + extra) for i in range(number))
 
 
 @lru_cache(maxsize=1 << 10)
-def _stretches_of(chunks: tuple[int, ...], pp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """By stage, the stretches of layers that are on it."""
-    found: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
+def _layers_by_stage(chunks: tuple[int, ...], pp: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return for each stage the ranges of layers on it."""
+    by_stage: list[list[tuple[int, int]]] = [[] for _ in range(pp)]
     start = 0
     for i, number in enumerate(chunks):
-        found[i % pp].append((start, start + number))
+        by_stage[i % pp].append((start, start + number))
         start += number
-    return tuple(map(tuple, found))
+    return tuple(map(tuple, by_stage))
 
 
 @lru_cache(maxsize=1 << 10)
-def _stages_of(chunks: tuple[int, ...], pp: int) -> tuple[int, ...]:
-    """The stage of each layer."""
+def _stage_by_layer(chunks: tuple[int, ...], pp: int) -> tuple[int, ...]:
+    """Return the stage of each layer."""
     return tuple(i % pp for i, number in enumerate(chunks) for _ in range(number))
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A named weight of a model, with what may divide it.
+    """A named weight of a model, with the ways to shard it.
 
-    `tp_dim`: the dim that tensor parallelism divides (expert tensor parallelism, for experts), -1 where every rank
-    holds a copy; `unit` rows of it (a head) stay together. `shared` units are copied where there are more ranks than
-    units (key-value heads). `padded`: a vocabulary, which engines pad. `experts`: dim 0 counts the experts of a layer,
-    which ep divides; the safetensors files hold one tensor an expert, `name` with the number at its `*`. `layer`, of
-    `layers`: -1 for the embedding, `layers` for norm and head; a `tied` embedding is on the last stage too.
+    - `tp_dim`: the dim that tensor parallelism shards (expert tensor parallelism, for experts); -1: each rank has a
+      copy.
+    - `unit`: rows of that dim that stay together (a head).
+    - `shared`: units are copied if there are more ranks than units (key-value heads).
+    - `padded`: a vocabulary, which engines pad.
+    - `experts`: dim 0 counts the experts of a layer, which ep shards. The safetensors files have one tensor per
+      expert, `name` with the number in place of `*`.
+    - `layer`, of `layers`: -1 for the embedding, `layers` for norm and head. A `tied` embedding is on the last stage
+      too.
     """
 
     name: str
@@ -170,8 +179,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def in_files(self, box: Box) -> Iterator[tuple[str, tuple[int, ...], Box]]:
-        """What of a box is where in files: a name, which part of the box it is (all of it, or one expert's), and the
-        box there."""
+        """Yield where parts of a box are in files: name, index in the box, box there."""
         if not self.experts:
             yield self.name, (), box
             return
@@ -180,14 +188,16 @@ class Tensor:
 
     @cached_property
     def alone(self) -> Tensor:
-        """What of it boxes depend on, wherever it stands in the model."""
+        """Return the tensor without its name and layer, which boxes do not depend on."""
         return self if not (self.name or self.layer) and self.layers == 1 else replace(self, name="", layer=0, layers=1)
 
 
 @dataclass(frozen=True)
 class Side(DeviceRange):
-    """How a node's weights lie: its layout, whether they are `divided` over dp (ZeRO 3), the `multiple` to which its
-    engine pads a vocabulary, and the devices of its ranks."""
+    """How a node's weights are sharded, and the devices of its ranks.
+
+    Weights may be `divided` over dp (ZeRO 3). The engine pads a vocabulary to a `multiple`.
+    """
 
     layout: Layout
     divided: bool = False
@@ -201,7 +211,10 @@ class Side(DeviceRange):
 
 
 class TensorKind(NamedTuple):
-    """Tensors that differ in name and layer alone: `each` of them in every layer of [start, stop)."""
+    """Tensors that differ only in name and layer.
+
+    There are `each` of them in every layer of [start, stop).
+    """
 
     tensor: Tensor
     start: int
@@ -209,32 +222,35 @@ class TensorKind(NamedTuple):
     each: int
 
     def on(self, side: Side, stage: int) -> int:
-        """How many of them a stage holds."""
+        """Return how many of the tensors a stage holds."""
         return self.each * self.layers_on(side.layout)[stage]
 
     def layers_on(self, layout: Layout) -> tuple[int, ...]:
-        """How many of the layers each stage holds; of an embedding or a head, one or none."""
-        return _layers_on(
+        """Return how many of the layers each stage holds; of an embedding or head 0 or 1."""
+        return _count_layers_by_stage(
             self.start, self.stop, self.tensor.layers, self.tensor.tied, layout.chunks(self.tensor.layers), layout.pp
         )
 
 
 @lru_cache(maxsize=1 << 12)
-def _layers_on(start: int, stop: int, layers: int, tied: bool, chunks: tuple[int, ...], pp: int) -> tuple[int, ...]:
+def _count_layers_by_stage(
+    start: int, stop: int, layers: int, tied: bool, chunks: tuple[int, ...], pp: int
+) -> tuple[int, ...]:
     if start < 0 or start >= layers:
         return tuple(int(stage == (0 if start < 0 else pp - 1) or (tied and stage == pp - 1)) for stage in range(pp))
     return tuple(
-        sum(max(0, min(stop, b) - max(start, a)) for a, b in stretches) for stretches in _stretches_of(chunks, pp)
+        sum(max(0, min(stop, end) - max(start, begin)) for begin, end in stretches)
+        for stretches in _layers_by_stage(chunks, pp)
     )
 
 
 def nameless(tensor: Tensor) -> Tensor:
-    """A tensor without name and layer: what tensors of a kind have in common."""
+    """Return a tensor without name and layer, equal for all tensors of a kind."""
     return replace(tensor, name="", layer=0)
 
 
 class TensorKinds(tuple[TensorKind, ...]):
-    """Kinds that are looked up by often: hashed once."""
+    """Kinds for frequent look-ups: hashed once."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -245,17 +261,22 @@ class TensorKinds(tuple[TensorKind, ...]):
 
 
 def kinds(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
-    """The kinds of a model's tensors: what holds for one holds for all of its kind, but for the stage that it is on."""
-    found: dict[Tensor, tuple[Tensor, dict[int, int]]] = {}
+    """Return the kinds of a model's tensors.
+
+    What is true of one tensor is true of all of its kind, except its stage.
+    """
+    groups: dict[Tensor, tuple[Tensor, dict[int, int]]] = {}
     for tensor in tensors:
-        _, counts = found.setdefault(nameless(tensor), (tensor, {}))
+        _, counts = groups.setdefault(nameless(tensor), (tensor, {}))
         counts[tensor.layer] = counts.get(tensor.layer, 0) + 1
-    return TensorKinds(kind for tensor, counts in found.values() for kind in _stretches(tensor, counts))
+    return TensorKinds(kind for tensor, counts in groups.values() for kind in _iterate_kinds(tensor, counts))
 
 
-def _stretches(tensor: Tensor, counts: dict[int, int]) -> Iterator[TensorKind]:
-    """A kind for each stretch of layers that have equally many; embedding and head stand alone, since they go by stages
-    of their own."""
+def _iterate_kinds(tensor: Tensor, counts: dict[int, int]) -> Iterator[TensorKind]:
+    """Yield a kind for each range of layers that have equally many of a tensor.
+
+    Embedding and head are alone, because they have stages of their own.
+    """
     stretch: list[int] = []
     for layer in [*sorted(counts), None]:
         ends = stretch and (
@@ -273,18 +294,20 @@ def _stretches(tensor: Tensor, counts: dict[int, int]) -> Iterator[TensorKind]:
 
 
 def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
-    """The index-th of `parts` stretches of [0, length), ceil-sized as torch.chunk cuts them: the last may be short or
-    empty."""
+    """Return the index-th of `parts` ranges of [0, length), as torch.chunk cuts them.
+
+    All have the same size, rounded up; the last ones may be shorter or empty.
+    """
     size = -(-length // parts)
     return min(index * size, length), min((index + 1) * size, length)
 
 
 def full(shape: tuple[int, ...]) -> Box:
-    return tuple((0, n) for n in shape)
+    return tuple((0, size) for size in shape)
 
 
 def stages(tensor: Tensor, layout: Layout) -> tuple[int, ...]:
-    """The pipeline stages that hold a tensor."""
+    """Return the pipeline stages that hold a tensor."""
     if layout.pp == 1:
         return (0,)
     own = layout.stage_of(tensor.layer, tensor.layers)
@@ -292,19 +315,23 @@ def stages(tensor: Tensor, layout: Layout) -> tuple[int, ...]:
 
 
 def shard(tensor: Tensor, side: Side, rank: int) -> Box:
-    """The box of `tensor` that `rank` holds: of its experts its tensor-parallel slice, and where weights are divided
-    over dp, of that the stretch of dim 0."""
+    """Return the box of `tensor` that `rank` holds.
+
+    It is the tensor-parallel slice, of experts that of the rank's own, and where weights are divided over dp, a range
+    of dim 0 of it.
+    """
     layout = side.layout
-    at = layout.coordinates(rank)
-    if layout.pp > 1 and at.pp not in stages(tensor, layout):
+    place = layout.coordinates(rank)
+    if layout.pp > 1 and place.pp not in stages(tensor, layout):
         return ((0, 0),) * len(tensor.shape)
-    return box_at(tensor, side, (at.etp, at.ep, at.edp) if tensor.experts else (at.tp, 0, at.dp))
+    return box_at(tensor, side, (place.etp, place.ep, place.edp) if tensor.experts else (place.tp, 0, place.dp))
 
 
 @lru_cache(maxsize=1 << 16)
-def box_at(tensor: Tensor, side: Side, at: tuple[int, int, int]) -> Box:
-    """The box at (tp, 0, dp), for experts at (etp, ep, edp), whatever the stage."""
-    (tp, ep, dp), layout = at, side.layout
+def box_at(tensor: Tensor, side: Side, coordinates: tuple[int, int, int]) -> Box:
+    """Return the box at (tp, 0, dp), for experts at (etp, ep, edp), on any stage."""
+    tp, ep, dp = coordinates
+    layout = side.layout
     box = list(full(tensor.shape))
     ranks, replicas = (layout.etp, layout.edp) if tensor.experts else (layout.tp, layout.dp)
     if tensor.experts:
@@ -329,17 +356,17 @@ def box_at(tensor: Tensor, side: Side, at: tuple[int, int, int]) -> Box:
 
 
 def owns(tensor: Tensor, side: Side, rank: int) -> bool:
-    """Whether `rank` is the first of those that hold its box."""
+    """Return whether `rank` is the first of the ranks that hold its box."""
     layout = side.layout
-    at = side.layout.coordinates(rank)
-    if layout.pp > 1 and at.pp != stages(tensor, layout)[0]:
+    place = side.layout.coordinates(rank)
+    if layout.pp > 1 and place.pp != stages(tensor, layout)[0]:
         return False
-    tp, ranks = (at.etp, layout.etp) if tensor.experts else (at.tp, layout.tp)
+    tp, ranks = (place.etp, layout.etp) if tensor.experts else (place.tp, layout.tp)
     units = tensor.shape[tensor.tp_dim] // tensor.unit if tensor.tp_dim >= 0 else 1
     copies = tensor.tp_dim < 0 or (tensor.shared and ranks > units)
     if copies and tp and tp * units // ranks == (tp - 1) * units // ranks:
         return False
-    return side.divided or at.edp == 0 if tensor.experts else at.cp == 0 and (side.divided or at.dp == 0)
+    return side.divided or place.edp == 0 if tensor.experts else place.cp == 0 and (side.divided or place.dp == 0)
 
 
 def elements(box: Box) -> int:
@@ -347,32 +374,34 @@ def elements(box: Box) -> int:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The common part of two boxes, or None."""
-    box = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    """Return the common part of two boxes, or None."""
+    box = tuple((max(one[0], other[0]), min(one[1], other[1])) for one, other in zip(a, b, strict=True))
     return box if all(start < stop for start, stop in box) else None
 
 
-def within(part: Box, whole: Box) -> Box:
-    """`part` in coordinates relative to `whole`'s start."""
-    return tuple((p[0] - w[0], p[1] - w[0]) for p, w in zip(part, whole, strict=True))
+def within(part: Box, outer: Box) -> Box:
+    """Return `part` in coordinates relative to the start of `outer`."""
+    return tuple((inside[0] - around[0], inside[1] - around[0]) for inside, around in zip(part, outer, strict=True))
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """The index of a box's elements in its tensor."""
-    return tuple(slice(a, b) for a, b in box)
+    """Return the index of a box's elements in its tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
 
 
-def stage_elements(found: Iterable[TensorKind], side: Side, stage: int) -> int:
-    """Elements on the busiest rank of a stage: that of coordinates 0, since the first of ceil-sized stretches is never
-    the shorter one."""
-    return sum(stage_parts(_kept(found), side)[stage])
+def stage_elements(tensor_kinds: Iterable[TensorKind], side: Side, stage: int) -> int:
+    """Return the elements on the busiest rank of a stage.
+
+    That is the rank at coordinates 0: the first range is never shorter than the others.
+    """
+    return sum(stage_parts(_as_tuple(tensor_kinds), side)[stage])
 
 
 @lru_cache(maxsize=1 << 14)
-def stage_parts(found: tuple[TensorKind, ...], side: Side) -> tuple[tuple[int, int], ...]:
-    """By stage, elements on its busiest rank: of what every token passes, and of experts."""
+def stage_parts(tensor_kinds: tuple[TensorKind, ...], side: Side) -> tuple[tuple[int, int], ...]:
+    """Return for each stage its busiest rank's elements: dense ones, and of experts."""
     sizes: dict[tuple[tuple[int, ...], bool], int] = {}  # by how many a stage holds
-    for kind in found:
+    for kind in tensor_kinds:
         key = kind.layers_on(side.layout), kind.tensor.experts
         sizes[key] = sizes.get(key, 0) + kind.each * elements(box_at(kind.tensor, side, (0, 0, 0)))
     sums = [[0, 0] for _ in range(side.layout.pp)]
@@ -382,10 +411,10 @@ def stage_parts(found: tuple[TensorKind, ...], side: Side) -> tuple[tuple[int, i
     return tuple((dense, routed) for dense, routed in sums)
 
 
-def _kept(found: Iterable[TensorKind]) -> tuple[TensorKind, ...]:
-    return found if isinstance(found, tuple) else tuple(found)
+def _as_tuple(tensor_kinds: Iterable[TensorKind]) -> tuple[TensorKind, ...]:
+    return tensor_kinds if isinstance(tensor_kinds, tuple) else tuple(tensor_kinds)
 
 
-def held(found: Iterable[TensorKind], side: Side) -> int:
-    """Elements on the busiest rank of all."""
-    return max(map(sum, stage_parts(_kept(found), side)))
+def held(tensor_kinds: Iterable[TensorKind], side: Side) -> int:
+    """Return the elements on the busiest rank of all."""
+    return max(map(sum, stage_parts(_as_tuple(tensor_kinds), side)))

@@ -1,0 +1,192 @@
+"""Counts of what the devices of one host receive in a resharding.
+
+Invariant: counts depend only on the boxes that the host's ranks hold on both sides. So hosts with equal signatures
+have equal counts, and one of them stands for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from .layout import Box, Coordinates, Side, Tensor, box_at, elements, overlap
+
+# The stages of a tensor on both sides; and the places of a host's devices in their stages.
+StagePair = tuple[tuple[int, ...], tuple[int, ...]]
+DevicePlaces = tuple[tuple[int, tuple[int, int, int]], ...]
+
+
+def period(side: Side, experts: bool = False) -> int:
+    """Return the number of consecutive ranks of a stage after which boxes repeat.
+
+    Replicas count only where they shard weights.
+    """
+    layout = side.layout
+    if side.divided and (layout.edp if experts else layout.dp) > 1:
+        return layout.stage_devices
+    if experts:
+        repeat = layout.etp * layout.ep
+        return min(
+            layout.stage_devices,
+            repeat if layout.inner == 1 else math.lcm(repeat, layout.inner * layout.cp * layout.tp),
+        )
+    return layout.inner * layout.tp
+
+
+def box_on_stage(tensor: Tensor, side: Side, rank: int) -> Box:
+    """Return the box that a rank would hold of a tensor if it were on the rank's stage."""
+    place = side.layout.coordinates(rank)
+    return box_at(tensor, side, (place.etp, place.ep, place.edp) if tensor.experts else (place.tp, 0, place.dp))
+
+
+def position(side: Side, rank: int, experts: bool) -> tuple[int, ...]:
+    """Return what determines a rank's boxes: its stage, and its place in the stage."""
+    place = side.layout.coordinates(rank)
+    own = (place.etp, place.ep, place.edp) if experts else (place.tp, 0, place.dp)
+    return (place.pp, *(own if side.divided else own[:2]))
+
+
+@dataclass(frozen=True)
+class HostCounter:
+    """What the devices of a host lack, by the boxes that they and their host hold."""
+
+    source: Side
+    target: Side
+    per_host: int
+    block: int
+    experts: bool
+    # By tensor and its devices' places: hosts of other stages have the same counts.
+    counted: dict[tuple[object, ...], tuple[dict[int, int], int]] = field(default_factory=dict)
+
+    def signature(self, host: int) -> tuple[object, ...]:
+        """Return what determines the boxes of a host's ranks.
+
+        Hosts that hold the same boxes have equal signatures.
+        """
+        parts: list[object] = []
+        for device in range(host * self.per_host, (host + 1) * self.per_host):
+            for side in (self.source, self.target):
+                rank = side.rank(device, self.per_host)
+                parts.append(position(side, rank, self.experts) if 0 <= rank < side.devices else None)
+            if self.block and parts[-1]:
+                parts.append(self._block_start(self.source.rank(device, self.per_host)))
+        return tuple(parts)
+
+    def _block_start(self, rank: int) -> int:
+        """Return where a rank's block, or the first equal block, starts in its stage."""
+        start = rank % self.source.layout.stage_devices // self.block * self.block
+        return start % math.lcm(period(self.source, self.experts), self.block)
+
+    def count(self, by_stages: Mapping[Tensor, Mapping[StagePair, int]], host: int) -> tuple[dict[int, int], list[int]]:
+        """Count what a host's devices receive, and what comes from other hosts by stage."""
+        first = host * self.per_host
+        givers, takers = (
+            {
+                i: side.layout.coordinates(rank)
+                for i in range(self.per_host)
+                if 0 <= (rank := side.rank(first + i, self.per_host)) < side.devices
+            }
+            for side in (self.source, self.target)
+        )
+        starts = (
+            tuple((i, self._block_start(self.source.rank(first + i, self.per_host))) for i in takers)
+            if self.block
+            else ()
+        )
+        # Only the stages that are on this host matter.
+        own_stages = {place.pp for place in givers.values()}
+        target_stages = {place.pp for place in takers.values()}
+        here = {
+            pair: (tuple(own_stages.intersection(pair[0])), tuple(target_stages.intersection(pair[1])))
+            for pair in {pair for numbers in by_stages.values() for pair in numbers}
+        }
+        places = {
+            local: (
+                self._place_devices(givers, self.source, local[0]),
+                self._place_devices(takers, self.target, local[1]),
+            )
+            for local in set(here.values())
+        }
+        received = dict.fromkeys(takers, 0)
+        sent = [0] * self.source.layout.pp
+        for tensor, numbers in by_stages.items():
+            sums = dict.fromkeys((here[pair] for pair in numbers), 0)
+            for pair, number in numbers.items():
+                sums[here[pair]] += number
+            missing = {}
+            for where, number in sums.items():
+                key = tensor, *places[where], starts
+                if key not in self.counted:
+                    self.counted[key] = self._count_blocks(*key) if self.block else self._count_exact(*key[:3])
+                amounts, missing[where] = self.counted[key]
+                for i, amount in amounts.items():
+                    received[i] += number * amount
+            for pair, number in numbers.items():
+                sent[pair[0][0]] += number * missing[here[pair]]
+        return {first + i: amount for i, amount in received.items()}, sent
+
+    def _place_devices(self, devices: Mapping[int, Coordinates], side: Side, on: tuple[int, ...]) -> DevicePlaces:
+        """Return the places of a host's devices that are on some stages."""
+        places = (
+            (i, (place.etp, place.ep, place.edp) if self.experts else (place.tp, 0, place.dp))
+            for i, place in devices.items()
+            if place.pp in on
+        )
+        return tuple((i, place if side.divided else (place[0], place[1], 0)) for i, place in places)
+
+    def _count_blocks(
+        self, tensor: Tensor, givers: DevicePlaces, takers: DevicePlaces, starts: tuple[tuple[int, int], ...]
+    ) -> tuple[dict[int, int], int]:
+        """Count one tensor by blocks.
+
+        A block's boxes are those of its ranks, so a rank already has its own box, and a host those of its ranks.
+        """
+        have = {i: box_at(tensor, self.source, place) for i, place in givers}
+        wants = {i: box_at(tensor, self.target, place) for i, place in takers}
+        # A block in which each rank has what it wants gathers nothing. Ranks that have the same box each send a part
+        # of it.
+        lack = {
+            start for i, start in starts if i in wants and _count_missing(wants[i], (have[i],) if i in have else ())
+        }
+        blocks = {start: _count_block_boxes(tensor, self.source, start, self.block) for start in lack}
+        received = dict.fromkeys((i for i, _ in starts), 0)
+        for i, start in starts:
+            if start in blocks:
+                holders, total = blocks[start]
+                received[i] = total - (elements(have[i]) // holders[have[i]] if have.get(i) in holders else 0)
+        present = {box for box in have.values() if elements(box)}
+        return received, sum(map(elements, set().union(*(holders for holders, _ in blocks.values())) - present))
+
+    def _count_exact(self, tensor: Tensor, givers: DevicePlaces, takers: DevicePlaces) -> tuple[dict[int, int], int]:
+        """Count one tensor exactly.
+
+        That is what each device lacks of what it wants, and what the host lacks.
+        """
+        have = {i: box_at(tensor, self.source, place) for i, place in givers}
+        present = {box for box in have.values() if elements(box)}
+        received: dict[int, int] = {}
+        missing: dict[Box, int] = {}
+        for i, place in takers:
+            want = box_at(tensor, self.target, place)
+            if elements(want):
+                received[i] = _count_missing(want, (have[i],) if i in have else ())
+                if want not in missing:
+                    missing[want] = _count_missing(want, present)
+        return received, sum(missing.values())
+
+
+@lru_cache(maxsize=1 << 12)
+def _count_block_boxes(tensor: Tensor, source: Side, start: int, block: int) -> tuple[Mapping[Box, int], int]:
+    """Return a block's boxes with their numbers of holders, and all elements."""
+    holders = Counter(
+        box for rank in range(start, start + block) if elements(box := box_on_stage(tensor, source, rank))
+    )
+    return holders, sum(map(elements, holders))
+
+
+def _count_missing(want: Box, present: Iterable[Box]) -> int:
+    """Return the elements of a box that are in none of the disjoint boxes `present`."""
+    return elements(want) - sum(elements(common) for box in present if (common := overlap(want, box)))
