@@ -1,6 +1,7 @@
 """Table of engines, and the devices that they run on.
 
 Each engine has one file with a spec, which the compiler reads, and the half that runs.
+
 Invariant: an engine is named here and in its own file, and nowhere else. Everything runs by this table.
 """
 

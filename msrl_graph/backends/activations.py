@@ -1,6 +1,7 @@
 """Offload of what layers keep for their backward pass to host memory.
 
 That is everything, or the layers' inputs where layers are recomputed.
+
 Invariant: backward sees bit for bit what forward kept, and tensors that shared a storage share one again. Storages
 are copied when layers make them and released one layer later. In backward the next layer's storages are fetched
 during each layer. Weights stay on the device, and so do tensors that are not floating-point: all layers have the same
@@ -84,10 +85,10 @@ class _Saved:
 class _Pass:
     """What one forward pass saves, in one group per layer."""
 
-    def __init__(self, device: TorchDevice, out: Lane, back: Lane) -> None:
+    def __init__(self, device: TorchDevice, out_lane: Lane, back_lane: Lane) -> None:
         self.device = device
-        self.out_lane = out
-        self.back_lane = back
+        self.out_lane = out_lane
+        self.back_lane = back_lane
         self.groups: list[list[_Kept]] = [[]]
         self.known: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Kept]] = {}
         self.weights: set[int] = set()

@@ -7,6 +7,7 @@ same triangle of work.
 All layers except attention work on a rank's own nodes. Attention is one of two kinds. Ulysses (arXiv:2309.14509): an
 all-to-all gives each rank all nodes for a part of the heads. Ring (arXiv:2310.01889): keys and values pass from rank
 to rank, and the results of blocks are merged by their log-sum-exp.
+
 Invariant: results equal those of one rank, up to rounding, and are the same on all ranks: outputs of tokens are
 gathered before a loss sees them. Each rank has a part of a weight's gradient; the parts add up.
 """
@@ -40,7 +41,7 @@ class ContextGroup:
     ulysses: bool = False
 
     @staticmethod
-    def of(layout: Layout, devices: Devices) -> ContextGroup:
+    def from_layout(layout: Layout, devices: Devices) -> ContextGroup:
         if layout.cp == 1:
             return ContextGroup()
         mesh = devices.axis("cp")

@@ -1,6 +1,7 @@
 """Training and inference by torch FSDP2, on any torch device.
 
 Tensor parallelism is by DTensor; context parallelism is in context_parallel.py.
+
 Invariant: the weights at rest on a rank are the boxes of layout.shard, and the optimizer works on those local tensors
 (optimizer/steps.py). ZeRO 0 replicates, 1 shards the optimizer, 2 and 3 are FSDP2 without and with releasing the
 gathered weights after forward.
@@ -116,7 +117,7 @@ class FsdpEngine:
         self.layout = layout
         self.place = devices.device.place
         self.divided = SPEC.divided(layout)
-        self.context = ContextGroup.of(layout, devices)
+        self.context = ContextGroup.from_layout(layout, devices)
         module = hf_modules.empty(model)
         if placement.engine.options.get("recompute") == "full":
             module.gradient_checkpointing_enable()

@@ -3,6 +3,7 @@
 A token's state is a function of the tokens up to it, so each distinct prefix of a row is one node. A prompt is one
 path however many responses it has, and padding has no nodes. Only attention looks at whole rows; all other layers
 work node by node.
+
 Invariant: log-probabilities and gradients equal those of the padded rows, up to rounding.
 """
 

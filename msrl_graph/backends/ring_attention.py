@@ -1,6 +1,7 @@
 """Causal ring attention: each rank has every n-th position of all rows.
 
 The positions are assigned in context_parallel.py. Keys and values pass from rank to rank.
+
 Invariant: besides its own, a rank holds two blocks of keys and values: the current one and the one in flight. Blocks
 are merged in float32, or in float64 for float64 inputs.
 """
@@ -51,12 +52,13 @@ def _make_function() -> Any:
                 keys_values = keys_values if arriving is None else arriving()
             result = out.to(q.dtype)
             saved.save_for_backward(q, k, v, result, lse)
-            saved.how = context, scaling, window
+            saved.settings = context, scaling, window
             return result
 
         @staticmethod
         def backward(saved: Any, *grad_outputs: torch.Tensor) -> Any:
-            (q, k, v, out, lse), (context, scaling, window) = saved.saved_tensors, saved.how
+            q, k, v, out, lse = saved.saved_tensors
+            context, scaling, window = saved.settings
             keys_values = torch.stack([k, v])
             # Gradients of keys and values travel with them, and one step further, which brings them home.
             dq = torch.zeros_like(q, dtype=lse.dtype)

@@ -1,6 +1,7 @@
 """Sizes for the memory accounts of engines, and of the optimizer's step.
 
 The accounts are in peaks.py and megatron/peaks.py.
+
 Invariant: sizes are bytes of tensor storages on the busiest rank, at the columns' bounds. Experts are counted as if
 tokens were spread evenly over them: only the router knows how many go to one rank, and no program bounds it.
 """

@@ -37,7 +37,7 @@ def period(side: Side, experts: bool = False) -> int:
 
 
 def box_on_stage(tensor: Tensor, side: Side, rank: int) -> Box:
-    """Return the box that a rank would hold of a tensor if it were on the rank's stage."""
+    """Return the box of a rank, as if its stage had the tensor."""
     place = side.layout.coordinates(rank)
     return box_at(tensor, side, (place.etp, place.ep, place.edp) if tensor.experts else (place.tp, 0, place.dp))
 

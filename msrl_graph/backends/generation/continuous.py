@@ -69,7 +69,9 @@ class SequenceBatch:
         self.samples_per_prompt = len(keys) // len(prompts)
         self.room = sampling.max_tokens - begun
         self.joined = np.broadcast_to(sampling.joined, len(keys))
-        self.sampling, self.slots, self.stops = sampling, max(slots, self.samples_per_prompt), stops
+        self.sampling = sampling
+        self.slots = max(slots, self.samples_per_prompt)
+        self.stops = stops
         self.tokens = np.zeros((len(keys), self.room.max()), np.int32)
         self.logps = np.zeros((len(keys), self.room.max()), np.float32)
         self.lengths = np.zeros(len(keys), np.int64)
@@ -111,10 +113,10 @@ class SequenceBatch:
         import torch
 
         waiting = len(self.prompts) - self.started_prompts
-        under_way = len(self.running) > 0
+        has_running = len(self.running) > 0
         count = min((self.slots - len(self.running)) // self.samples_per_prompt, waiting)
         if not count or (
-            under_way
+            has_running
             and (count < min(waiting, FREE * self.slots / self.samples_per_prompt) or self._has_sliding_layers)
         ):
             return
@@ -140,7 +142,7 @@ class SequenceBatch:
             self.started_prompts * self.samples_per_prompt, (self.started_prompts + count) * self.samples_per_prompt
         )
         self.started_prompts += count
-        if not under_way:
+        if not has_running:
             self.running = rows
             self.places = places
             self.cache = cache

@@ -1,6 +1,7 @@
 """The draw of a token, the same for every engine that accepts custom sampling.
 
 It inverts the cumulative distribution, in float64, at a number that depends only on a key.
+
 Invariant: a row's token is a function of its logits, its key and the step alone, in any batch, engine or layout. Two
 engines differ only by the rounding of logits.
 """

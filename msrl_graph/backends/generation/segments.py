@@ -1,6 +1,7 @@
 """Responses in stretches, for an engine that generates only whole responses.
 
 Each stretch is a request of its own.
+
 Invariant: the parts of a response, concatenated, equal what is drawn for it in one piece, up to the rounding of
 logits.
 """

@@ -85,7 +85,8 @@ def build_stage(
             super().__init__()
 
         def forward(self, *states: Any, packed_seq_params: Nodes, **_: Any) -> torch.Tensor:
-            tree, (cosines, sines) = packed_seq_params.tree, packed_seq_params.angles
+            tree = packed_seq_params.tree
+            cosines, sines = packed_seq_params.angles
             q, k, v = (state[:, 0].transpose(0, 1)[None] for state in states[:3])  # [1, heads, nodes, size]
             if model.latent is None:  # latent attention rotates a part of each head itself
                 q, k = apply_rotary_pos_emb(q, k, cosines, sines)

@@ -1,6 +1,7 @@
 """Megatron-Core on host cores: torch.cuda is patched to answer for the host.
 
 Ascend's transfer_to_npu patches it in the same place to answer for an NPU.
+
 Invariant: outside of `patch_torch_cuda` torch.cuda is unchanged. Nothing here is used on a device that has its own
 kernels.
 """

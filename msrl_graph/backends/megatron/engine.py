@@ -1,6 +1,7 @@
 """Training and inference by Megatron-Core in the rank's own process.
 
 On Ascend it uses MindSpeed, but has never run there: no NPU was available.
+
 Invariant: layers, their tensor and pipeline parallelism and the schedule are Megatron's; embedding, head, loss and
 optimizer are this package's. So a program's terms see the same values as with any engine, and weights step by the
 same rules (optimizer/steps.py; ZeRO 1 is what Megatron calls the distributed optimizer). Weights at rest are whole in
@@ -91,7 +92,7 @@ class MegatronEngine:
         model = self.model
         layout = self.layout
         self.place = devices.device.place
-        self.context = ContextGroup.of(layout, devices)
+        self.context = ContextGroup.from_layout(layout, devices)
         coordinates = layout.coordinates(devices.rank)
         self.first = coordinates.pp == 0
         self.last = coordinates.pp == layout.pp - 1

@@ -2,6 +2,7 @@
 
 It has latent attention (arXiv:2405.04434) over the nodes of a tree (prefix_tree.py), and routers with corrected
 scores (arXiv:2412.19437).
+
 Invariant: projections down to the latents are whole on each tp rank, which applies them to its own part of the
 tokens. Of the projections up from them a rank has its heads. Megatron's own modules would shard both, and rotate keys
 by their position in a row.

@@ -2,6 +2,7 @@
 
 It is given moment by moment, as engine.py runs it: eager layers without Transformer Engine, sequence parallelism with
 tp, 1F1B.
+
 Invariant: a moment is what lives at one instant on the busiest rank of one stage. It counts tensor storages, each
 derived from what autograd, or a variable of a running layer, keeps. bench/memory.py --engines "megatron vllm" shows
 differences.
@@ -309,7 +310,7 @@ def _update(s: _Stage) -> Named:
         saved = s.saved(routes)
         # A recomputed layer has its input already, and its output twice.
         layers_on_device = min(index + 1, 2) if work.activations_away else index + 1  # number of layers on the device
-        held = (
+        layer_activations = (
             layers_on_device * s.part + saved - (s.item == 4) * s.part + s.part
             if work.recompute
             else _sum_saved(s, index, layers_on_device)
@@ -319,7 +320,7 @@ def _update(s: _Stage) -> Named:
                 f"{half} of {name} layer",
                 {
                     "gradients": done + items["gradients"],
-                    "activations": base + held + s.part + items["activations"],
+                    "activations": base + layer_activations + s.part + items["activations"],
                 },
             )
     if s.first:

@@ -1,6 +1,7 @@
 """Optimizer steps on the local shards of a model whose ranks form a mesh.
 
 The rules are torch.optim's (shards.py) and Muon (muon.py).
+
 Invariant: offloading does not change the steps. Offloaded states are on the device one part at a time, plus the next
 part. Gradients are summed over all ranks that hold copies of a weight: dp and cp, or for experts the ranks that the
 experts' own mesh leaves. The norm counts each element once, and is the same on all ranks.
