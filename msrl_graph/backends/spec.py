@@ -392,7 +392,7 @@ class Generator(Protocol):
         """Allocate memory for the weights, which resharding fills."""
 
     def filled(self) -> None:
-        """The shards hold new weights: drop or recompute what came from the old ones."""
+        """Drop or recompute what came from the old weights; the shards hold new ones."""
 
     def release(self) -> None:
         """Release weights and cache."""
