@@ -289,7 +289,7 @@ def test_dtype_overrides() -> None:
             "./here",
             {**PRESETS["qwen2.5-7b"], "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
             "not-yet",
-            "no engine has sliding windows of attention yet",
+            "no engine supports sliding windows of attention yet",
         ),
         ("./here", {**PRESETS["qwen2.5-7b"], "rope_scaling": {"rope_type": "longrope"}}, "not-yet", "`longrope`"),
         ("./here", {**PRESETS["qwen2.5-7b"], "rope_scaling": {"rope_type": "mine"}}, "unknown-model", ""),
