@@ -174,12 +174,12 @@ def test_odd_shapes(text: str, tmp_path: Path, capsys: Capture) -> None:
     [
         ("# ü".encode()[:-1], "is not UTF-8 text"),
         (b"\xff\xfe" + PAGE.encode("utf-16-le"), "is not UTF-8 text"),
-        (PAGE.encode("utf-16-le"), "character '\\x00' is no sign of the language"),
+        (PAGE.encode("utf-16-le"), "character '\\x00' is not valid here"),
         (b"\x80", "is not UTF-8 text"),
-        (b"\0" * 100, "character '\\x00' is no sign of the language"),
-        (b"", "the file holds no program"),
-        (b"\xef\xbb\xbf", "the file holds no program"),
-        (b"# nothing\r# more\r\n#", "the file holds no program"),
+        (b"\0" * 100, "character '\\x00' is not valid here"),
+        (b"", "the file has no program"),
+        (b"\xef\xbb\xbf", "the file has no program"),
+        (b"# nothing\r# more\r\n#", "the file has no program"),
     ],
     ids=[
         "cut inside of a character",

@@ -60,9 +60,9 @@ WRONG = {
         "has no figure `reward/maj@2`",
         "did you mean `reward/pass@2`?",
     ),
-    'report = reward, best = "reward"': ("is only before and after", "add `every = 20`"),
-    "report = reward, every = 2, patience = 2": ("`patience` says nothing without `best`", 'add `best = "reward"`'),
-    "report = reward, every = 2, goal = minimize": ("`goal` says nothing without `best`", 'add `best = "reward"`'),
+    'report = reward, best = "reward"': ("runs only before and after the training", "add `every = 20`"),
+    "report = reward, every = 2, patience = 2": ("`patience` needs `best`", 'add `best = "reward"`'),
+    "report = reward, every = 2, goal = minimize": ("`goal` needs `best`", 'add `best = "reward"`'),
 }
 
 

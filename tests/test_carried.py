@@ -232,7 +232,7 @@ def test_an_adaptive_draw_follows_the_share_that_passed_and_a_checkpoint_holds_i
         (
             "per = prompt REFILL",
             "per = prompt, adaptive = true",
-            ("bad-value", "`host.mixed` draws no more prompts, so `adaptive` means nothing here"),
+            ("bad-value", "`adaptive` of `host.mixed` has no effect without `refill`"),
         ),
         (
             "keep = mixed(), per = prompt REFILL",

@@ -105,8 +105,8 @@ def test_a_name_that_is_there_gets_a_help_that_holds() -> None:
 def test_a_name_without_data_gets_a_help_that_holds() -> None:
     text = program("evaluate sampled { report = reward }")
     (found,) = diagnose(text, context(PROGRAM.parent))
-    assert (found.code, found.message) == ("unknown-name", "no data are called `sampled`")
-    assert "; a name of its own needs `evaluate sampled { data = held_out, … }`" in found.help
+    assert (found.code, found.message) == ("unknown-name", "no data named `sampled`")
+    assert "; for a separate name write `evaluate sampled { data = held_out, … }`" in found.help
     assert not diagnose(program("evaluate sampled { data = held_out, report = reward }"), context(PROGRAM.parent))
 
 
@@ -185,10 +185,10 @@ WRONG = {
     "at = [16]": ("`at` has 16, and a prompt has 8 of `reward`", "`samples = 16`"),
     "at = [2], vote = giben": ("no node writes a column `giben`", "did you mean `given`?"),
     "at = [2], vote = response": ("`response` is neither text nor a number", "a column of `text`"),
-    "at = [2], vote = answer": ("`answer` is not of the same rows as `reward`", "each response has a value of"),
+    "at = [2], vote = answer": ("`answer` does not have the same rows as `reward`", "each response has a value of"),
     "by = reward": ("the source writes no column `reward`", "known here: `answer`, `prompt`"),
     "by = prompt": ("`prompt` is neither text nor a number", "a column of `text` that the source writes"),
-    "vote = given": ("`vote` says nothing without `at`", "add `at = [8]`"),
+    "vote = given": ("`vote` needs `at`", "add `at = [8]`"),
 }
 
 
@@ -359,12 +359,12 @@ def test_the_plan_says_how_each_generation_of_an_evaluation_draws(draws: str, tm
 
 WRONG_DRAWS = {
     "draw(solv, samples = 1)": ("no generation is called `solv`", "did you mean `solve`?"),
-    "draw(try_once, samples = 2)": ("`try_once` does not run in `evaluate test`: `right` needs no text", "leave it"),
+    "draw(try_once, samples = 2)": ("`try_once` does not run in `evaluate test`: `right` can be computed without it", "leave it"),
     "draw(solve, samples = 1), draw(solve, temperature = 0)": ("`draws` has `solve` twice", "in one `draw`"),
-    "draw(solve)": ("this `draw` says nothing", "add `samples = 1`"),
-    "draw(samples = 1)": ("`draw` takes first the generation", "as in `draw("),
+    "draw(solve)": ("this `draw` has no settings", "add `samples = 1`"),
+    "draw(samples = 1)": ("the first argument of `draw` is a generation", "as in `draw("),
     "draw(solve, top_p = 1)": ("`draw` has no argument `top_p`", ""),
-    "draw(solve, 1)": ("`draw` takes its settings by name", ""),
+    "draw(solve, 1)": ("`draw` takes its settings as keyword arguments", ""),
     "draw(solve, samples = 0)": ("`samples` takes a whole number of 1 or more, not `0`", ""),
     "solve": ("`draws` takes a list of `draw(GENERATION", ""),
 }

@@ -148,7 +148,7 @@ def test_what_follows_cannot_generate():
 
 def test_a_function_follows_nothing():
     code, message, _ = refused(("worker host      : function", "worker host : function { follows = actor }"))
-    assert (code, message) == ("bad-value", "a function has no weights, so `follows` means nothing here")
+    assert (code, message) == ("bad-value", "a function has no weights, so `follows` has no effect")
 
 
 def test_a_plan_says_what_follows_and_can_be_loaded_and_simulated():

@@ -80,7 +80,7 @@ def named(**columns):
 """
 REWARD = "host.reward(response, answer) -> reward { call = exact_match() }"
 TEXT = "`solution_str: str` gets text, without it token ids"
-LISTS = "with `per = prompt` it gets lists, and gives a list"
+LISTS = "with `per = prompt` it gets lists and returns a list"
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_reward_function_of_trl_is_bound_as_the_help_says(folder: Path) -> Non
 
 def test_a_function_of_keywords_alone_names_no_parameter(folder: Path) -> None:
     assert helps(rewarded("response, answer", '"g.py:named"'), folder) == [
-        "it names no parameter: write `def named(response, answer)`"
+        "it has no parameters: write `def named(response, answer)`"
     ]
     (folder / "g.py").write_text("def named(response, answer):\n    return 1.0\n")
     assert not errors(rewarded("response, answer", '"g.py:named"'), folder)

@@ -86,5 +86,5 @@ def test_a_statement_that_takes_the_place_of_a_param_is_told_when_it_is_set(tmp_
     (told,) = [
         w for w in translate(read(path), sets={"lr": "1e-3"}, until="graph").warnings if w.code == "unused-param"
     ]
-    assert "`lr` is set, and nothing in `mine` uses it" in told.message
+    assert "`lr` is set, but nothing in `mine` uses it" in told.message
     assert not translate(read(path), until="graph").warnings  # and only then

@@ -60,7 +60,7 @@ EDITS = {
         lambda p: p["deploy"]["run"].update(iterations=-5),
         "`iterations` takes a whole number of 1 or more, not `-5`",
     ),
-    "no time to wait": (lambda p: p["deploy"]["dock"].update(deadline=0.0), "`deadline` is above 0"),
+    "no time to wait": (lambda p: p["deploy"]["dock"].update(deadline=0.0), "`deadline` must be above 0"),
     "no time to wait in the docks alone": (
         lambda p: p["docks"].update(deadline=0.0),
         "`docks.deadline` is not what the compiler makes of its program",

@@ -228,7 +228,7 @@ def test_what_is_no_function_is_told_as_what_it_is_and_the_fix_helps(source, kin
     (tmp_path / "mine.py").write_text(source)
     assert compile_main([str(tmp_path / "p.rlg"), "--check"]) == 1
     told = capsys.readouterr().err
-    assert f"`score` is {kind} in `mine.py`, and a file is read, not run, before a run starts" in told
-    assert "write `def score(…)` there, with the columns as parameters, that returns what it gives" in told
+    assert f"`score` is {kind} in `mine.py`, but files are only parsed, not run, before a run starts" in told
+    assert "write `def score(…)` there, with the columns as parameters, that returns the result" in told
     (tmp_path / "mine.py").write_text(f"{source}\nother = score\ndef score(response, answer): return 1.0\n")
     assert compile_main([str(tmp_path / "p.rlg"), "--check"]) == 0

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar, cast
 
 from ..diagnostics import Diagnostic, Fault, Span
 from ..dsl import ast
-from ..dsl.derive import node_name, single
+from ..dsl.derive import node_name, split_edge
 from ..dsl.variants import check_dropped, dropped_keys, split_statement, statement_key
 
 Statement = ast.AlgorithmStatement | ast.DeployStatement
@@ -241,7 +241,7 @@ def _without(statement: Statement, keys: frozenset[Key]) -> tuple[Statement, ...
             nodes = tuple(ref for one in left if isinstance(one, ast.LayoutDecl | ast.EngineDecl) for ref in one.nodes)
             return (replace(statement, nodes=nodes),) if nodes else ()
         case ast.EdgeDecl():
-            return tuple(one for one in single(statement) if not keys_of(one) & keys)
+            return tuple(one for one in split_edge(statement) if not keys_of(one) & keys)
     return ()
 
 
@@ -266,7 +266,7 @@ def _left(drop: ast.DropDecl | ast.UndoDecl, statement: Statement) -> tuple[Stat
             return (statement,)
         return (replace(statement, attrs=attrs),) if attrs or statement.reads is not None else ()
     if isinstance(statement, ast.EdgeDecl):
-        ends = ((single_edge, _ends(single_edge)) for single_edge in single(statement))
+        ends = ((single_edge, _ends(single_edge)) for single_edge in split_edge(statement))
         gone = frozenset(key for one, pair in ends for key in keys_of(one) if any(_is_of(end, name) for end in pair))
         return _without(statement, gone)
     return () if ("name", name) in own else (statement,)

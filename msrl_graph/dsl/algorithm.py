@@ -1,7 +1,7 @@
-"""An `algorithm` to a Graph.
+"""Lower an `algorithm` to a Graph.
 
-Invariant: every name is resolved and every param substituted; what is wrong goes to `problems`, each mistake once, and
-what can still be said of the rest is said. The Graph is whole only if nothing was told.
+Invariant: every name is resolved and every param is substituted. Each mistake goes to `problems` once, and lowering
+continues with the rest. The Graph is complete only if no mistake was reported.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..ir.options import STATEMENTS
 from ..ir.sequences import reads_tempered
 from ..ir.signatures import CallKind, Signature
 from . import ast
-from .attributes import read, read_as
+from .attributes import read_as, read_attributes
 from .calls import CallingNode, Folder, Library
 from .declarations import Declarations
 from .derive import node_name
 from .expressions import Problems, mistake
-from .levels import levels
-from .node_calls import forms
+from .levels import compute_levels
+from .node_calls import form_readers
 from .params import Override, evaluate_params
 
 MOST_ROWS = 10**9
@@ -33,7 +33,7 @@ MOST_ROWS = 10**9
 
 @dataclass(frozen=True)
 class Lowering:
-    """A graph, the names of the nodes that were declared, and the signatures of the user's functions that they call."""
+    """A graph, the names of its declared nodes, and the user functions it calls."""
 
     graph: Graph
     nodes: Collection[str]
@@ -43,7 +43,7 @@ class Lowering:
 def lower_algorithm(
     algorithm: ast.AlgorithmDecl, overrides: Sequence[Override], library: Library, folder: Folder, problems: Problems
 ) -> Lowering:
-    """The graph of an algorithm that stands for itself (derive.py), its params overridden."""
+    """Lower a derived algorithm (derive.py) with its params overridden."""
     return _Algorithm(algorithm, library, folder, problems).lower(overrides)
 
 
@@ -56,12 +56,16 @@ class _Algorithm(Declarations):
         self.nodes: dict[str, Node] = {}
         self.edges: dict[tuple[str, str, str], Edge] = {}
         self.callers: list[CallingNode] = []
-        self.meant: set[str] = set()  # names that a node with a misspelt worker or verb may be meant to have
+        self.likely_names: set[str] = set()  # names that an edge may use for a node with a misspelt worker or verb
 
     def lower(self, overrides: Sequence[Override]) -> Lowering:
         self._declare()
-        defaults = {s.name.text: s.value for s in self._statements(ast.ParamDecl) if self._is(s.name, "param")}
-        self.params = evaluate_params(self.algorithm.name.text, defaults, overrides, self._others, self.problems)
+        defaults = {
+            declaration.name.text: declaration.value
+            for declaration in self._statements(ast.ParamDecl)
+            if self._owns_name(declaration.name, "param")
+        }
+        self.params = evaluate_params(self.algorithm.name.text, defaults, overrides, self._other_names, self.problems)
         self._lower_columns()
         for state in self._statements(ast.StateDecl):
             with self.problems.catching():
@@ -71,73 +75,73 @@ class _Algorithm(Declarations):
         self._lower_source()
         for node in self._statements(ast.NodeDecl):
             self._lower_node(node)
-        self._find_meant()
+        self._find_likely_names()
         for edge in self._statements(ast.EdgeDecl):
             self.add_edges(edge)
         used = {key: value for caller in self.callers for key, value in caller.used.items()}
-        return Lowering(self._graph(), {*self.nodes, *self.meant}, used)
+        return Lowering(self._graph(), {*self.nodes, *self.likely_names}, used)
 
     # Workers, source and nodes
 
     def _lower_worker(self, worker: ast.WorkerDecl) -> None:
-        if not self._is(worker.name, "worker"):
+        if not self._owns_name(worker.name, "worker"):
             return
         kind = worker.kind.text
-        said = declared.WorkerAttributes.of_stated(
-            read(worker.attrs, "worker", declared.WorkerAttributes.kinds(), self.names, self.problems)
+        stated = declared.WorkerAttributes.of_stated(
+            read_attributes(worker.attrs, "worker", declared.WorkerAttributes.kinds(), self.names, self.problems)
         )
         with self.problems.catching():
             if kind != "function" and kind not in KINDS:
                 known = ("function", *KINDS)
-                # No model is asked for: which one it has follows from the kind.
+                # The model does not need to be stated: it follows from the kind.
                 self.workers[worker.name.text] = Worker(worker.name.text, kind, worker.frozen, "", worker.span)
-                raise mistake(
-                    "unknown-name", f"no kind of worker is called `{kind}`", worker.kind.span, nearest(kind, known)
-                )
+                raise mistake("unknown-name", f"unknown worker kind `{kind}`", worker.kind.span, nearest(kind, known))
             if kind == "function":
                 self.workers[worker.name.text] = Worker(worker.name.text, kind, span=worker.span)
-                if worker.frozen or said.model or said.follows:
-                    what = "frozen" if worker.frozen else "model" if said.model else "follows"
+                if worker.frozen or stated.model or stated.follows:
+                    attribute = "frozen" if worker.frozen else "model" if stated.model else "follows"
                     raise mistake(
-                        "bad-value", f"a function has no weights, so `{what}` means nothing here", worker.span
+                        "bad-value", f"a function has no weights, so `{attribute}` has no effect", worker.span
                     )
                 return
-            follows = (said.follows, said.every, said.decay)
+            follows = (stated.follows, stated.every, stated.decay)
             self.workers[worker.name.text] = Worker(
-                worker.name.text, kind, worker.frozen, said.model or kind, worker.span, *follows
+                worker.name.text, kind, worker.frozen, stated.model or kind, worker.span, *follows
             )
 
     def _lower_source(self) -> None:
         sources = list(self._statements(ast.SourceDecl))
         if not sources:
-            help = "add `source(COUNT) -> prompt`, with the columns that the data fill"
-            self.problems.tell(
+            help = "add `source(COUNT) -> prompt`, with the columns that the data fills"
+            self.problems.report(
                 "unreachable", f"`{self.algorithm.name.text}` has no source", self.algorithm.name.span, help
             )
             return
         first = sources[0]
         for other in sources[1:]:
             note = ((first.span, "the first source"),)
-            self.problems.found += mistake(
+            self.problems.diagnostics += mistake(
                 "duplicate-name", "an algorithm has one source", other.span, related=note
             ).diagnostics
-        writes, _ = self._known(first.writes, "source", "writes")
+        writes, _ = self._split_names(first.writes, "source", "writes")
         states = tuple(self.states)
-        caller = CallingNode("source", states, self._values, self.library, self.folder, self.problems, states, writes)
+        caller = CallingNode(
+            "source", states, self._value_names, self.library, self.folder, self.problems, states, writes
+        )
         self.callers.append(caller)
-        attributes = read(
-            first.attrs, "source", declared.SourceAttributes.kinds(), self.names, self.problems, forms(caller)
+        attributes = read_attributes(
+            first.attrs, "source", declared.SourceAttributes.kinds(), self.names, self.problems, form_readers(caller)
         )
         with self.problems.catching():
             attributes["count"] = read_as(COUNT, "source", first.count, self.names)
         end = first.writes[-1].span
         weights = attributes.get("weights")
-        known = {
-            n
-            for n in states
-            if weights is not None and n in (*weights.columns().values(), *self._signature(weights, caller).columns)
+        weight_states = {
+            name
+            for name in states
+            if weights is not None and name in (*weights.columns().values(), *self._signature(weights, caller).columns)
         }
-        reads = tuple(n for n in states if n in known)
+        reads = tuple(name for name in states if name in weight_states)
         self.nodes["source"] = Node(
             "source", "source", "source", (), writes, attributes=attributes, span=first.span.to(end), states=reads
         )
@@ -147,147 +151,168 @@ class _Algorithm(Declarations):
         verb = node.verb.text
         name = node_name(node)
         if name in self.nodes:
-            if not node.label:  # two equal labels were told as names
+            if not node.label:  # equal labels are already reported as duplicate names
                 help = f"give this one a label: `node second: {name}(…)`"
                 note = ((self.nodes[name].span, "the first one"),)
-                self.problems.found += mistake(
+                self.problems.diagnostics += mistake(
                     "duplicate-name", f"`{name}` is declared twice", node.title, help, note
                 ).diagnostics
             return
         function = worker in self.workers and self.workers[worker].kind == "function"
         (reads, states), (writes, sets) = (
-            self._known(node.reads or (), name, "reads", function or verb == "update"),
-            self._known(node.writes, name, "writes", function),
+            self._split_names(node.reads or (), name, "reads", function or verb == "update"),
+            self._split_names(node.writes, name, "writes", function),
         )
         if worker not in self.workers and self.declared.get(worker, ("",))[0] != "worker":
-            self.problems.tell(
+            self.problems.report(
                 "unknown-name", f"no worker is called `{worker}`", node.worker.span, nearest(worker, self.workers)
             )
         kind = self.workers[worker].kind if worker in self.workers else ""
         statement = "function" if kind == "function" else verb if verb in KINDS.get(kind, ()) else ""
         per = Node.per
         attributes = dict[str, Expr]()
-        whole = Node.whole
+        needs_mini_batch = Node.whole
         scores = Node.scores
         if kind in KINDS and not statement:
-            # A check tells it of graphs of the Python API; here, so that nothing is told that only follows. Its
-            # attributes mean nothing.
+            # The checks report this for graphs of the Python API. Reported here, it does not cause further errors: the
+            # node's attributes are skipped.
             help = nearest(verb, KINDS[kind])
-            self.problems.tell("unknown-verb", f"`{worker}` is a {kind}, which cannot {verb}", node.head, help)
+            self.problems.report("unknown-verb", f"`{worker}` is a {kind}, which cannot {verb}", node.head, help)
         if statement:
             caller = CallingNode(
-                name, (*reads, *states), self._values, self.library, self.folder, self.problems, states
+                name, (*reads, *states), self._value_names, self.library, self.folder, self.problems, states
             )
             self.callers.append(caller)
             above = next(iter(self.nodes["source"].writes), "") if "source" in self.nodes else ""
             kinds = STATEMENTS[statement].kinds()
-            readers = forms(caller, self.columns, above)
-            attributes = read(node.attrs, statement, kinds, self.names, self.problems, readers)
+            readers = form_readers(caller, self.columns, above)
+            attributes = read_attributes(node.attrs, statement, kinds, self.names, self.problems, readers)
             per = str(attributes.pop("per").value) if "per" in attributes else per
-            self._need(node, statement)
+            self._check_attributes(node, statement)
             if "loss" in attributes:
-                whole = caller.whole(attributes["loss"])
+                needs_mini_batch = caller.needs_mini_batch(attributes["loss"])
                 scores = caller.scores(attributes["loss"])
             calls = declared.CallAttributes.of_stated(attributes).functions if statement == "function" else ()
-            # Of several each may take some of the columns.
-            if [c.kind for c in calls] == ["call"]:
-                caller.taken(node, "call", calls[0], self._signature(calls[0], caller))
+            # With several calls, each may take only some of the columns.
+            if [call.kind for call in calls] == ["call"]:
+                caller.report_untaken(node, "call", calls[0], self._signature(calls[0], caller))
             for key in {"environment", "agent"} & attributes.keys():
-                beside = [c.name for c in self.columns.values() if c.element in ("text", "json")]
-                made = attributes[key]
-                caller.taken(node, key, made, self._signature(made, caller), beside)
-        gives = tuple(n.text for n in node.writes if n.text in (*writes, *sets)) if sets else ()
+                text_columns = [column.name for column in self.columns.values() if column.element in ("text", "json")]
+                partner = attributes[key]
+                caller.report_untaken(node, key, partner, self._signature(partner, caller), text_columns)
+        gives = tuple(written.text for written in node.writes if written.text in (*writes, *sets)) if sets else ()
         self.nodes[name] = Node(
-            name, worker, verb, reads, writes, per, attributes, node.head, states, gives, whole, scores
+            name, worker, verb, reads, writes, per, attributes, node.head, states, gives, needs_mini_batch, scores
         )
 
-    def _find_meant(self) -> None:
-        """What edges may call nodes whose worker or verb is misspelt: the mistake is told once, at the node."""
+    def _find_likely_names(self) -> None:
+        """Collect the names that edges may use for nodes with a misspelt worker or verb.
+
+        The mistake is then reported once, at the node.
+        """
         for name, node in self.nodes.items():
             kind = self.workers[node.worker].kind if node.worker in self.workers else ""
             if name != f"{node.worker}.{node.verb}":
                 continue
             if not kind and self.declared.get(node.worker, ("",))[0] != "worker":
-                self.meant |= {f"{w}.{node.verb}" for w in self.workers} - self.nodes.keys()
+                self.likely_names |= {f"{other}.{node.verb}" for other in self.workers} - self.nodes.keys()
             elif node.verb not in KINDS.get(kind, (node.verb,)):
-                self.meant |= {f"{node.worker}.{v}" for v in KINDS[kind]} - self.nodes.keys()
+                self.likely_names |= {f"{node.worker}.{other_verb}" for other_verb in KINDS[kind]} - self.nodes.keys()
 
-    def _known(
+    def _split_names(
         self, names: Sequence[ast.Name], node: str, verb: str, stateful: bool = False
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names that are columns, and those that are states; others are told. `stateful`: a node may read, or
-        write, states here."""
+        """Split names into columns and states, and report all others.
+
+        stateful: whether the node may read (or write) states here.
+        """
         columns = dict[str, None]()
         states = dict[str, None]()
         for name in names:
-            what = self.declared.get(name.text, ("", name.span))[0]
+            kind = self.declared.get(name.text, ("", name.span))[0]
             if name.text in columns or name.text in states:
-                self.problems.tell("duplicate-name", f"`{node}` {verb} `{name.text}` twice", name.span, "name it once")
-            elif what == "column":
+                self.problems.report(
+                    "duplicate-name", f"`{node}` {verb} `{name.text}` twice", name.span, "name it once"
+                )
+            elif kind == "column":
                 columns[name.text] = None
-            elif what == "state" and node != "source":
+            elif kind == "state" and node != "source":
                 states[name.text] = None
             elif name.text not in self.doubled:
-                known = [n for n, (w, _) in self.declared.items() if w in ("column", "state") and n != name.text]
-                message = f"`{node}` {verb} `{name.text}`, which " + (
-                    f"is a {what}, not a column" if what else "no column is called"
-                )
+                known = [
+                    other
+                    for other, (other_kind, _) in self.declared.items()
+                    if other_kind in ("column", "state") and other != name.text
+                ]
+                if kind:
+                    message = f"`{node}` {verb} `{name.text}`, which is a {kind}, not a column"
+                else:
+                    message = f"`{node}` {verb} undeclared column `{name.text}`"
                 help = nearest(name.text, known)
-                if stateful and not what and not help.startswith("did"):
+                if stateful and not kind and not help.startswith("did"):
                     state = f"`state {name.text} : f32 = 0`"
-                    declare = f"declare it as a column, or, if it outlives an iteration, as a state: {state}"
+                    declare = f"declare it as a column, or as a state if it outlives an iteration: {state}"
                     help = "; ".join(filter(None, (help, declare)))
-                if what == "param":
+                if kind == "param":
                     help = (
-                        f"a call or a loss names it as it is; one that a node sets is a state, `state {name.text} "
-                        ": f32 = …`"
+                        "a call or a loss uses a param directly; a value that a node sets is a state: "
+                        f"`state {name.text} : f32 = …`"
                     )
-                self.problems.tell("unknown-column", message, name.span, help)
+                self.problems.report("unknown-column", message, name.span, help)
         return tuple(columns), tuple(states)
 
-    def _need(self, node: ast.NodeDecl, statement: str) -> None:
-        """Attributes that a node cannot be without."""
-        given = {a.key.text for a in node.attrs}
-        if statement == "function" and not given & {"call", "keep", "select", "refill"}:
+    def _check_attributes(self, node: ast.NodeDecl, statement: str) -> None:
+        """Report attributes that a node is missing or must not have."""
+        stated = {attr.key.text for attr in node.attrs}
+        if statement == "function" and not stated & {"call", "keep", "select", "refill"}:
             help = 'add `{ call = NAME() }` or `{ call = "file.py:function" }`'
-            self.problems.tell("bad-value", f"`{node_name(node)}` says nowhere what it calls", node.title, help)
-        elif statement == "function" and node.writes and "call" not in given:
-            help = f"add `call`, or leave out `-> {', '.join(n.text for n in node.writes)}`: a filter writes nothing"
-            self.problems.tell(
-                "bad-value", f"`{node_name(node)}` says nowhere what computes what it writes", node.title, help
+            self.problems.report("bad-value", f"`{node_name(node)}` needs `call`, `keep` or `select`", node.title, help)
+        elif statement == "function" and node.writes and "call" not in stated:
+            help = (
+                "add `call`, or leave out `-> "
+                f"{', '.join(column.text for column in node.writes)}`: a filter writes nothing"
             )
-        if statement == "function" and "on_failure" in given and given & {"keep", "select"}:
-            help = "leave it out, or compute first what the filter chooses by: `node host.NAME(…) -> … { call = … }`"
-            self.problems.tell(
-                "bad-value", f"`{node_name(node)}` is a filter, and `on_failure` is for a `call`", node.title, help
+            self.problems.report(
+                "bad-value",
+                f"`{node_name(node)}` writes columns but has no `call` that computes them",
+                node.title,
+                help,
             )
-        if statement == "function" and "refill" in given and not given & {"keep", "select"}:
+        if statement == "function" and "on_failure" in stated and stated & {"keep", "select"}:
+            help = (
+                "leave it out, or compute the filter's criterion in a node before it: "
+                "`node host.NAME(…) -> … { call = … }`"
+            )
+            self.problems.report(
+                "bad-value", f"`{node_name(node)}` is a filter, but `on_failure` needs a `call`", node.title, help
+            )
+        if statement == "function" and "refill" in stated and not stated & {"keep", "select"}:
             help = "add `keep` or `select`, or leave `refill` out"
-            self.problems.tell("bad-value", f"`{node_name(node)}` refills, and drops no row", node.title, help)
-        if statement == "function" and "adaptive" in given and "refill" not in given:
-            what = f"`{node_name(node)}` draws no more prompts, so `adaptive` means nothing here"
-            self.problems.tell("bad-value", what, node.title, "add `refill = 3`, or leave `adaptive` out")
-        if statement == "generate" and {"environment", "memory"} <= given and "on_failure" not in given:
+            self.problems.report("bad-value", f"`{node_name(node)}` has `refill` but drops no rows", node.title, help)
+        if statement == "function" and "adaptive" in stated and "refill" not in stated:
+            problem = f"`adaptive` of `{node_name(node)}` has no effect without `refill`"
+            self.problems.report("bad-value", problem, node.title, "add `refill = 3`, or leave `adaptive` out")
+        if statement == "generate" and {"environment", "memory"} <= stated and "on_failure" not in stated:
             help = "add `on_failure = drop_row` or `drop_group`, or leave it out"
-            what = f"`memory` of `{node_name(node)}` bounds processes, and its environment has none of its own"
-            self.problems.tell("bad-value", what, node.title, help)
+            problem = f"`memory` of `{node_name(node)}` limits environment processes, but this environment runs in none"
+            self.problems.report("bad-value", problem, node.title, help)
         if statement == "generate":
-            self._need_partner(node, given)
+            self._check_partner(node, stated)
             for key in ("cuts", "overdue"):
-                if key in given and "partial" not in given:
-                    what = f"`{key}` of `{node_name(node)}` is of partial rollout, and there is none"
-                    self.problems.tell("bad-value", what, node.title, "add `partial = 0.5`, or leave it out")
+                if key in stated and "partial" not in stated:
+                    problem = f"`{key}` of `{node_name(node)}` needs `partial`"
+                    self.problems.report("bad-value", problem, node.title, "add `partial = 0.5`, or leave it out")
         for key, attribute in STATEMENTS[statement].declared().items():
-            if attribute.must and key not in given:
+            if attribute.must and key not in stated:
                 message = f"`{node_name(node)}` has no `{key}`"
-                self.problems.tell("bad-value", message, node.title, f"add `{key} = {attribute.must}`")
+                self.problems.report("bad-value", message, node.title, f"add `{key} = {attribute.must}`")
 
-    def _need_partner(self, node: ast.NodeDecl, given: Collection[str]) -> None:
-        """What a generation may say only with an environment or an agent, of which it has one."""
-        if {"environment", "agent"} <= {*given}:
-            what = f"`{node_name(node)}` has an environment and an agent"
+    def _check_partner(self, node: ast.NodeDecl, stated: Collection[str]) -> None:
+        """Report attributes that need an environment or agent, and a node with both."""
+        if {"environment", "agent"} <= {*stated}:
+            message = f"`{node_name(node)}` has an environment and an agent"
             help = "leave one out: an environment answers the policy, an agent asks it"
-            self.problems.tell("bad-value", what, node.title, help)
+            self.problems.report("bad-value", message, node.title, help)
         both = ("environment", "agent")
         for key, partners in (
             ("on_failure", both),
@@ -297,11 +322,11 @@ class _Algorithm(Declarations):
             ("conversations", both[1:]),
             ("memory", both[:1]),
         ):
-            if key in given and not {*partners} & {*given}:
-                who = " or ".join(f"an {p}" for p in partners)
+            if key in stated and not {*partners} & {*stated}:
+                needed = " or ".join(f"an {partner}" for partner in partners)
                 one = 'environment = "file.py:Name"' if "environment" in partners else 'agent = "file.py:name"'
-                what = f"`{key}` of `{node_name(node)}` is of {who}, and there is none"
-                self.problems.tell("bad-value", what, node.title, f"add `{one}`, or leave it out")
+                message = f"`{key}` of `{node_name(node)}` needs {needed}"
+                self.problems.report("bad-value", message, node.title, f"add `{one}`, or leave it out")
                 return
 
     def _signature(self, call: Expr, caller: CallingNode) -> Signature:
@@ -312,13 +337,13 @@ class _Algorithm(Declarations):
 
     def add_edges(self, edge: ast.EdgeDecl) -> None:
         statement = "sample edge" if edge.kind == "sample" else "resharding edge"
-        attributes = read(edge.attrs, statement, STATEMENTS[statement].kinds(), self.names, self.problems)
+        attributes = read_attributes(edge.attrs, statement, STATEMENTS[statement].kinds(), self.names, self.problems)
         groups = [[ref for ref in group if self._is_node(ref)] for group in edge.groups]
         for sources, targets in pairwise(groups):
             for src in sources:
                 for dst in targets:
                     if dst.text == "source":
-                        self.problems.tell("bad-value", "no edge leads to the source: it is where rows begin", dst.span)
+                        self.problems.report("bad-value", "no edge can lead to the source: rows begin there", dst.span)
                     else:
                         new = Edge(edge.kind, src.text, dst.text, attributes, src.span.to(dst.span))
                         self.edges[edge.kind, src.text, dst.text] = new
@@ -326,48 +351,52 @@ class _Algorithm(Declarations):
     def _is_node(self, ref: ast.Ref) -> bool:
         if ref.text in self.nodes:
             return True
-        if ref.text == "source" or ref.text in self.meant:
-            return False  # told where it is missing, or misspelt
-        self.problems.found += unknown_node(ref, self.nodes, self.workers).diagnostics
+        if ref.text == "source" or ref.text in self.likely_names:
+            return False  # reported where it is missing or misspelt
+        self.problems.diagnostics += unknown_node(ref, self.nodes, self.workers).diagnostics
         return False
 
     # The graph
 
     def _graph(self) -> Graph:
-        # A node of an unknown worker was told; a graph holds only nodes whose parts are known.
-        nodes = {name: n for name, n in self.nodes.items() if n.verb == "source" or n.worker in self.workers}
-        edges = [e for e in self.edges.values() if e.src in nodes and e.dst in nodes]
+        # Nodes of unknown workers are already reported; the graph holds only nodes with known parts.
+        nodes = {
+            name: node for name, node in self.nodes.items() if node.verb == "source" or node.worker in self.workers
+        }
+        edges = [edge for edge in self.edges.values() if edge.src in nodes and edge.dst in nodes]
         order = dependency_order(nodes, edges)
         count = (
             declared.SourceAttributes.of(self.nodes["source"]).count
             if "source" in self.nodes
             else declared.SourceAttributes.count
         )
-        found = levels(count, (self.nodes[n] for n in order), self.columns)
-        if max(found.rows) > MOST_ROWS:
-            self.problems.tell("bad-value", "more rows an iteration than can be counted", self.nodes["source"].span)
+        row_levels = compute_levels(count, (self.nodes[name] for name in order), self.columns)
+        if max(row_levels.rows) > MOST_ROWS:
+            self.problems.report("bad-value", "too many rows in an iteration", self.nodes["source"].span)
         graph = Graph(
             name=self.algorithm.name.text,
-            params={k: v.value for k, v in self.params.items() if v is not None},
-            columns=tuple(replace(c, level=found.of.get(c.name, 0)) for c in self.columns.values()),
+            params={param: value.value for param, value in self.params.items() if value is not None},
+            columns=tuple(
+                replace(column, level=row_levels.by_column.get(column.name, 0)) for column in self.columns.values()
+            ),
             workers=tuple(self.workers.values()),
-            nodes=tuple(self.nodes[n] for n in order),
+            nodes=tuple(self.nodes[name] for name in order),
             edges=tuple(edges),
-            rows=tuple(found.rows),
+            rows=tuple(row_levels.rows),
             span=self.algorithm.name.span,
             states=tuple(self.states.values()),
-            under=tuple(found.under),
+            under=tuple(row_levels.under),
         )
-        return replace(graph, nodes=tuple(reads_tempered(graph, n) for n in graph.nodes))
+        return replace(graph, nodes=tuple(reads_tempered(graph, node) for node in graph.nodes))
 
 
 def unknown_node(ref: ast.Ref, nodes: Collection[str], workers: Collection[str]) -> Fault:
-    """What to say of a reference that is no node."""
+    """Create the error for a reference that names no node."""
     if ref.text in workers:
-        own = ", ".join(f"`{n}`" for n in sorted(nodes) if n.startswith(ref.text + "."))
+        own = ", ".join(f"`{node}`" for node in sorted(nodes) if node.startswith(ref.text + "."))
         return mistake(
             "unknown-name",
-            f"`{ref.text}` is a worker; a node stands here",
+            f"`{ref.text}` is a worker, not a node",
             ref.span,
             f"its nodes are {own}" if own else "",
         )

@@ -1,4 +1,6 @@
-"""The syntax tree of an `.rlg` file: one class for each rule of the grammar, names and numbers as written.
+"""The syntax tree of an `.rlg` file.
+
+There is one class for each rule of the grammar; names and numbers are as written.
 
 Invariant: nothing is resolved or evaluated here; every part has its span.
 """
@@ -30,7 +32,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Literal_:
-    """A literal: `kind` is int, float, string, bool or quantity (then `unit` is its unit as written)."""
+    """A literal; `unit` is the unit of a quantity as written."""
 
     kind: Literal["int", "float", "string", "bool", "quantity"]
     value: int | float | str | bool
@@ -48,7 +50,7 @@ class NameExpr:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a name, or with `quoted` of a function of a file, `"file.py:function"(…)`."""
+    """A call; with `quoted`, of a user function: `"file.py:function"(…)`."""
 
     name: Name
     args: tuple[Arg, ...]
@@ -65,7 +67,7 @@ class Arg:
 
 @dataclass(frozen=True)
 class Binary:
-    """`op` is + - * / // % or a comparison."""
+    """A binary operation; `op` is + - * / // % or a comparison."""
 
     op: str
     left: Expr
@@ -156,8 +158,12 @@ class SourceDecl:
 
 @dataclass(frozen=True)
 class NodeDecl:
-    """`reads` is None for a patch (a node statement without parentheses); `head` is the statement without its
-    attributes; `patched` are the keys of those that patches stated."""
+    """A node statement.
+
+    - reads: None for a patch (a node statement without parentheses)
+    - head: span of the statement without its attributes
+    - patched: keys of the attributes that patches stated
+    """
 
     label: Name | None
     worker: Name
@@ -171,13 +177,16 @@ class NodeDecl:
 
     @property
     def title(self) -> Span:
-        """Where its label or worker, and its verb stand."""
+        """Span of the label or worker and the verb."""
         return (self.label or self.worker).span.to(self.verb.span)
 
 
 @dataclass(frozen=True)
 class EdgeDecl:
-    """A chain: `groups` are the comma lists between the arrows (two for a resharding edge)."""
+    """A chain of edges.
+
+    `groups` are the comma lists between the arrows (two for a resharding edge).
+    """
 
     kind: Literal["sample", "reshard"]
     groups: tuple[tuple[Ref, ...], ...]
@@ -187,7 +196,7 @@ class EdgeDecl:
 
 @dataclass(frozen=True)
 class DropDecl:
-    """Of an attribute the target is the node's name and the attribute's: `actor.update.mini_batch`."""
+    """`drop` in an algorithm; an attribute is `actor.update.mini_batch`."""
 
     target: Ref | EdgeDecl
     span: Span
@@ -300,8 +309,11 @@ class EvaluateDecl:
 
 @dataclass(frozen=True)
 class UndoDecl:
-    """`drop` in a deploy, of statements of the one that it extends: `kind` is their word, or edge, `names` what they
-    are of."""
+    """`drop` in a deploy, of statements of the deploy that it extends.
+
+    - kind: the statement's word, or `edge`
+    - names: what the dropped statements apply to
+    """
 
     kind: str
     names: tuple[Ref, ...]
@@ -326,8 +338,11 @@ DeployStatement = (
 
 @dataclass(frozen=True)
 class DeployDecl:
-    """One that `extends` another has its own name as `alias`, no `algorithm`, and a `cluster` if it states one
-    (variants.py)."""
+    """A deploy.
+
+    A deploy that `extends` another has its own name as `alias`, no `algorithm`, and an optional `cluster`
+    (variants.py).
+    """
 
     algorithm: Name | None
     cluster: Name | None
@@ -344,7 +359,7 @@ class DeployDecl:
 
     @property
     def head(self) -> Span:
-        """The names before its braces."""
+        """Span of the names before the braces."""
         first, last = (self.alias, self.extends) if self.extends else (self.algorithm, self.alias or self.cluster)
         assert first is not None and last is not None
         return first.span.to(last.span)
@@ -361,16 +376,16 @@ class File:
 
 
 def moved(part: T, place: Callable[[Span], Span]) -> T:
-    """The part with each of its spans put elsewhere."""
+    """Return a copy of a part with every span mapped by `place`."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, Span):
             return place(value)
         if isinstance(value, tuple):
-            return tuple(walk(v) for v in value)
+            return tuple(walk(item) for item in value)
         if not is_dataclass(value) or isinstance(value, type):
             return value
-        return type(value)(**{f.name: walk(getattr(value, f.name)) for f in fields(value)})
+        return type(value)(**{field.name: walk(getattr(value, field.name)) for field in fields(value)})
 
     moved: T = walk(part)
     return moved
@@ -380,21 +395,21 @@ _WORDLESS = frozenset({Span, Name, Ref, Literal_, str, bool, int, float, type(No
 
 
 def words(part: Any) -> Iterator[str]:
-    """The bare words of the expressions in a part, in their order."""
-    left = [part]  # a large program has a million parts: no call for each
-    while left:
-        value = left.pop()
+    """Yield the bare words of the expressions in a part, in order."""
+    unvisited = [part]  # iterative: a large program has a million parts
+    while unvisited:
+        value = unvisited.pop()
         if isinstance(value, NameExpr):
             yield value.text
         elif isinstance(value, tuple):
-            left.extend(reversed(value))
+            unvisited.extend(reversed(value))
         elif type(value) not in _WORDLESS:
-            left.extend(reversed(vars(value).values()))
+            unvisited.extend(reversed(vars(value).values()))
 
 
-def same(a: File, b: File) -> bool:
-    """Whether two trees differ in nothing but where their parts stand."""
-    return moved(a.items, lambda _: NOWHERE) == moved(b.items, lambda _: NOWHERE)
+def same(first: File, second: File) -> bool:
+    """Return whether two trees are equal apart from their spans."""
+    return moved(first.items, lambda _: NOWHERE) == moved(second.items, lambda _: NOWHERE)
 
 
 def word(part: object) -> str:

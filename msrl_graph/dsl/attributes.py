@@ -1,7 +1,8 @@
-"""Reading the attributes of a statement: expressions of the syntax tree to the kinds that its declaration names
-(ir/attributes.py).
+"""Reading of a statement's attributes.
 
-Invariant: what is not declared is refused as unknown; nothing is ignored.
+Expressions of the syntax tree become values of the kinds that the statement declares (ir/attributes.py).
+
+Invariant: an undeclared attribute is rejected as unknown; none is ignored.
 """
 
 from __future__ import annotations
@@ -33,65 +34,68 @@ from .expressions import Names, Problems, evaluate, mistake
 
 
 class FormReader(Protocol):
-    """Reads a form that needs more than the text: `read` gives the value, or raises a Fault."""
+    """A reader of a form that needs more than the text.
+
+    `read` returns the value or raises a Fault.
+    """
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr: ...
 
 
 def read_as(kind: ValueKind, key: str, expr: ast.Expr, names: Names) -> Expr:
-    """The value of an attribute as a kind, or a Fault."""
+    """Read an attribute's value as a kind, or raise a Fault."""
     match kind:
         case NumericKind():
             return fit(kind, f"`{key}`", evaluate(expr, names), origin(expr, names))
         case WordsKind():
-            return _word(kind, key, expr, names)
+            return _read_word(kind, key, expr, names)
         case FlagKind():
             value = evaluate(expr, names)
             if value.kind != "bool":
                 raise mistake("bad-value", f"`{key}` takes {kind}", expr.span, related=origin(expr, names))
             return value
         case StringKind():
-            return _string(kind, key, expr, names)
+            return _read_string(kind, key, expr, names)
         case QuantityKind():
-            return _quantity(kind, key, expr, names)
+            return _read_quantity(kind, key, expr, names)
         case CountsKind():
             if not isinstance(expr, ast.List) or not expr.items:
                 raise mistake("bad-value", f"`{key}` takes a list of whole numbers", expr.span)
             return Expr("list", args=tuple(read_as(COUNT, key, item, names) for item in expr.items), span=expr.span)
         case DrawsKind():
-            return _draws(kind, key, expr, names)
+            return _read_draws(kind, key, expr, names)
         case NameKind():
-            return _name(kind, key, expr)
+            return _read_name(kind, key, expr)
     raise AssertionError(f"no way to read {kind!r}")
 
 
-def fit(kind: NumericKind, what: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
-    """The value as this number, or a Fault that calls it `what`."""
+def fit(kind: NumericKind, subject: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
+    """Return the value as a number of this kind, or raise a Fault about `subject`."""
     if value.kind == "quantity":
-        raise mistake("bad-unit", f"{what} takes a plain number, and this has a unit", value.span, related=related)
+        raise mistake("bad-unit", f"{subject} takes a plain number, and this has a unit", value.span, related=related)
     number = value.value
     if isinstance(number, int | float) and number > kind.high == MOST:
-        raise mistake("bad-value", f"{what} is too large", value.span, related=related)
+        raise mistake("bad-value", f"{subject} is too large", value.span, related=related)
     fits = value.kind == "number" and isinstance(number, int | float) and kind.low <= number <= kind.high
     if not fits or (kind.above and number == kind.low) or (kind.whole and not float(number).is_integer()):  # type: ignore[arg-type]
-        raise mistake("bad-value", f"{what} takes {kind}, not {shown(value)}", value.span, related=related)
+        raise mistake("bad-value", f"{subject} takes {kind}, not {show_value(value)}", value.span, related=related)
     assert isinstance(number, int | float)
     return Expr("number", int(number) if kind.whole else number, span=value.span)
 
 
-def _word(kind: WordsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
+def _read_word(kind: WordsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     if isinstance(expr, ast.NameExpr) and expr.text in kind.words:
         return Expr("word", expr.text, span=expr.span)
     if isinstance(expr, ast.NameExpr) and expr.text in names.params:
         value = evaluate(expr, names)
         if value.kind == "string" and value.value in kind.words:
             return Expr("word", value.value, span=expr.span)
-    what = f"`{expr.text}`" if isinstance(expr, ast.NameExpr) else "this"
+    text = f"`{expr.text}`" if isinstance(expr, ast.NameExpr) else "this"
     help = foreign_names.word(expr.text if isinstance(expr, ast.NameExpr) else "", kind.words)
-    raise mistake("unknown-option", f"{what} is no word for `{key}`", expr.span, help)
+    raise mistake("unknown-option", f"{text} is not a value of `{key}`", expr.span, help)
 
 
-def _string(kind: StringKind, key: str, expr: ast.Expr, names: Names) -> Expr:
+def _read_string(kind: StringKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     if isinstance(expr, ast.NameExpr) and expr.text not in names.params:
         close = difflib.get_close_matches(expr.text, kind.known, n=1)
         help = f'write `"{close[0] if close else expr.text}"`'
@@ -103,12 +107,15 @@ def _string(kind: StringKind, key: str, expr: ast.Expr, names: Names) -> Expr:
         raise mistake("bad-value", f"`{key}` takes a string between double quotes", expr.span, help)
     if kind.several and not all(item.value for item in items):
         raise mistake(
-            "bad-value", f"`{key}` takes strings of one character or more", expr.span, "every text holds the empty one"
+            "bad-value",
+            f"`{key}` takes strings of one character or more",
+            expr.span,
+            "every text contains the empty string",
         )
     return value
 
 
-def _quantity(kind: QuantityKind, key: str, expr: ast.Expr, names: Names) -> Expr:
+def _read_quantity(kind: QuantityKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     value = evaluate(expr, names)
     # `376 TFLOP` is how a datasheet writes TFLOP/s.
     if value.unit != kind.unit and not (kind.unit == "FLOP/s" and value.unit == "FLOP"):
@@ -116,56 +123,60 @@ def _quantity(kind: QuantityKind, key: str, expr: ast.Expr, names: Names) -> Exp
         message = f"`{key}` takes {UNIT_NAMES[kind.unit]}, not {UNIT_NAMES[value.unit]}"
         raise mistake("bad-unit", message, expr.span, help, origin(expr, names))
     if not isinstance(value.value, int | float) or value.value <= 0:
-        raise mistake("bad-value", f"`{key}` is above 0", expr.span, related=origin(expr, names))
+        raise mistake("bad-value", f"`{key}` must be above 0", expr.span, related=origin(expr, names))
     return Expr("quantity", value.value, unit=kind.unit, span=expr.span)
 
 
-def _name(kind: NameKind, key: str, expr: ast.Expr) -> Expr:
+def _read_name(kind: NameKind, key: str, expr: ast.Expr) -> Expr:
     if kind.several and isinstance(expr, ast.List):
-        return Expr("list", args=tuple(_name(NameKind(), key, item) for item in expr.items), span=expr.span)
+        return Expr("list", args=tuple(_read_name(NameKind(), key, item) for item in expr.items), span=expr.span)
     if not isinstance(expr, ast.NameExpr) or "." in expr.text:
         raise mistake("bad-value", f"`{key}` takes a name", expr.span)
     return Expr("word", expr.text, span=expr.span)
 
 
-def _draws(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
+def _read_draws(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
     calls = expr.items if isinstance(expr, ast.List) else (expr,)
-    return Expr("list", args=tuple(_draw(kind, key, call, names) for call in calls), span=expr.span)
+    return Expr("list", args=tuple(_read_draw(kind, key, call, names) for call in calls), span=expr.span)
 
 
-def _draw(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
-    """A call of `draw`: a generation, and its settings by name."""
+def _read_draw(kind: DrawsKind, key: str, expr: ast.Expr, names: Names) -> Expr:
+    """Read a `draw` call: a generation and its settings as keyword arguments."""
     if not isinstance(expr, ast.Call) or expr.quoted or expr.name.text != "draw":
         raise mistake("bad-value", f"`{key}` takes {kind}", expr.span)
     first, rest = (expr.args[0], expr.args[1:]) if expr.args else (None, ())
     if first is None or first.key is not None or not isinstance(first.value, ast.NameExpr):
         span = first.span if first else expr.span
-        raise mistake("bad-value", "`draw` takes first the generation", span, "as in `draw(actor.generate, …)`")
+        raise mistake(
+            "bad-value", "the first argument of `draw` is a generation", span, "as in `draw(actor.generate, …)`"
+        )
     known: dict[str, ValueKind] = {"samples": COUNT, "temperature": NumericKind(0)}
     values = {"": Expr("word", first.value.text, span=first.value.span)}
     for argument in rest:
         name = argument.key.text if argument.key else ""
         if name not in known:
-            what = f"`draw` has no argument `{name}`" if name else "`draw` takes its settings by name"
-            raise mistake("bad-value", what, argument.span, nearest(name, known))
+            message = f"`draw` has no argument `{name}`" if name else "`draw` takes its settings as keyword arguments"
+            raise mistake("bad-value", message, argument.span, nearest(name, known))
         if name in values:
             raise mistake("duplicate-name", f"`{name}` is given twice", argument.span)
         values[name] = read_as(known[name], name, argument.value, names)
     if len(values) == 1:
-        raise mistake("bad-value", "this `draw` says nothing", expr.span, "add `samples = 1` or `temperature = 0`")
+        raise mistake("bad-value", "this `draw` has no settings", expr.span, "add `samples = 1` or `temperature = 0`")
     return Expr("call", "draw", tuple(values.values()), tuple(values), span=expr.span)
 
 
-def read(
+def read_attributes(
     attrs: tuple[ast.Attr, ...],
     statement: str,
     kinds: Mapping[str, ValueKind],
     names: Names,
     problems: Problems,
-    forms: Mapping[FormKind, FormReader] = MappingProxyType({}),
+    form_readers: Mapping[FormKind, FormReader] = MappingProxyType({}),
 ) -> dict[str, Expr]:
-    """The attributes of a statement by name; what is wrong with each goes to `problems`. `forms` are read with the
-    node."""
+    """Read the attributes of a statement; mistakes go to `problems`.
+
+    forms: readers of the forms that need the node.
+    """
     values: dict[str, Expr] = {}
     seen: dict[str, Span] = {}
     for attr in attrs:
@@ -182,11 +193,11 @@ def read(
             if key not in kinds:
                 help = foreign_names.attribute(statement, key, kinds)
                 raise mistake(
-                    "unknown-attribute", f"{_article(statement)} has no attribute `{key}`", attr.key.span, help
+                    "unknown-attribute", f"{_with_article(statement)} has no attribute `{key}`", attr.key.span, help
                 )
             kind = kinds[key]
             values[key] = (
-                forms[kind].read(key, attr.value, names)
+                form_readers[kind].read(key, attr.value, names)
                 if isinstance(kind, FormKind)
                 else read_as(kind, key, attr.value, names)
             )
@@ -194,14 +205,14 @@ def read(
 
 
 def origin(expr: ast.Expr, names: Names) -> tuple[tuple[Span, str], ...]:
-    """Where a value comes from that a param brought here."""
+    """Return where a param's value comes from, as a note for a diagnostic."""
     value = names.params.get(expr.text) if isinstance(expr, ast.NameExpr) else None
     return ((value.span, f"`{value}` comes from here"),) if value is not None and value.span.line else ()
 
 
-def shown(value: Expr) -> str:
+def show_value(value: Expr) -> str:
     return "a list" if value.kind == "list" else f"`{value}`"
 
 
-def _article(statement: str) -> str:
+def _with_article(statement: str) -> str:
     return f"a {statement}" if statement.endswith(" edge") else f"`{statement}`"

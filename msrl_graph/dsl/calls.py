@@ -1,6 +1,6 @@
-"""Calls of functions, loss terms and optimizers: which argument is which parameter's, and whether it fits.
+"""Binding and checking of the arguments of calls.
 
-Invariant: a lowered call has a key for each argument, an option's name or a parameter's.
+Invariant: a lowered call has a key for each argument: the name of an option or of a parameter.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ..ir.graph import Expr
 from ..ir.kinds import COUNT, NumericKind, WordsKind
 from ..ir.signatures import CallKind, Option, Plain, Signature
 from . import ast, foreign_names
-from .attributes import FormReader, fit, origin, read_as, shown
+from .attributes import FormReader, fit, origin, read_as, show_value
 from .expressions import Names, Problems, evaluate, mistake
 
-Folder = Callable[[Span], Path]  # of the file that a span is in
+Folder = Callable[[Span], Path]  # returns the folder of the file that a span is in
 Library = Mapping[tuple[CallKind, str], tuple[Signature, str]]
-# What an option of each plain type takes, in words.
+# Expected values of each plain option type, for messages.
 TYPES = {
     "bool": "`true` or `false`",
     "int": "a whole number",
@@ -30,25 +30,32 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Below:
-    """Of a call's option: a number from 0 to below 1; with `pair`, a list of two."""
+    """A call option that takes a number in [0, 1); with `pair`, a list of two."""
 
     pair: bool = False
 
-    def fit(self, what: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
-        """The value as this number or list, or a Fault that calls it `what`."""
+    def fit(self, subject: str, value: Expr, related: tuple[tuple[Span, str], ...] = ()) -> Expr:
+        """Return the value, or raise a Fault with `subject` in its message."""
         numbers = value.args if self.pair and value.kind == "list" else (value,)
-        right = [n for n in numbers if n.kind == "number" and isinstance(n.value, int | float) and 0 <= n.value < 1]
+        right = [
+            number
+            for number in numbers
+            if number.kind == "number" and isinstance(number.value, int | float) and 0 <= number.value < 1
+        ]
         if not len(right) == len(numbers) == 1 + self.pair:
             if self.pair:
                 raise mistake(
                     "bad-value",
-                    f"{what} takes two numbers from 0 to below 1",
+                    f"{subject} takes two numbers from 0 to below 1",
                     value.span,
                     "write `[0.9, 0.999]`",
                     related,
                 )
             raise mistake(
-                "bad-value", f"{what} takes a number from 0 to below 1, not {shown(value)}", value.span, related=related
+                "bad-value",
+                f"{subject} takes a number from 0 to below 1, not {show_value(value)}",
+                value.span,
+                related=related,
             )
         return value
 
@@ -64,9 +71,14 @@ BOUNDED |= {"Below": Below(), "Betas": Below(pair=True)}
 
 @dataclass(frozen=True)
 class CallingNode:
-    """The node that calls: what it reads, of which `states` are states, what it has beside, which only a parameter of
-    its name binds, or one that names it, and where its program lies. `kinds` read the options that take more than a
-    plain value, by their kind. `used` gathers the functions of user files."""
+    """A node that calls functions.
+
+    - reads: the columns and states that the node reads; `states` are the states among them
+    - beside: further columns, bound only by a parameter of the same name or an argument that names them
+    - folder: the folder of the node's program
+    - kinds: readers of options that take more than a plain value, by their kind
+    - used: collects the signatures of user functions
+    """
 
     node: str
     reads: tuple[str, ...]
@@ -79,88 +91,103 @@ class CallingNode:
     kinds: Mapping[str, FormReader] = field(default_factory=dict)
     used: dict[tuple[CallKind, str], tuple[Signature, str]] = field(default_factory=dict)
 
-    def whole(self, loss: Expr) -> bool:
-        """Whether a term of a loss needs all rows of the mini-batch at once. One that nobody knows is told
-        elsewhere."""
+    def needs_mini_batch(self, loss: Expr) -> bool:
+        """Return whether a term of a loss needs all rows of the mini-batch at once.
+
+        Unknown terms are reported elsewhere.
+        """
         return any(signature.scope == "mini_batch" for _, signature in self._terms(loss))
 
     def scores(self, loss: Expr) -> tuple[str, ...]:
-        """The columns that the node reads of which terms of a loss take the score of each row."""
-        taken = {call.columns().get(p, p) for call, signature in self._terms(loss) for p in signature.scores}
-        return tuple(c for c in self.reads if c in taken)
+        """Return the columns of the node whose row scores the loss terms take."""
+        scored = {
+            call.columns().get(parameter, parameter)
+            for call, signature in self._terms(loss)
+            for parameter in signature.scores
+        }
+        return tuple(column for column in self.reads if column in scored)
 
     def _terms(self, loss: Expr) -> Iterator[tuple[Expr, Signature]]:
         for call in loss.calls():
             key: tuple[CallKind, str] = ("loss", str(call.value))
-            yield from ((call, of[key][0]) for of in (self.library, self.used) if key in of)
+            yield from ((call, library[key][0]) for library in (self.library, self.used) if key in library)
 
     def call(self, expr: ast.Call, signature: Signature, names: Names) -> Expr:
-        """The call with a key for each argument; each wrong argument is told by itself."""
+        """Lower a call with a key for each argument; report each wrong argument."""
         args: list[Expr] = []
         keys: list[str] = []
-        numbers: list[Expr] = []  # of the option that takes all of them
-        given: dict[str, Span] = {}
+        numbers: list[Expr] = []  # arguments of the option that takes all of them
+        bound: dict[str, Span] = {}
         failed = False
-        several = next((o.name for o in signature.options if o.several), "")
+        several = next((option.name for option in signature.options if option.several), "")
         for arg in expr.args:
             right = False
             with self.problems.catching():
-                key, value = self._argument(arg, signature, given, names)
+                key, value = self._lower_argument(arg, signature, bound, names)
                 if key == several and value.kind != "list":
                     numbers.append(value)
                 else:
-                    given[key] = arg.span
+                    bound[key] = arg.span
                     keys.append(key)
                     args.append(value)
                 right = True
             failed = failed or not right
-        if numbers and several in given:
+        if numbers and several in bound:
             raise mistake(
                 "duplicate-name",
                 f"`{several}` is given twice",
-                given[several],
+                bound[several],
                 related=((numbers[0].span, "given here first"),),
             )
         if numbers:
-            given[several] = numbers[0].span
+            bound[several] = numbers[0].span
             keys.append(several)
             args.append(Expr("list", args=tuple(numbers), span=numbers[0].span.to(numbers[-1].span)))
-        missing = [o.name for o in signature.options if o.required and o.name not in given]
+        missing = [option.name for option in signature.options if option.required and option.name not in bound]
         if missing and not failed:
             name = f'"{expr.name.text}"' if expr.quoted else signature.name
             raise mistake(
                 "bad-value", f"`{signature.name}` needs `{missing[0]}`", expr.span, f"write `{name}({missing[0]} = …)`"
             )
-        call = self.bound(Expr("call", signature.name, tuple(args), tuple(keys), span=expr.span), signature)
+        call = self.bind_remaining(Expr("call", signature.name, tuple(args), tuple(keys), span=expr.span), signature)
         if not failed:
-            self.rest(call, signature)
+            self.check_rest(call, signature)
         return call
 
-    def bound(self, call: Expr, signature: Signature) -> Expr:
-        """The call, in which a function of one column names the one column that the node reads, whatever that is
-        called; and where one parameter is left without a column, the one state that no other takes."""
-        named = [p for p in signature.columns if p in self.beside and p not in call.keys]
+    def bind_remaining(self, call: Expr, signature: Signature) -> Expr:
+        """Bind a parameter without an argument where only one column or state is left.
+
+        A function of one column takes the one column that the node reads, whatever its name. A single parameter without
+        a column takes the one state that no other parameter takes.
+        """
+        named = [
+            parameter for parameter in signature.columns if parameter in self.beside and parameter not in call.keys
+        ]
         call = replace(
-            call, args=(*call.args, *(Expr("column", p, span=call.span) for p in named)), keys=(*call.keys, *named)
+            call,
+            args=(*call.args, *(Expr("column", parameter, span=call.span) for parameter in named)),
+            keys=(*call.keys, *named),
         )
         columns = call.columns()
-        binds = {p: columns.get(p, p) for p in signature.columns}
-        must = [p for p in signature.columns if p not in signature.optional]
-        lacking = [p for p in must if binds[p] not in (*self.reads, *self.beside)]
-        if signature.kind != "function" or len(lacking) != 1:
+        binds = {parameter: columns.get(parameter, parameter) for parameter in signature.columns}
+        required = [parameter for parameter in signature.columns if parameter not in signature.optional]
+        missing = [parameter for parameter in required if binds[parameter] not in (*self.reads, *self.beside)]
+        if signature.kind != "function" or len(missing) != 1:
             return call
-        left = [c for c in self.reads if c not in binds.values()]
-        alone = len(must) == 1 and len(self.reads) - len(self.states) == 1
-        if len(left) != 1 or not (alone or left[0] in self.states):
+        unbound = [column for column in self.reads if column not in binds.values()]
+        alone = len(required) == 1 and len(self.reads) - len(self.states) == 1
+        if len(unbound) != 1 or not (alone or unbound[0] in self.states):
             return call
-        return replace(call, args=(*call.args, Expr("column", left[0], span=call.span)), keys=(*call.keys, lacking[0]))
+        return replace(
+            call, args=(*call.args, Expr("column", unbound[0], span=call.span)), keys=(*call.keys, missing[0])
+        )
 
-    def rest(self, call: Expr, signature: Signature) -> None:
-        """Of a function that takes all columns that are left: whether there are any, and one number for each."""
+    def check_rest(self, call: Expr, signature: Signature) -> None:
+        """Check that a function of all remaining columns has columns and their numbers."""
         if not signature.rest:
             return
-        binds = [call.columns().get(p, p) for p in signature.columns]
-        rest = [c for c in self.reads if c not in (*binds, *self.states)]
+        binds = [call.columns().get(parameter, parameter) for parameter in signature.columns]
+        rest = [column for column in self.reads if column not in (*binds, *self.states)]
         if not rest:
             raise mistake(
                 "term-column", f"`{signature.name}` needs a column, and `{self.node}` reads none for it", call.span
@@ -174,60 +201,66 @@ class CallingNode:
                     "bad-value",
                     message,
                     value.span,
-                    f"give one for each of {', '.join(f'`{c}`' for c in rest)}, in this order",
+                    f"give one for each of {', '.join(f'`{column}`' for column in rest)}, in this order",
                 )
 
-    def taken(
+    def report_untaken(
         self, node: ast.NodeDecl, key: str, call: Expr, signature: Signature, only: Collection[str] | None = None
     ) -> None:
-        """Whether the function that is the attribute `key` has a parameter for each column that the node reads, of
-        these if some are given. Where a patch brought the function, it is to blame, not what the node read before."""
-        takes = {*call.columns().values(), *(c for c in signature.columns if c not in call.keys)}
+        """Report columns that the node reads but its function has no parameter for.
+
+        only: the columns to check (default: all). If a patch set the function, the error is reported at the function,
+        not at the columns that the node already read.
+        """
+        takes = {*call.columns().values(), *(column for column in signature.columns if column not in call.keys)}
         takes |= {*self.reads} - {*self.states} if signature.rest else set()
         concerns = {*self.reads} if only is None else {*self.reads} & {*only}
-        over = [name for name in node.reads or () if name.text in concerns - takes]
-        if not over:
+        untaken = [name for name in node.reads or () if name.text in concerns - takes]
+        if not untaken:
             return
-        free = [c for c in signature.columns if c not in call.keys]
-        help = self._taking(node, key, signature, free)
+        free = [column for column in signature.columns if column not in call.keys]
+        help = self._taking_help(node, key, signature, free)
         if key not in node.patched:
-            for name in over:
-                self.problems.tell(
+            for name in untaken:
+                self.problems.report(
                     "unknown-option",
                     f"`{signature.name}` does not take `{name.text}`, which the node reads",
                     name.span,
                     help,
                 )
             return
-        names = [name.text for name in over]
-        read = [n.text for n in node.reads or () if n.text not in names]
-        must = [c for c in free if c not in signature.optional]
-        read += [c for c in must if c not in read and c in self.columns]
+        names = [name.text for name in untaken]
+        read = [column_name.text for column_name in node.reads or () if column_name.text not in names]
+        must = [column for column in free if column not in signature.optional]
+        read += [column for column in must if column not in read and column in self.columns]
         if read and {*must} <= {*read} and not help.startswith("name the columns"):
             help = (
-                f"let the node read what it takes: `{_head(node, read)} {{ "
-                f"{', '.join(f'{a.key.text} = …' for a in node.attrs)} }}`"
+                f"let the node read its parameters: `{_node_head(node, read)} {{ "
+                f"{', '.join(f'{attr.key.text} = …' for attr in node.attrs)} }}`"
             )
-        message = f"`{signature.name}` does not take {', '.join(f'`{n}`' for n in names)}, which `{self.node}` reads"
-        note = ((over[0].span.to(over[-1].span), "it is read here"),)
-        self.problems.found += mistake("unknown-option", message, call.span, help, related=note).diagnostics
+        message = (
+            f"`{signature.name}` does not take "
+            f"{', '.join(f'`{column_name}`' for column_name in names)}, which `{self.node}` reads"
+        )
+        note = ((untaken[0].span.to(untaken[-1].span), "it is read here"),)
+        self.problems.diagnostics += mistake("unknown-option", message, call.span, help, related=note).diagnostics
 
-    def _taking(self, node: ast.NodeDecl, key: str, signature: Signature, free: Sequence[str]) -> str:
-        """Help for a function that has no parameter for a column that the node reads."""
-        call = next((a.value for a in node.attrs if a.key.text == key), None)
-        per = any(a.key.text == "per" for a in node.attrs)
+    def _taking_help(self, node: ast.NodeDecl, key: str, signature: Signature, free: Sequence[str]) -> str:
+        """Return help for a function without a parameter for a column that the node reads."""
+        call = next((attr.value for attr in node.attrs if attr.key.text == key), None)
+        per = any(attr.key.text == "per" for attr in node.attrs)
         if isinstance(call, ast.Literal_) and (
             help := foreign_names.binding(f'"{call.value}"', signature, free, self.reads, per)
         ):
             return help
         if free:
-            return f"its parameters are {', '.join(f'`{c}`' for c in free)}"
+            return f"its parameters are {', '.join(f'`{column}`' for column in free)}"
         if not signature.columns:
-            return f"it names no parameter: write `def {signature.name}({', '.join(self.reads)})`"
+            return f"it has no parameters: write `def {signature.name}({', '.join(self.reads)})`"
         return "all its parameters have a column"
 
-    def _argument(
-        self, arg: ast.Arg, signature: Signature, given: Mapping[str, Span], names: Names
+    def _lower_argument(
+        self, arg: ast.Arg, signature: Signature, bound: Mapping[str, Span], names: Names
     ) -> tuple[str, Expr]:
         column = (
             isinstance(arg.value, ast.NameExpr)
@@ -235,30 +268,34 @@ class CallingNode:
             and arg.value.text not in names.params
         )
         column = column and signature.kind != "optimizer"
-        options = tuple(o.name for o in signature.options)
+        options = tuple(known_option.name for known_option in signature.options)
         known = (*signature.columns, *options)
-        fitting, what = (signature.columns, "columns") if column else (options, "options")
+        fitting, kind = (signature.columns, "columns") if column else (options, "options")
         if arg.key is not None:
             key = arg.key.text
             if key not in known:
                 close = nearest(key, known)
                 close = close if close.startswith("did") else foreign_names.option(key, known)
-                help = close or nearest(key, fitting) or ("" if fitting else f"it takes no {what}")
+                help = close or nearest(key, fitting) or ("" if fitting else f"it takes no {kind}")
                 raise mistake("unknown-option", f"`{signature.name}` has no parameter `{key}`", arg.key.span, help)
-            if key in given:
-                note = ((given[key], "given here first"),)
+            if key in bound:
+                note = ((bound[key], "given here first"),)
                 raise mistake("duplicate-name", f"`{key}` is given twice", arg.key.span, related=note)
         else:
-            free = [k for k in fitting if k not in given]
+            free = [name for name in fitting if name not in bound]
             if not free:
-                help = f"its {what} are " + ", ".join(f"`{k}`" for k in fitting) if fitting else f"it takes no {what}"
-                raise mistake("unknown-option", f"`{signature.name}` takes no more {what}", arg.span, help)
+                help = (
+                    f"its {kind} are " + ", ".join(f"`{name}`" for name in fitting)
+                    if fitting
+                    else f"it takes no {kind}"
+                )
+                raise mistake("unknown-option", f"`{signature.name}` takes no more {kind}", arg.span, help)
             key = free[0]
         if key in signature.columns:
             return key, self.column(arg.value, key)
         option = signature.option(key)
         assert option is not None
-        return key, self._option(arg.value, signature, option, names)
+        return key, self._lower_option(arg.value, signature, option, names)
 
     def column(self, expr: ast.Expr, key: str) -> Expr:
         if not isinstance(expr, ast.NameExpr):
@@ -271,13 +308,13 @@ class CallingNode:
             help = f"add `{expr.text}` to what `{self.node}` reads"
             if self.beside:
                 help = (
-                    f"rows are drawn by columns that the source fills, {', '.join(f'`{c}`' for c in self.beside)}, "
-                    "and by states"
+                    "row weights can use columns that the source fills, "
+                    f"{', '.join(f'`{column}`' for column in self.beside)}, and states"
                 )
             raise mistake("term-column", f"`{self.node}` does not read `{expr.text}`", expr.span, help)
         return Expr("column", expr.text, span=expr.span)
 
-    def _option(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
+    def _lower_option(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
         if option.kind is not None and option.kind in self.kinds:
             return self.kinds[option.kind].read(f"`{option.name}` of `{signature.name}`", expr, names)
         if option.calls and isinstance(expr, ast.Call):
@@ -288,49 +325,53 @@ class CallingNode:
                 )
             return self.call(expr, self.library["option", expr.name.text][0], names)
         if isinstance(expr, ast.NameExpr) and expr.text in option.calls:
-            raise mistake("bad-value", f"`{expr.text}` is a call", expr.span, f"write `{expr.text}()`")
+            raise mistake("bad-value", f"`{expr.text}` must be called", expr.span, f"write `{expr.text}()`")
         if option.words:
-            return self._word(expr, signature, option, names)
+            return self._lower_word(expr, signature, option, names)
         if isinstance(expr, ast.NameExpr) and expr.text not in names.params and expr.text not in names.others:
-            words = [w for o in signature.options for w in o.words]
+            words = [word for other in signature.options for word in other.words]
             known = [*names.params, *words]
-            raise mistake("unknown-name", f"nothing is called `{expr.text}`", expr.span, nearest(expr.text, known))
+            raise mistake("unknown-name", f"unknown name `{expr.text}`", expr.span, nearest(expr.text, known))
         value = evaluate(expr, names)
-        if measured := [v for v in (value, *value.args) if v.kind == "quantity"]:
+        if measured := [part for part in (value, *value.args) if part.kind == "quantity"]:
             raise mistake("bad-unit", f"`{option.name}` takes a plain number, and this has a unit", measured[0].span)
-        what = f"`{option.name}` of `{signature.name}`"
+        subject = f"`{option.name}` of `{signature.name}`"
         if option.several and value.kind == "list":
-            return replace(value, args=tuple(_typed("float", item, what, ()) for item in value.args))
+            return replace(value, args=tuple(_check_type("float", item, subject, ()) for item in value.args))
         kind = "float" if option.several else option.kind
-        return value if kind is None else _typed(kind, value, what, origin(expr, names))
+        return value if kind is None else _check_type(kind, value, subject, origin(expr, names))
 
-    def _word(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
+    def _lower_word(self, expr: ast.Expr, signature: Signature, option: Option, names: Names) -> Expr:
         if isinstance(expr, ast.NameExpr) and (expr.text in option.words or expr.text not in names.params):
             return read_as(WordsKind(option.words), option.name, expr, names)
         value = evaluate(expr, names)
         if isinstance(expr, ast.NameExpr) and value.value in option.words:
             return Expr("word", value.value, span=expr.span)
-        words = " or ".join(f"`{w}`" for w in option.words)
+        words = " or ".join(f"`{word}`" for word in option.words)
         help = f"write `{value.value}`, without quotes" if value.value in option.words else ""
-        message = f"`{option.name}` of `{signature.name}` takes {words}, not {shown(value)}"
+        message = f"`{option.name}` of `{signature.name}` takes {words}, not {show_value(value)}"
         raise mistake("bad-value", message, expr.span, help, origin(expr, names))
 
 
-def _head(node: ast.NodeDecl, reads: Sequence[str]) -> str:
-    """The statement of a node without its attributes, reading something else."""
+def _node_head(node: ast.NodeDecl, reads: Sequence[str]) -> str:
+    """Return the statement of a node without its attributes, with other columns read."""
     label = f"{node.label.text}: " if node.label else ""
-    writes = f" -> {', '.join(n.text for n in node.writes)}" if node.writes else ""
+    writes = f" -> {', '.join(name.text for name in node.writes)}" if node.writes else ""
     return f"node {label}{node.worker.text}.{node.verb.text}({', '.join(reads)}){writes}"
 
 
-def _typed(kind: Plain, value: Expr, what: str, related: tuple[tuple[Span, str], ...]) -> Expr:
-    """The value if it is of an option's type; a number without a fraction is a whole number however it is written."""
+def _check_type(kind: Plain, value: Expr, subject: str, related: tuple[tuple[Span, str], ...]) -> Expr:
+    """Return the value if it has the option's type; 2.0 counts as an int."""
     if kind in BOUNDED:
         bounds = BOUNDED[kind]
-        return bounds.fit(what, value, related) if isinstance(bounds, Below) else fit(bounds, what, value, related)
+        return (
+            bounds.fit(subject, value, related) if isinstance(bounds, Below) else fit(bounds, subject, value, related)
+        )
     number = value.value if value.kind == "number" else None
     if kind == "int" and isinstance(number, int | float) and float(number).is_integer():
         return Expr("number", int(number), span=value.span)
     if value.kind != {"bool": "bool", "int": "", "float": "number", "str": "string"}[kind]:
-        raise mistake("bad-value", f"{what} takes {TYPES[kind]}, not {shown(value)}", value.span, related=related)
+        raise mistake(
+            "bad-value", f"{subject} takes {TYPES[kind]}, not {show_value(value)}", value.span, related=related
+        )
     return value

@@ -1,6 +1,6 @@
-"""`cluster` to Cluster.
+"""Lower a `cluster` to a ClusterSpec.
 
-Invariant: a figure that the file states is the device's, in place of what the preset or a measurement says.
+Invariant: a figure in the file replaces the preset's or the measured one.
 """
 
 from __future__ import annotations
@@ -12,55 +12,60 @@ from ..hardware import calibration
 from ..hardware.cluster import DEVICES, NETWORK, ClusterSpec, Figure, named
 from ..ir.options import ClusterOptions
 from . import ast
-from .attributes import read
+from .attributes import read_attributes
 from .expressions import Names, Problems
 
-IN_FULL = (
-    'a device without one takes that of its kind, and states its own figures: `device = "h100", memory = 192 GB, '
+OTHER_DEVICE_HELP = (
+    'for another device, name the preset of its kind and state its figures: `device = "h100", memory = 192 GB, '
     "memory_bandwidth = 5.3 TB/s, flops_bf16 = 1300 TFLOP/s, host_link = 64 GB/s, device_link = 448 GB/s, fabric = 50 "
     "GB/s`"
 )
 
 
 def lower_cluster(cluster: ast.ClusterDecl, problems: Problems) -> ClusterSpec | None:
-    """The cluster, its device's figures overridden where the file states them."""
-    attributes = read(cluster.attrs, "cluster", ClusterOptions.kinds(), Names({}), problems)
+    """Lower a cluster; figures that the file states override the device's."""
+    attributes = read_attributes(cluster.attrs, "cluster", ClusterOptions.kinds(), Names({}), problems)
     if "device" not in attributes:
-        if not any(a.key.text in ("device", "devices") for a in cluster.attrs):  # told as misspelt
+        if not any(attr.key.text in ("device", "devices") for attr in cluster.attrs):  # else reported as misspelt
             example = ClusterOptions.declared()["device"].must
-            help = f"add `device = {example}`; devices are " + ", ".join(f"`{d}`" for d in sorted(DEVICES))
-            problems.tell("bad-value", f"the cluster `{cluster.name.text}` has no device", cluster.name.span, help)
+            help = f"add `device = {example}`; devices are " + ", ".join(
+                f"`{device_name}`" for device_name in sorted(DEVICES)
+            )
+            problems.report("bad-value", f"the cluster `{cluster.name.text}` has no device", cluster.name.span, help)
         return None
     target = attributes["device"]
     preset = named(str(target.value))
     if not preset:
         help = nearest(str(target.value).lower(), DEVICES)
         if not help.startswith("did"):
-            help = f"the presets are {', '.join(f'`{d}`' for d in DEVICES)}; {IN_FULL}"
-        problems.tell("unknown-device", f"no device is called `{target.value}`", target.span, help)
+            help = f"the presets are {', '.join(f'`{device_name}`' for device_name in DEVICES)}; {OTHER_DEVICE_HELP}"
+        problems.report("unknown-device", f"no device is called `{target.value}`", target.span, help)
         return None
     stated = {
-        k: Figure(float(e.value), "stated", "the program")
-        for k, e in attributes.items()
-        if isinstance(e.value, int | float)
+        key: Figure(float(value.value), "stated", "the program")
+        for key, value in attributes.items()
+        if isinstance(value.value, int | float)
     }
-    said = ClusterOptions.of_stated(attributes)
+    options = ClusterOptions.of_stated(attributes)
     device = DEVICES[preset]
     if device.name == "here":
         peaks = device.peaks
-        device, told = calibration.here(device.name, said.devices_per_node, target.span)
-        # What was measured is reached; what is stated in its place is what it was before.
-        device = replace(device, peaks=tuple(p for p in peaks if p in device.peaks or p in stated))
-        problems.found += told
-    flops = {**device.flops, **{k.removeprefix("flops_"): f for k, f in stated.items() if k.startswith("flops_")}}
-    figures = {k: f for k, f in stated.items() if hasattr(device, k)}
-    curves = {k: c for k, c in device.curves.items() if k not in stated and f"flops_{k}" not in stated}
+        device, warnings = calibration.here(device.name, options.devices_per_node, target.span)
+        # Measured figures are achieved values; a stated figure that replaces one is a peak if the preset's was.
+        device = replace(device, peaks=tuple(peak for peak in peaks if peak in device.peaks or peak in stated))
+        problems.diagnostics += warnings
+    flops = {
+        **device.flops,
+        **{key.removeprefix("flops_"): figure for key, figure in stated.items() if key.startswith("flops_")},
+    }
+    figures = {key: figure for key, figure in stated.items() if hasattr(device, key)}
+    curves = {key: curve for key, curve in device.curves.items() if key not in stated and f"flops_{key}" not in stated}
     return ClusterSpec(
         name=cluster.name.text,
         device=replace(device, flops=flops, curves=curves, **figures),  # type: ignore[arg-type]
-        nodes=said.nodes,
-        devices_per_node=said.devices_per_node,
+        nodes=options.nodes,
+        devices_per_node=options.devices_per_node,
         network=stated.get("network", NETWORK),
         span=cluster.span,
-        interface=said.interface,
+        interface=options.interface,
     )

@@ -1,7 +1,7 @@
-"""What an algorithm declares before its workers and nodes: names, params, columns and states.
+"""The names, params, columns and states that an algorithm declares.
 
-Invariant: params, columns, states, workers and labels share one name space. A declaration with a mistake is there all
-the same, so that nothing that reads it is to blame.
+Invariant: params, columns, states, workers and labels share one name space. A declaration with a mistake is kept, so
+that its readers are not reported as well.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ..diagnostics import Span, nearest
 from ..ir.graph import ELEMENTS, Column, Dimension, Expr, State
 from ..ir.kinds import COUNT
 from . import ast
-from .attributes import read_as, shown
+from .attributes import read_as, show_value
 from .expressions import Names, Problems, evaluate, mistake
 
 T = TypeVar("T")
-UNKNOWN = "?"  # the element of a column whose type is wrong: checks say nothing of it
+UNKNOWN = "?"  # element of a column whose type is wrong; checks skip it
 
 
 class Declarations:
-    """Those of one algorithm. `names` are there once the params are."""
+    """The declarations of one algorithm; `names` is available once the params are."""
 
     def __init__(self, algorithm: ast.AlgorithmDecl, problems: Problems) -> None:
         self.algorithm = algorithm
@@ -36,62 +36,67 @@ class Declarations:
         self.doubled: set[str] = set()
 
     def _statements(self, kind: type[T]) -> Iterator[T]:
-        return (s for s in self.algorithm.body if isinstance(s, kind))
+        return (statement for statement in self.algorithm.body if isinstance(statement, kind))
 
     @cached_property
-    def _others(self) -> dict[str, str]:
-        return {name: what for name, (what, _) in self.declared.items() if what != "param"}
+    def _other_names(self) -> dict[str, str]:
+        return {name: kind for name, (kind, _) in self.declared.items() if kind != "param"}
 
     @cached_property
     def names(self) -> Names:
-        """From when the params are known."""
-        return Names(self.params, self._others)
+        """The names for expressions; available once the params are known."""
+        return Names(self.params, self._other_names)
 
     @cached_property
-    def _values(self) -> frozenset[str]:
-        """What a call may be given: columns and states."""
+    def _value_names(self) -> frozenset[str]:
+        """The names that a call can take: columns and states."""
         return frozenset((*self.columns, *self.states))
 
     # Names
 
     def _declare(self) -> None:
-        for s in self.algorithm.body:
-            match s:
+        for statement in self.algorithm.body:
+            match statement:
                 case ast.ParamDecl():
-                    self._name(s.name, "param")
+                    self._declare_name(statement.name, "param")
                 case ast.ColumnsDecl():
-                    for column in s.columns:
-                        self._name(column.name, "column")
+                    for column in statement.columns:
+                        self._declare_name(column.name, "column")
                 case ast.StateDecl():
-                    self._name(s.column.name, "state")
+                    self._declare_name(statement.column.name, "state")
                 case ast.WorkerDecl():
-                    self._name(s.name, "worker")
+                    self._declare_name(statement.name, "worker")
                 case ast.NodeDecl(label=ast.Name() as label):
-                    self._name(label, "label")
+                    self._declare_name(label, "label")
 
-    def _name(self, name: ast.Name, what: str) -> None:
+    def _declare_name(self, name: ast.Name, kind: str) -> None:
         if name.text in self.declared:
             other, first = self.declared[name.text]
             note = ((first, f"the {other} `{name.text}` is declared here"),)
             self.doubled.add(name.text)
-            self.problems.found += mistake(
+            self.problems.diagnostics += mistake(
                 "duplicate-name", f"`{name.text}` is declared twice", name.span, related=note
             ).diagnostics
         else:
-            self.declared[name.text] = (what, name.span)
+            self.declared[name.text] = (kind, name.span)
 
-    def _is(self, name: ast.Name, what: str) -> bool:
-        """Whether this is the declaration that has the name."""
-        return self.declared.get(name.text) == (what, name.span)
+    def _owns_name(self, name: ast.Name, kind: str) -> bool:
+        """Return whether this is the declaration that owns the name."""
+        return self.declared.get(name.text) == (kind, name.span)
 
     # Params and columns
 
     def _lower_columns(self) -> None:
-        declared = [c for s in self._statements(ast.ColumnsDecl) for c in s.columns if self._is(c.name, "column")]
+        declared = [
+            declaration
+            for statement in self._statements(ast.ColumnsDecl)
+            for declaration in statement.columns
+            if self._owns_name(declaration.name, "column")
+        ]
         for column in declared:
             self.columns[column.name.text] = Column(column.name.text, UNKNOWN, span=column.name.span)
             with self.problems.catching():
-                dims = self._dims(column)
+                dims = self._lower_dims(column)
                 per = column.type.per.text if column.type.per else ""
                 self.columns[column.name.text] = Column(
                     column.name.text, column.type.element.text, dims, span=column.name.span, per=per
@@ -100,15 +105,15 @@ class Declarations:
             seen = [column.name.text]
             while (dims := self.columns[seen[-1]].dims) and dims[0].like:
                 if dims[0].like in seen:
-                    message = f"`{column.name.text}` is as long as itself"
-                    self.problems.tell(
+                    message = f"`{column.name.text}` takes its length from itself"
+                    self.problems.report(
                         "bad-value", message, column.type.span, "give one column a bound, as in `i32[<= 1024]`"
                     )
                     self.columns[column.name.text] = replace(self.columns[column.name.text], element=UNKNOWN, dims=())
                     break
                 seen.append(dims[0].like)
 
-    def _dims(self, column: ast.ColumnDecl) -> tuple[Dimension, ...]:
+    def _lower_dims(self, column: ast.ColumnDecl) -> tuple[Dimension, ...]:
         kind = column.type
         element = kind.element.text
         if element not in ELEMENTS:
@@ -116,18 +121,18 @@ class Declarations:
                 "unknown-name", f"no element type is called `{element}`", kind.element.span, nearest(element, ELEMENTS)
             )
         if kind.per and self.declared.get(kind.per.text, ("",))[0] != "column":
-            known = [n for n, (what, _) in self.declared.items() if what == "column"]
+            known = [name for name, (declared_kind, _) in self.declared.items() if declared_kind == "column"]
             raise mistake(
                 "unknown-column", f"no column is called `{kind.per.text}`", kind.per.span, nearest(kind.per.text, known)
             )
         if kind.per and kind.per.text == column.name.text:
-            raise mistake("bad-value", f"`{column.name.text}` is a value per itself", kind.per.span, "leave `per` out")
+            raise mistake("bad-value", f"`{column.name.text}` has itself as `per`", kind.per.span, "leave `per` out")
         if element == "json" and kind.dims:
             raise mistake("bad-value", f"a `{element}` has no dimensions", kind.dims[0].span)
-        if element == "text" and (len(kind.dims) > 1 or not all(d.at_most for d in kind.dims)):
+        if element == "text" and (len(kind.dims) > 1 or not all(dimension.at_most for dimension in kind.dims)):
             raise mistake(
                 "bad-value",
-                "a `text` has no dimensions but a bound in tokens",
+                "a `text` takes no dimension except a bound in tokens",
                 kind.dims[0].span,
                 "as in `text[<= 1024]`",
             )
@@ -143,23 +148,26 @@ class Declarations:
                 "as in `f32[response, 64]`",
             )
         if element == "bool" and kind.dims and (len(kind.dims) > 1 or not self._is_column(kind.dims[0].value)):
-            raise mistake("bad-value", "a mask is as long as a column of tokens", kind.span, "as in `bool[response]`")
-        return tuple(self._dim(dim) for dim in kind.dims)
+            raise mistake(
+                "bad-value", "a mask takes the length of a column of tokens", kind.span, "as in `bool[response]`"
+            )
+        return tuple(self._lower_dim(dim) for dim in kind.dims)
 
     def _is_column(self, value: ast.Expr) -> bool:
         return isinstance(value, ast.NameExpr) and self.declared.get(value.text, ("",))[0] == "column"
 
-    def _dim(self, dim: ast.Dim) -> Dimension:
+    def _lower_dim(self, dim: ast.Dim) -> Dimension:
         value = dim.value
         if isinstance(value, ast.NameExpr) and not dim.at_most and value.text not in self.params:
-            what = self.declared.get(value.text, ("", value.span))[0]
-            if what == "column":
+            kind = self.declared.get(value.text, ("", value.span))[0]
+            if kind == "column":
                 return Dimension(like=value.text)
-            if not what:
-                known = [*self.params, *(n for n, (w, _) in self.declared.items() if w == "column")]
-                raise mistake(
-                    "unknown-name", f"nothing is called `{value.text}`", value.span, nearest(value.text, known)
-                )
+            if not kind:
+                known = [
+                    *self.params,
+                    *(name for name, (other_kind, _) in self.declared.items() if other_kind == "column"),
+                ]
+                raise mistake("unknown-name", f"unknown name `{value.text}`", value.span, nearest(value.text, known))
         size = read_as(COUNT, "[…]", value, self.names).value
         assert isinstance(size, int)
         return Dimension(size, dim.at_most)
@@ -167,11 +175,11 @@ class Declarations:
     def _lower_state(self, state: ast.StateDecl) -> None:
         name = state.column.name
         kind = state.column.type
-        if not self._is(name, "state"):
+        if not self._owns_name(name, "state"):
             return
         element = kind.element.text
-        known = [e for e in ELEMENTS if e not in ("text", "json")]
-        # Whatever is wrong with it, it is there: nothing that reads it is to blame.
+        known = [known_element for known_element in ELEMENTS if known_element not in ("text", "json")]
+        # A state with a mistake is kept, so that its readers are not reported as well.
         self.states[name.text] = State(name.text, UNKNOWN, Expr("number", 0), span=name.span)
         if element not in known:
             raise mistake(
@@ -183,7 +191,7 @@ class Declarations:
         if kind.dims:
             raise mistake(
                 "bad-value",
-                "a state is one value: it has no dimensions",
+                "a state is one value and takes no dimensions",
                 kind.dims[0].span,
                 "`per COLUMN` gives one for each row",
             )
@@ -200,9 +208,11 @@ class Declarations:
                 "bad-unit", f"the state `{name.text}` is a plain number, and this has a unit", state.value.span
             )
         if initial.kind != ("bool" if element == "bool" else "number"):
-            what = "true or false" if element == "bool" else "a number"
+            expected = "true or false" if element == "bool" else "a number"
             raise mistake(
-                "bad-value", f"the state `{name.text}` begins with {what}, not {shown(initial)}", state.value.span
+                "bad-value",
+                f"the initial value of the state `{name.text}` is {expected}, not {show_value(initial)}",
+                state.value.span,
             )
         per = kind.per.text if kind.per else ""
         self.states[name.text] = State(name.text, element, initial, per, name.span)

@@ -1,8 +1,8 @@
-"""`extends`, patches and `drop`: an algorithm that changes another one, to one that stands for itself.
+"""Derivation: `extends`, patches and `drop` resolved to a complete algorithm.
 
-Invariant: the result has neither base, patch nor drop, and lowers as if it had been written out. Statements keep their
-spans, so that what is wrong is told where it was written. What an algorithm declares twice itself stays there twice,
-for lowering to tell.
+Invariant: the result has no base, patch or drop, and lowers as if it had been written in full. Statements keep their
+spans, so that mistakes are reported where they were written. A name that an algorithm itself declares twice stays there
+twice, for lowering to report.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .dropped import Dropped
 from .expressions import Problems, mistake
 
 T = TypeVar("T", ast.AlgorithmDecl, ast.DeployDecl)
-Key = tuple[str, str]  # what is declared, and its name
-# Attributes of a node of which one says what it does.
+Key = tuple[str, str]  # kind of declaration, and its name
+# Attributes that exclude each other: a node states one of each set.
 EXCLUSIVE_ATTRIBUTES = (frozenset(("call", "keep", "select")), frozenset(("environment", "agent")))
 
 
@@ -30,13 +30,18 @@ def derive(
     broken: bool = False,
     dropped: dict[str, Dropped] | None = None,
 ) -> ast.AlgorithmDecl | None:
-    """The algorithm written out; `known` are those of the file and its imports, by name, `broken` says that an import
-    failed. None where what it extends cannot be had. What is dropped on the way, and stays so, is added to
-    `dropped`."""
-    line = lineage(algorithm, known, "algorithm", problems, broken)
+    """Return the algorithm written in full; None where its base is not available.
+
+    - known: the algorithms of the file and its imports, by name
+    - broken: whether an import failed
+    - dropped: receives the names that are dropped and stay dropped
+    """
+    line = collect_lineage(algorithm, known, "algorithm", problems, broken)
     if line is None:
         return None
-    if len(line) == 1 and not any(isinstance(s, ast.DropDecl) or _patches(s) for s in algorithm.body):
+    if len(line) == 1 and not any(
+        isinstance(own_statement, ast.DropDecl) or _is_patch(own_statement) for own_statement in algorithm.body
+    ):
         return algorithm
     written = _Written()
     for part in reversed(line):
@@ -49,52 +54,56 @@ def derive(
     return replace(algorithm, extends=None, body=tuple(written.statements()))
 
 
-def lineage(
-    part: T, known: Mapping[str, T], what: str, problems: Problems, broken: bool, others: str = ""
+def collect_lineage(
+    part: T, known: Mapping[str, T], kind: str, problems: Problems, broken: bool, others: str = ""
 ) -> list[T] | None:
-    """An algorithm or a deploy, and all that it extends, the next one first; None where that cannot be had. `others` is
-    the help where a base is none of those that are `known`."""
+    """Return a part and all that it extends; None where a base is missing.
+
+    `others` is the help for a base that is not in `known`.
+    """
     line: list[T] = [part]
     seen = {id(part)}
     while (base := line[-1].extends) is not None:
-        found = known.get(base.text)
-        if found is None:
+        base_part = known.get(base.text)
+        if base_part is None:
             if broken:
                 return None
             help = others or nearest(base.text, [name for name in known if name != line[-1].name.text])
-            import_ = f"`import {base.text}` first, or" if what == "algorithm" else "import"
+            import_ = f"`import {base.text}` first, or" if kind == "algorithm" else "import"
             help = help or f"{import_} the file that has it"
-            problems.tell("unknown-name", f"no {what} is called `{base.text}`", base.span, help)
+            problems.report("unknown-name", f"no {kind} is called `{base.text}`", base.span, help)
             return None
-        if id(found) in seen:
-            # Told once for the cycle, at what leads back to the first of its parts.
-            if found is part and found.span == min(a.span for a in line):
-                way = " -> ".join([a.name.text for a in line] + [found.name.text])
-                problems.tell("cycle", f"`{found.name.text}` extends itself: {way}", base.span, "write one of them out")
+        if id(base_part) in seen:
+            # Reported once for the cycle, at the part whose base leads back to the first part.
+            if base_part is part and base_part.span == min(member.span for member in line):
+                way = " -> ".join([member.name.text for member in line] + [base_part.name.text])
+                problems.report(
+                    "cycle", f"`{base_part.name.text}` extends itself: {way}", base.span, "write one of them out"
+                )
             return None
-        line.append(found)
-        seen.add(id(found))
+        line.append(base_part)
+        seen.add(id(base_part))
     return line
 
 
 def _inherited_attributes(old: ast.NodeDecl, new: ast.NodeDecl) -> list[ast.Attr]:
-    """Return the attributes that a restated node keeps: those that it does not state itself.
+    """Return the attributes that a restated node keeps from the old one.
 
     A node that changes its worker, its verb or its kind of call keeps none.
     """
-    stated, had = ({a.key.text for a in node.attrs} for node in (new, old))
+    stated, had = ({attr.key.text for attr in node.attrs} for node in (new, old))
     other = any(stated & names and had & names and not stated & had & names for names in EXCLUSIVE_ATTRIBUTES)
     if other or (old.worker.text, old.verb.text) != (new.worker.text, new.verb.text):
         return []
-    return [a for a in old.attrs if a.key.text not in stated]
+    return [attr for attr in old.attrs if attr.key.text not in stated]
 
 
-def _patches(statement: ast.AlgorithmStatement) -> bool:
+def _is_patch(statement: ast.AlgorithmStatement) -> bool:
     return isinstance(statement, ast.NodeDecl) and statement.reads is None
 
 
 class _Written:
-    """The statements so far, by what they declare; `own` are those of the algorithm whose body is read now."""
+    """The statements so far; `own` are the keys of the current algorithm."""
 
     def __init__(self) -> None:
         self.declared: dict[Key, ast.AlgorithmStatement] = {}
@@ -120,13 +129,13 @@ class _Written:
             case ast.SourceDecl():
                 self._declare(("node", "source"), statement)
             case ast.NodeDecl():
-                self._node(statement)
+                self._add_node(statement)
             case ast.EdgeDecl():
-                for one in single(statement):
-                    # One that is stated again has its place, and the new attributes.
+                for one in split_edge(statement):
+                    # An edge stated again keeps its position and takes the new attributes.
                     self.edges[_ends(one)] = one
             case ast.DropDecl(target=ast.EdgeDecl() as edge):
-                for one in single(edge):
+                for one in split_edge(edge):
                     self._drop_edge(one)
             case ast.DropDecl(target=ast.Ref() as ref):
                 self._drop(ref)
@@ -142,11 +151,11 @@ class _Written:
                 self._restate_attributes(key[1], statement.attrs)
 
     def _restate_attributes(self, node: str, attrs: Iterable[ast.Attr]) -> None:
-        """Forget that these were dropped."""
+        """Remove restated attributes from the dropped names."""
         for attr in attrs:
             self.dropped.pop(f"{node}.{attr.key.text}", None)
 
-    def _node(self, node: ast.NodeDecl) -> None:
+    def _add_node(self, node: ast.NodeDecl) -> None:
         key = ("node", node_name(node))
         old = self.declared.get(key)
         if node.reads is not None:
@@ -156,17 +165,17 @@ class _Written:
             return
         if not isinstance(old, ast.NodeDecl):
             nodes = [name for kind, name in self.declared if kind == "node" and name != "source"]
-            help = nearest(key[1], nodes) or "a node of its own states what it reads, in parentheses"
+            help = nearest(key[1], nodes) or "a new node states what it reads in parentheses"
             raise mistake(
                 "unknown-name", f"no node is called `{key[1]}`, so there is nothing to change", node.title, help
             )
-        new = {a.key.text: a for a in node.attrs}
-        kept = [new.pop(a.key.text, a) for a in old.attrs]
-        # What is stated twice in one patch is told as in any statement.
-        again = [a for a in node.attrs if a not in kept and a.key.text not in new]
+        new = {attr.key.text: attr for attr in node.attrs}
+        attrs = [new.pop(attr.key.text, attr) for attr in old.attrs]
+        # An attribute stated twice in one patch is reported as in any statement.
+        again = [attr for attr in node.attrs if attr not in attrs and attr.key.text not in new]
         self._restate_attributes(key[1], node.attrs)
-        patched = (*old.patched, *(a.key.text for a in node.attrs))
-        self.declared[key] = replace(old, attrs=(*kept, *new.values(), *again), patched=patched)
+        patched = (*old.patched, *(attr.key.text for attr in node.attrs))
+        self.declared[key] = replace(old, attrs=(*attrs, *new.values(), *again), patched=patched)
 
     # drop
 
@@ -175,69 +184,75 @@ class _Written:
         name = ("name", ref.text)
         if ref.text == "source":
             raise mistake(
-                "bad-value", "an algorithm has a source", ref.span, "state another one: it takes the old one's place"
+                "bad-value", "an algorithm needs a source", ref.span, "state another one: it replaces the old one"
             )
-        of, _, attribute = ref.text.rpartition(".")
+        owner, _, attribute = ref.text.rpartition(".")
         if node in self.declared:
             self._drop_nodes({ref.text}, ref)
-        elif ("node", of) in self.declared:
-            self._drop_attribute(of, attribute, ref)
+        elif ("node", owner) in self.declared:
+            self._drop_attribute(owner, attribute, ref)
             return
         elif name in self.declared:
             gone = self.declared.pop(name)
             if isinstance(gone, ast.WorkerDecl):
                 nodes = {
                     key[1]
-                    for key, s in self.declared.items()
-                    if isinstance(s, ast.NodeDecl) and s.worker.text == ref.text
+                    for key, statement in self.declared.items()
+                    if isinstance(statement, ast.NodeDecl) and statement.worker.text == ref.text
                 }
                 self._drop_nodes(nodes, ref)
             elif isinstance(gone, (ast.ColumnsDecl, ast.StateDecl)):
                 self._drop_from_lists(ref.text)
         else:
-            what = "node" if "." in ref.text else "param, column, state, worker or node"
+            kind = "node" if "." in ref.text else "param, column, state, worker or node"
             help = nearest(ref.text, [key[1] for key in self.declared if key[1] != "source"])
             raise mistake(
-                "unknown-name", f"no {what} is called `{ref.text}`, so there is nothing to drop", ref.span, help
+                "unknown-name", f"no {kind} is called `{ref.text}`, so there is nothing to drop", ref.span, help
             )
         self.dropped[ref.text] = Dropped(ref.span)
 
     def _drop_attribute(self, node: str, key: str, ref: ast.Ref) -> None:
         old = self.declared["node", node]
         assert isinstance(old, ast.NodeDecl | ast.SourceDecl)
-        left = tuple(a for a in old.attrs if a.key.text != key)
-        if len(left) == len(old.attrs):
-            help = nearest(key, [a.key.text for a in old.attrs])
+        attrs = tuple(attr for attr in old.attrs if attr.key.text != key)
+        if len(attrs) == len(old.attrs):
+            help = nearest(key, [attr.key.text for attr in old.attrs])
             raise mistake("unknown-name", f"`{node}` states no `{key}`, so there is nothing to drop", ref.span, help)
-        self.declared["node", node] = replace(old, attrs=left)
+        self.declared["node", node] = replace(old, attrs=attrs)
         self.dropped[ref.text] = Dropped(ref.span, attribute=(node, key))
 
     def _drop_nodes(self, names: set[str], ref: ast.Ref) -> None:
         for name in names:
             gone = self.declared.pop(("node", name))
             assert isinstance(gone, ast.NodeDecl)
-            # Of what is dropped itself that is the cause.
+            # A column that is dropped itself already has its own entry.
             self.dropped |= {
                 column.text: Dropped(ref.span, name) for column in gone.writes if ("name", column.text) in self.declared
             }
-        self.edges = {ends: e for ends, e in self.edges.items() if not names & {*ends[1:]}}
+        self.edges = {ends: edge for ends, edge in self.edges.items() if not names & {*ends[1:]}}
 
     def _drop_from_lists(self, name: str) -> None:
         def without(names: tuple[ast.Name, ...]) -> tuple[ast.Name, ...]:
-            return tuple(n for n in names if n.text != name)
+            return tuple(listed for listed in names if listed.text != name)
 
-        for key, s in self.declared.items():
-            if isinstance(s, ast.SourceDecl):
-                self.declared[key] = replace(s, writes=without(s.writes))
-            elif isinstance(s, ast.NodeDecl):
-                self.declared[key] = replace(s, reads=without(s.reads or ()), writes=without(s.writes))
+        for key, statement in self.declared.items():
+            if isinstance(statement, ast.SourceDecl):
+                self.declared[key] = replace(statement, writes=without(statement.writes))
+            elif isinstance(statement, ast.NodeDecl):
+                self.declared[key] = replace(
+                    statement, reads=without(statement.reads or ()), writes=without(statement.writes)
+                )
 
     def _drop_edge(self, edge: ast.EdgeDecl) -> None:
         if _ends(edge) not in self.edges:
             _, src, dst = _ends(edge)
             arrow = "->" if edge.kind == "sample" else "=>"
-            there = [f"`{s} {arrow} {d}`" for kind, s, d in self.edges if kind == edge.kind and (s == src or d == dst)]
-            help = f"there is {', '.join(there)}" if 0 < len(there) <= 6 else ""
+            similar = [
+                f"`{other_src} {arrow} {other_dst}`"
+                for kind, other_src, other_dst in self.edges
+                if kind == edge.kind and (other_src == src or other_dst == dst)
+            ]
+            help = f"there is {', '.join(similar)}" if 0 < len(similar) <= 6 else ""
             other, sign = ("reshard", "=>") if edge.kind == "sample" else ("sample", "->")
             help = f"did you mean `{src} {sign} {dst}`?" if (other, src, dst) in self.edges else help
             raise mistake("unknown-name", f"there is no edge `{src} {arrow} {dst}` to drop", edge.span, help)
@@ -248,8 +263,8 @@ def node_name(node: ast.NodeDecl) -> str:
     return node.label.text if node.label else f"{node.worker.text}.{node.verb.text}"
 
 
-def single(edge: ast.EdgeDecl) -> list[ast.EdgeDecl]:
-    """An edge for each pair of states."""
+def split_edge(edge: ast.EdgeDecl) -> list[ast.EdgeDecl]:
+    """Split an edge into one edge for each pair of nodes."""
     return [
         ast.EdgeDecl(edge.kind, ((src,), (dst,)), edge.attrs, src.span.to(dst.span))
         for sources, targets in pairwise(edge.groups)

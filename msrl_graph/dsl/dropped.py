@@ -1,6 +1,6 @@
-"""What an algorithm that extends another one drops of it, and what to add to a message of what is missed then.
+"""Notes for diagnostics about names that a derived algorithm drops.
 
-Invariant: a message is only added to: what is wrong, and where, stays.
+Invariant: a diagnostic only gains notes and help; its message and span stay.
 """
 
 from __future__ import annotations
@@ -14,38 +14,41 @@ from ..diagnostics import Diagnostic, Span
 
 @dataclass(frozen=True)
 class Dropped:
-    """Where a name is dropped, or of a column that stays, where its `writer`, a node, is. Of an `attribute` also its
-    node and its own name."""
+    """The place where a name is dropped.
+
+    - writer: the dropped node that wrote it, for a column that is still declared
+    - attribute: node and key, for an attribute
+    """
 
     span: Span
     writer: str = ""
     attribute: tuple[str, str] | None = None
 
-    def is_missed(self, name: str, told: Diagnostic) -> bool:
-        """Whether a message is of what is dropped under this name."""
-        if told.span == self.span:
+    def is_missed(self, name: str, diagnostic: Diagnostic) -> bool:
+        """Return whether a diagnostic is about the name dropped here."""
+        if diagnostic.span == self.span:
             return False
         if self.attribute is not None:
             node, key = self.attribute
-            words = f"{told.message} {told.help}"
-            return f"`{node}`" in told.message and re.search(rf"`[^`]*\b{key}\b[^`]*`", words) is not None
-        return f"`{name}`" in told.message and (not self.writer or told.code == "never-written")
+            words = f"{diagnostic.message} {diagnostic.help}"
+            return f"`{node}`" in diagnostic.message and re.search(rf"`[^`]*\b{key}\b[^`]*`", words) is not None
+        return f"`{name}`" in diagnostic.message and (not self.writer or diagnostic.code == "never-written")
 
 
-def missed(told: Diagnostic, dropped: Mapping[str, Dropped]) -> Diagnostic:
-    """What is told, with a note for each name in it that is dropped."""
+def missed(diagnostic: Diagnostic, dropped: Mapping[str, Dropped]) -> Diagnostic:
+    """Add a note to a diagnostic for each name in it that is dropped."""
     for name, gone in dropped.items():
-        if not gone.is_missed(name, told):
+        if not gone.is_missed(name, diagnostic):
             continue
-        what = f"`{name}` is dropped here"
-        help = told.help
+        note = f"`{name}` is dropped here"
+        help = diagnostic.help
         if gone.writer:
-            what = f"its writer `{gone.writer}` is dropped here"
-            help = f"`drop {name}` too, or {told.help}"
+            note = f"its writer `{gone.writer}` is dropped here"
+            help = f"`drop {name}` too, or {diagnostic.help}"
         elif gone.attribute:
-            help = f"leave `drop {name}` out, or {told.help}"
-        elif f" needs `{name}`" in told.message:
-            call = told.message.split("`")[1]
-            help = f"leave `{call}(…)` out, or {told.help}"
-        told = replace(told, help=help, related=(*told.related, (gone.span, what)))
-    return told
+            help = f"leave `drop {name}` out, or {diagnostic.help}"
+        elif f" needs `{name}`" in diagnostic.message:
+            call = diagnostic.message.split("`")[1]
+            help = f"leave `{call}(…)` out, or {diagnostic.help}"
+        diagnostic = replace(diagnostic, help=help, related=(*diagnostic.related, (gone.span, note)))
+    return diagnostic

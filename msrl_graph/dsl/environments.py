@@ -1,6 +1,6 @@
-"""Who else writes in a response: an environment, which answers the policy, or an agent, which asks it; from a file.
+"""Readers of `environment`, `agent` and `tool_calls`.
 
-Invariant: as in node_calls.py: what stands in the file is read, never run.
+Invariant: as in node_calls.py, the user's file is parsed, never executed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from . import ast
 from .attributes import read_as
 from .calls import CallingNode
 from .expressions import Names, mistake
-from .user_functions import call_in, in_file
+from .user_functions import file_call, find_in_file
 
 
 @dataclass(frozen=True)
@@ -27,29 +27,33 @@ class EnvironmentReader:
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.Literal_) or expr.kind != "string":
-            raise mistake("bad-value", f"`{key}` takes a class of a file", expr.span, f'write `{key} = "file.py:Name"`')
-        path, name, found = in_file(self.caller, str(expr.value), expr.span, "class", classes)
+            raise mistake(
+                "bad-value", f"`{key}` takes a class from a file", expr.span, f'write `{key} = "file.py:Name"`'
+            )
+        path, name, methods = find_in_file(self.caller, str(expr.value), expr.span, "class", classes)
         for method in ("reset", "step"):
-            if method not in found[name]:
+            if method not in methods[name]:
                 help = "an environment has `reset(columns)` and `step(text)`"
                 raise mistake(
                     "unknown-function", f"`{name}` of `{path.name}` has no method `{method}`", expr.span, help
                 )
-        step = found[name]["step"]
-        must = [p for p in step.columns if p not in step.optional] + [o.name for o in step.options if o.required]
+        step = methods[name]["step"]
+        must = [parameter for parameter in step.columns if parameter not in step.optional] + [
+            option.name for option in step.options if option.required
+        ]
         if step.fills or not step.columns or must not in ([], [*step.columns[:1]]):
             help = "write `def step(self, text)`; `rng`, `tokenizer` and `iteration` are for `reset`"
-            raise mistake("unknown-function", f"`{step.name}` takes something else than one text", expr.span, help)
-        if (made := found[name].get("__init__")) is not None:
-            needs = [] if made.rest else [p for p in made.columns if p not in made.optional]
-            needs += [o.name for o in made.options if o.required]
+            raise mistake("unknown-function", f"`{step.name}` must take one text", expr.span, help)
+        if (init := methods[name].get("__init__")) is not None:
+            needs = [] if init.rest else [parameter for parameter in init.columns if parameter not in init.optional]
+            needs += [option.name for option in init.options if option.required]
             if needs:
                 help = f"give `{needs[0]}` a default, or take it in `reset`, which is given the row's columns"
-                what = f"`{made.name}` needs `{needs[0]}`, and an instance is made without arguments"
-                raise mistake("unknown-function", what, expr.span, help)
+                message = f"`{init.name}` needs `{needs[0]}`, but instances are created without arguments"
+                raise mistake("unknown-function", message, expr.span, help)
         call = Expr("call", f"{path}:{name}", span=expr.span)
-        reset = found[name]["reset"]
-        if reset.seeded:  # gymnasium's way: all that the node reads are options
+        reset = methods[name]["reset"]
+        if reset.seeded:  # as in gymnasium: all columns that the node reads are passed as options
             reset = replace(reset, columns=(), options=(), rest="options")
         self.caller.used["function", str(call.value)] = (reset, str(path))
         return call
@@ -62,22 +66,31 @@ class AgentReader:
     caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
-        said = call_in(expr)
-        if said is None:
+        stated = file_call(expr)
+        if stated is None:
             raise mistake(
-                "unknown-function", f"`{key}` takes a function of a file", expr.span, f'write `{key} = "file.py:solve"`'
+                "unknown-function",
+                f"`{key}` takes a function from a file",
+                expr.span,
+                f'write `{key} = "file.py:solve"`',
             )
-        path, name, found = in_file(self.caller, said.name.text, said.name.span, "function", agents, awaited=True)
-        if found[name].rest:
-            what = f"`{name}` of `{path.name}` takes `*{found[name].rest}`, and an agent takes each column by its name"
-            raise mistake("unknown-function", what, said.name.span, f"write `def {name}(prompt, …, base_url, api_key)`")
+        path, name, signatures = find_in_file(
+            self.caller, stated.name.text, stated.name.span, "function", agents, awaited=True
+        )
+        if signatures[name].rest:
+            message = (
+                f"`{name}` of `{path.name}` takes `*{signatures[name].rest}`, but an agent takes each column by name"
+            )
+            raise mistake(
+                "unknown-function", message, stated.name.span, f"write `def {name}(prompt, …, base_url, api_key)`"
+            )
         for needed in ENDPOINT[:2]:
-            if needed not in found[name].fills:
-                help = f"write `def {name}(…, base_url, api_key, model)`: it asks the policy by these"
-                what = f"`{name}` of `{path.name}` takes no `{needed}`"
-                raise mistake("unknown-function", what, said.name.span, help)
-        call = replace(self.caller.call(said, found[name], names), value=f"{path}:{name}")
-        self.caller.used["function", str(call.value)] = (found[name], str(path))
+            if needed not in signatures[name].fills:
+                help = f"write `def {name}(…, base_url, api_key, model)`: the agent calls the policy through these"
+                message = f"`{name}` of `{path.name}` takes no `{needed}`"
+                raise mistake("unknown-function", message, stated.name.span, help)
+        call = replace(self.caller.call(stated, signatures[name], names), value=f"{path}:{name}")
+        self.caller.used["function", str(call.value)] = (signatures[name], str(path))
         return call
 
 
@@ -91,9 +104,11 @@ class ToolCallsReader:
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.Literal_) or expr.kind != "string":
             return read_as(self.WORDS, key, expr, names)
-        path, name, found = in_file(self.caller, str(expr.value), expr.span, "function", partial(called_as, "function"))
-        taken = [p for p in found[name].columns if p not in found[name].optional]
-        if len(taken) != 1 or any(o.required for o in found[name].options):
-            what = f"`{name}` of `{path.name}` takes something else than one text"
-            raise mistake("unknown-function", what, expr.span, f"write `def {name}(text)`")
+        path, name, signatures = find_in_file(
+            self.caller, str(expr.value), expr.span, "function", partial(called_as, "function")
+        )
+        required = [parameter for parameter in signatures[name].columns if parameter not in signatures[name].optional]
+        if len(required) != 1 or any(option.required for option in signatures[name].options):
+            message = f"`{name}` of `{path.name}` must take one text"
+            raise mistake("unknown-function", message, expr.span, f"write `def {name}(text)`")
         return Expr("call", f"{path}:{name}", span=expr.span)

@@ -1,6 +1,6 @@
-"""What users of other systems write, and what it is called here.
+"""Help for names that users know from other systems.
 
-Invariant: each entry is a whole help line, and right wherever its word stands in a statement of its kind.
+Invariant: each entry is a complete help line, correct wherever its word is in a statement of its kind.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ..diagnostics import nearest
 from ..ir.options import STATEMENTS
 from ..ir.signatures import Signature
 
-_ZERO = "sharding of weights is `zero = 3`"
-_SEQUENCE = "sequences are cut by `cp`, with `cp_kind = ulysses` or `ring`"
-_ALL = "it follows from the axes: tp x cp x pp x dp"
+_ZERO = "to shard weights use `zero = 3`"
+_SEQUENCE = "to shard sequences use `cp`, with `cp_kind = ulysses` or `ring`"
+_ALL = "it is computed from the axes: tp x cp x pp x dp"
 _CALLED: dict[str, dict[str, tuple[str, ...]]] = {
     "layout": {
         "tp": ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
@@ -43,10 +43,10 @@ _CALLED: dict[str, dict[str, tuple[str, ...]]] = {
     "evaluate": {"every": ("test_freq", "eval_steps"), "samples": ("n", "k")},
 }
 _LENGTH = (
-    "a run is as long as its `iterations`, each of which takes the next prompts of the data; "
-    "how often an update uses its rows is `epochs` of `update`"
+    "the length of a run is `iterations`, and each iteration takes the next prompts of the data; "
+    "`epochs` of `update` is how often an update uses its rows"
 )
-_LOSS = "a loss has it: `loss = clip(0.2) + 0.001 * kl(low_var)`"
+_LOSS = "it is part of the loss: `loss = clip(0.2) + 0.001 * kl(low_var)`"
 _OTHER: dict[str, dict[str, str]] = {
     "layout": {
         **dict.fromkeys(("fsdp", "fsdp_size", "sharding", "shard"), _ZERO),
@@ -55,26 +55,34 @@ _OTHER: dict[str, dict[str, str]] = {
     },
     "update": {
         **dict.fromkeys(
-            ("lr", "learning_rate", "weight_decay", "warmup"), "the optimizer has it: `optimizer = adamw(lr = 1e-6)`"
+            ("lr", "learning_rate", "weight_decay", "warmup"),
+            "it belongs to the optimizer: `optimizer = adamw(lr = 1e-6)`",
         ),
         **dict.fromkeys(("kl_coef", "kl_loss_coef", "beta", "clip_ratio", "eps", "clip_range", "entropy_coef"), _LOSS),
     },
 }
 _OTHER["run"] = dict.fromkeys(("epochs", "total_epochs", "num_epochs", "num_train_epochs"), _LENGTH)
 _MEANT = {
-    statement: {w: f"it is called `{name}` here" for name, words in _CALLED.get(statement, {}).items() for w in words}
+    statement: {
+        foreign: f"it is called `{name}` here"
+        for name, words in _CALLED.get(statement, {}).items()
+        for foreign in words
+    }
     | _OTHER.get(statement, {})
     for statement in {*_CALLED, *_OTHER}
 }
-# What the ratio's bounds of a loss term are called elsewhere.
+# Names that other systems use for the bounds of a loss term's ratio.
 _BOUND = ("eps", "epsilon", "clip_ratio", "clip_range", "eps_clip", "cliprange")
 _GROUPS = ("group", "groups", "sample", "samples", "prompts")
 _IN_FILE = re.compile(r"([A-Za-z_][\w/]*)(?:\.py)?[.:]([A-Za-z_]\w*)(?:\(\))?")
 
 
 def attribute(statement: str, key: str, known: Collection[str]) -> str:
-    """Help for an attribute that the statement does not have: what a word of other systems is called, the statement
-    that has it, or the nearest of those that are `known`."""
+    """Return help for an attribute that the statement does not have.
+
+    The help is the name here for a word of another system, the statement that has the attribute, or the nearest name in
+    `known`.
+    """
     meant = _MEANT.get(statement, {}).get(key, "")
     owners = _owners(statement, key)
     if meant or not owners:
@@ -86,16 +94,19 @@ def attribute(statement: str, key: str, known: Collection[str]) -> str:
 
 
 def _owners(statement: str, key: str) -> str:
-    """The other statements that have an attribute, in words; "" where none has it, or where they are many."""
+    """Return the other statements that have an attribute, in words.
+
+    Returns "" if no statement or more than three statements have it.
+    """
     owners = [
         f"a {name}" if name.endswith(" edge") else f"`{name}`"
-        for name, said in STATEMENTS.items()
-        if name != statement.partition(" …")[0] and key in said.kinds()
+        for name, options in STATEMENTS.items()
+        if name != statement.partition(" …")[0] and key in options.kinds()
     ]
     return " or ".join(owners) if len(owners) <= 3 else ""
 
 
-# What terms of a loss and the forms of `kl` are called elsewhere.
+# Names that other systems use for loss terms and the forms of `kl`.
 _TERMS = {
     **dict.fromkeys(("ppo", "ppo_clip", "ppo_loss", "policy_loss", "grpo"), "write `clip(0.2)`"),
     **dict.fromkeys(("dapo", "clip_higher"), "write `clip(0.2, 0.28)`, with a bound for each side"),
@@ -113,22 +124,25 @@ _WORDS = {"k3": "low_var", "low_var_kl": "low_var", "k2": "mse", "kl": "k1"}
 
 
 def term(name: str) -> str:
-    """Help for a term of a loss that there is not."""
+    """Return help for an unknown loss term."""
     return _TERMS.get(name, "")
 
 
 def word(text: str, words: Collection[str]) -> str:
-    """Help for a word that an option does not take."""
+    """Return help for a word that an option does not take."""
     return f"it is called `{_WORDS[text]}` here" if _WORDS.get(text) in words else nearest(text, words)
 
 
 def option(key: str, known: Collection[str]) -> str:
-    """Help for a parameter that a call does not have."""
+    """Return help for a parameter that a call does not have."""
     return "did you mean `low`?" if key in _BOUND and "low" in known else ""
 
 
 def data_file(target: str, folder: bool) -> str:
-    """Return how to make a data file of a file of another kind, or of a folder; "" for an unknown kind."""
+    """Return how to convert a file of another kind, or a folder, to a data file.
+
+    Returns "" for an unknown kind.
+    """
     if folder:
         return f"it is a folder: name one file in it, `{target.rstrip('/')}/NAME.parquet`"
     stem, _, kind = target.rpartition(".")
@@ -141,27 +155,27 @@ def data_file(target: str, folder: bool) -> str:
         )
     if kind == "json":
         lines = f'open("{stem}.jsonl", "w").writelines(json.dumps(row) + "\\n" for row in json.load(open("{target}")))'
-        return f"write one object a line, in Python: `import json; {lines}`"
+        return f"write one object per line, in Python: `import json; {lines}`"
     return ""
 
 
 def groups(word: str, above: str) -> str:
-    """Help for a `per` that names the groups in place of the column, `above`, whose rows they are under."""
+    """Return help for a `per` that names groups; `above` is the column it means."""
     return f"the rows of one `{above}` are `per = {above}`" if above and word in _GROUPS else ""
 
 
 def called(text: str, functions: Mapping[str, object] | Collection[str]) -> str:
-    """Help for what stands where a call or `"file.py:function"` belongs: a name, with its module or without."""
+    """Return help for a name in place of a call or `"file.py:function"`."""
     name = text.removesuffix("()")
     if name in functions:
         return f"write `{name}()`"
     if text.endswith(".py"):
-        return f'write `"{text}:NAME"`, with a name that stands there'
-    found = _IN_FILE.fullmatch(text)
-    return f'write `"{found[1]}.py:{found[2]}"`' if found else ""
+        return f'write `"{text}:NAME"`, with a name that the file defines'
+    match = _IN_FILE.fullmatch(text)
+    return f'write `"{match[1]}.py:{match[2]}"`' if match else ""
 
 
-# What the parameters of reward functions are called elsewhere, by the column that they bind here; trl's get lists.
+# Names that other systems use for parameters of reward functions, by the column here. TRL passes lists.
 _PARAMETERS = {
     "response": ("solution_str", "completions", "completion", "response_str", "output", "generation"),
     "answer": ("ground_truth", "solution", "target", "label", "gold"),
@@ -171,30 +185,40 @@ _LISTS = ("completions", "prompts")
 
 
 def binding(call: str, signature: Signature, free: Collection[str], reads: Collection[str], per: bool) -> str:
-    """Help for a function whose parameters have the names of other systems: the call that names their columns.
+    """Return help for a function with parameters named as in other systems.
 
-    `free` are the parameters that no argument of the call binds; `per`: the function gets several rows."""
+    The help is the call that names their columns.
+
+    - free: the parameters that no argument of the call binds
+    - per: whether the function gets several rows
+    """
     binds: dict[str, str] = {}
     for column, words in _PARAMETERS.items():
         if column in reads and column not in signature.columns:
-            binds |= dict.fromkeys([p for p in free if p in words and p not in reads][:1], column)
+            binds |= dict.fromkeys(
+                [parameter for parameter in free if parameter in words and parameter not in reads][:1], column
+            )
     if not binds:
         return ""
-    arguments = ", ".join(f"{p} = {column}" for p, column in binds.items())
+    arguments = ", ".join(f"{parameter} = {column}" for parameter, column in binds.items())
     helps = [f"name the columns: `{call}({arguments})`"]
-    lacking = [p for p in free if p not in signature.optional and p not in binds and p not in reads]
-    helps += [f"let the node read a column `{p}` too, or give the parameter a default" for p in lacking]
+    missing = [
+        parameter
+        for parameter in free
+        if parameter not in signature.optional and parameter not in binds and parameter not in reads
+    ]
+    helps += [f"let the node read a column `{parameter}` too, or give the parameter a default" for parameter in missing]
     helps += [
         f"let the node not read `{column}`, or add a parameter for it"
         for column in reads
         if column not in binds.values() and column not in signature.columns
     ]
-    lists = [p for p in binds if p in _LISTS]
+    lists = [parameter for parameter in binds if parameter in _LISTS]
     if lists and not per:
-        helps.append("with `per = prompt` it gets lists, and gives a list")
+        helps.append("with `per = prompt` it gets lists and returns a list")
     helps += [
-        f"`{p}: {'list[str]' if p in lists or per else 'str'}` gets text, without it token ids"
-        for p, column in binds.items()
-        if column != "answer" and p not in signature.text
+        f"`{parameter}: {'list[str]' if parameter in lists or per else 'str'}` gets text, without it token ids"
+        for parameter, column in binds.items()
+        if column != "answer" and parameter not in signature.text
     ]
     return "\n".join(helps)

@@ -1,25 +1,24 @@
-"""A program's text in its one canonical layout.
+"""The canonical layout of a program's text.
 
-Invariant: the layout depends on the program's tokens, its comments and the author's blank lines, on nothing else; so it
-is its own layout. The tree stays the same and every comment stays, in order: both are looked at before the text is
-given out.
+Invariant: the layout depends only on the program's tokens, its comments and the author's blank lines, so formatting is
+idempotent. The tree and all comments, in order, stay the same; both are checked before the text is returned.
 
-- Two spaces an indentation, one statement, column or attribute a line, no line of code longer than `WIDTH` that can be
-  broken. One blank line at most, where the author had one or more between statements, columns, attributes or comments;
-  none at the ends of a block.
-- Attributes stand on their statement's line, with commas, where all of it fits and there is neither a comment nor a
-  blank line among them; else one a line, without commas. Columns stand one a line, unless there is only one, without
-  commas but for one that is needed. An algorithm or a deploy is always open.
-- A run is what follows line by line, with no blank line or comment between. In a run of params, sets, attributes,
-  engines, or models and data, the `=` stand in one column; the `:` in one of columns, states or workers; and the `{` of
-  attributes on the same line, in these and in layouts and nodes without parentheses. A comma has a space behind it, a
-  binary operator, `->`, `=>`, `=` and `:` one on each side.
-- A statement that is too long goes on four spaces further in: before an arrow, behind a comma, before an operator,
-  whichever holds least together, the last that fits.
-- A comment stands two spaces behind the code, in one column with those on the lines above and below, or on lines of its
-  own. One in the midst of a statement moves above it. White space at a comment's end goes, else its text is untouched,
-  like strings' and numbers'.
-- Lines end with LF, the last one too; a byte order mark goes.
+- Indentation is two spaces. Each statement, column or attribute has its own line. No line of code that can be broken is
+  longer than `WIDTH`. At most one blank line is kept where the author had one or more between statements, columns,
+  attributes or comments; none is kept at the ends of a block.
+- Attributes are on their statement's line, with commas, if all of it fits and no comment or blank line is among them;
+  else one per line, without commas. Columns are one per line unless there is only one, without commas except one that
+  is needed. An algorithm or a deploy is always open.
+- A run is a group of consecutive lines without a blank line or comment between them. In a run of params, sets,
+  attributes, engines, or models and data, the `=` are aligned; in a run of columns, states or workers, the `:`. The `{`
+  of attributes on the same line are aligned in these runs and in layouts and nodes without parentheses. A comma is
+  followed by a space. A binary operator, `->`, `=>`, `=` and `:` have a space on each side.
+- A statement that is too long continues on lines indented four more spaces. It is broken before an arrow, after a comma
+  or before an operator: at the loosest of these, and of equals at the last that fits.
+- A comment is two spaces after the code, aligned with those on adjacent lines, or on lines of its own. A comment in the
+  middle of a statement moves above it. Trailing white space of a comment is removed; else comments, strings and numbers
+  are unchanged.
+- Every line ends with LF, including the last; a byte order mark is removed.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ WIDTH = 120
 INDENT = "  "
 FURTHER = "    "
 GAP = re.compile(r"#[^\n]*|\n")
-# A comment, or a string in which there is none.
+# A comment, or a string, which cannot contain one.
 COMMENT = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"')
 BLANK = " \t\f\v\r"
-# The statements that align with their like, and the token that they align, besides `{`.
+# Statements that align with others like them: their group, and the aligned token besides `{`.
 ALIGNED = {
     "param": ("param", "EQUAL"),
     "set": ("set", "EQUAL"),
@@ -56,41 +55,46 @@ ALIGNED = {
     "layout": ("layout", ""),
     "amended": ("amended", ""),
 }
-# What code before the `=` or `:` must not exceed to stand in its run's column.
+# Longer code before the `=` or `:` is left out of the alignment.
 LONG = 40
-# What a line is broken at, the loosest first.
+# Where a line is broken, loosest first.
 LOOSE = ("ARROW", "RESHARD", "COMMA", "COMPARE", "AT_MOST", "ADD", "MUL")
 OPENING = ("LPAR", "LSQB")
 CLOSING = ("RPAR", "RSQB")
 
 
 def format(text: str, file: str) -> str:
-    """The program in its canonical layout; `file` is the name that diagnostics show. A Fault where `parse` has one."""
+    """Return the program in its canonical layout.
+
+    `file` is the name that diagnostics show. Raises a Fault where `parse` does.
+    """
     text = text.removeprefix("\ufeff")
     tree = parse(text, file)
-    new = _joined(_lines(_Reader(text, file).file(), ""))
-    if not same(tree, parse(new, file)) or _comments(text) != _comments(new):
+    new = _join_lines(_layout_lines(_Reader(text, file).file(), ""))
+    if not same(tree, parse(new, file)) or _find_comments(text) != _find_comments(new):
         raise RuntimeError("the layout changed the program")
     return new
 
 
-def _comments(text: str) -> list[str]:
-    return [found.rstrip(BLANK) for found in COMMENT.findall(text) if found.startswith("#")]
+def _find_comments(text: str) -> list[str]:
+    return [match.rstrip(BLANK) for match in COMMENT.findall(text) if match.startswith("#")]
 
 
 @dataclass
 class _Comment:
     text: str
     blank: bool
-    """Whether a blank line stands above."""
+    """Whether a blank line is above."""
     behind: bool
-    """Whether code stands before it on its line."""
+    """Whether code is before it on its line."""
 
 
 @dataclass
 class _Piece:
-    """A token, the spaces before it, and what a line that is broken before it tears: the smaller the better, None for
-    never."""
+    """A token with the spaces before it.
+
+    `tears` ranks a line break before it: smaller is better, None for never.
+    """
 
     text: str
     kind: str
@@ -100,37 +104,37 @@ class _Piece:
 
 @dataclass
 class _Part:
-    """An item, statement, column or attribute: what stands on lines of its own, or could."""
+    """Code that has or could have its own lines: item, statement, column or attribute."""
 
     rule: str
     head: list[_Piece]
     above: list[_Comment]
     blank: bool
-    """Whether a blank line stands above the code, below the comments."""
+    """Whether a blank line is above the code, below the comments."""
     block: _Block | None
     comment: str = ""
 
     @property
-    def apart(self) -> bool:
-        """Whether it does not follow what is before it line by line."""
+    def separate(self) -> bool:
+        """Whether it does not directly follow the previous part."""
         return self.blank or bool(self.above)
 
 
 @dataclass
 class _Block:
-    """What stands between braces, or in the file."""
+    """The contents of a pair of braces or of the file."""
 
     open: bool
-    """Whether its parts stand on lines of their own."""
+    """Whether its parts are on lines of their own."""
     parts: list[_Part] = field(default_factory=list)
     comment: str = ""
-    """Behind the opening brace."""
+    """The comment after the opening brace."""
     below: list[_Comment] = field(default_factory=list)
-    """Before the closing one."""
+    """The comments before the closing brace."""
 
     def closed(self) -> str:
-        """All of it on one line."""
-        inner = ", ".join(_text(p.head) for p in self.parts)
+        """Return the block on one line."""
+        inner = ", ".join(_join_pieces(part.head) for part in self.parts)
         return f"{{ {inner} }}" if inner else "{ }"
 
 
@@ -138,33 +142,35 @@ class _Block:
 
 
 class _Reader:
-    """Gives each comment and blank line its place among the parts."""
+    """A reader that assigns each comment and blank line to a part."""
 
     def __init__(self, text: str, file: str) -> None:
         self.tree = parse_tokens(text, file)
         self.gaps: dict[int, tuple[list[_Comment], bool]] = {}
-        """By where a token begins: the comments before it, and whether a blank line stands between the last of them and
-        the token."""
+        """By token start: the comments before it, and whether a blank line follows them."""
         end = 0
-        for token in _leaves(self.tree.children):
-            self.gaps[token.start_pos] = _gap(text, end, token.start_pos)
+        for token in _iter_tokens(self.tree.children):
+            self.gaps[token.start_pos] = _read_gap(text, end, token.start_pos)
             end = token.end_pos
         self.end = len(text)
-        self.gaps[self.end] = _gap(text, end, self.end)
+        self.gaps[self.end] = _read_gap(text, end, self.end)
 
     def file(self) -> _Block:
         return self.block(self.tree.children, "start", self.end)
 
     def block(self, children: Iterable[Any], rule: str, end: int) -> _Block:
-        """What a statement of this rule holds between its braces; the closing one begins at `end`."""
+        """Read the block of a statement; the closing brace begins at `end`."""
         block = _Block(rule in ("algorithm", "deploy", "variant", "start"))
         comments = list[_Comment]()
         blank = False
 
-        def arrive(at: int) -> None:
-            """Takes what stands before the token there; commas go, what stands around them stays."""
+        def arrive(position: int) -> None:
+            """Collect the comments before the token at a position.
+
+            Commas are dropped, the comments around them are kept.
+            """
             nonlocal blank
-            more, last = self.gaps[at]
+            more, last = self.gaps[position]
             if more:
                 more[0].blank |= blank
                 blank = False
@@ -172,7 +178,7 @@ class _Reader:
             blank |= last
 
         def settle() -> None:
-            """Ends what came last: a comment on its line is its own, and nothing blank follows an opening brace."""
+            """Finish the previous part: assign its comment, drop a leading blank line."""
             nonlocal blank
             last: _Part | _Block = block.parts[-1] if block.parts else block
             if comments and comments[0].behind:
@@ -187,11 +193,11 @@ class _Reader:
             if isinstance(child, Token):
                 arrive(child.start_pos or 0)
                 continue
-            first = next(_leaves([child]))
+            first = next(_iter_tokens([child]))
             arrive(first.start_pos)
             settle()
             if rule == "columns" and block.parts and first == "per":
-                # Without its comma it would belong to the type before.
+                # Without the comma it would belong to the previous type.
                 block.parts[-1].head.append(_Piece(",", "COMMA", 0, None))
             block.parts.append(self.part(child, comments, blank))
             comments = []
@@ -200,22 +206,22 @@ class _Reader:
         settle()
         block.below = comments
         block.open |= rule == "columns" and len(block.parts) > 1
-        block.open |= bool(block.comment or block.below) or any(p.comment or p.apart for p in block.parts)
+        block.open |= bool(block.comment or block.below) or any(part.comment or part.separate for part in block.parts)
         return block
 
     def part(self, tree: Any, above: list[_Comment], blank: bool) -> _Part:
-        head, braces = _split(tree)
-        tokens = list(_leaves(head))
-        rule = "amended" if tree.data == "node" and not any(t.type == "LPAR" for t in tokens) else tree.data
-        inside = [c.text for t in [*tokens[1:], *braces[:1]] for c in self.gaps[t.start_pos][0]]
+        head, braces = _split_braces(tree)
+        tokens = list(_iter_tokens(head))
+        rule = "amended" if tree.data == "node" and not any(token.type == "LPAR" for token in tokens) else tree.data
+        inside = [comment.text for token in [*tokens[1:], *braces[:1]] for comment in self.gaps[token.start_pos][0]]
         if inside:
             above = [*above, *(_Comment(text, blank and not i, False) for i, text in enumerate(inside))]
             blank = False
         block = self.block(braces[1:-1], rule, braces[-1].start_pos) if braces else None
-        return _Part(rule, _pieces(tokens, rule), above, blank, block)
+        return _Part(rule, _make_pieces(tokens, rule), above, blank, block)
 
 
-def _gap(text: str, start: int, end: int) -> tuple[list[_Comment], bool]:
+def _read_gap(text: str, start: int, end: int) -> tuple[list[_Comment], bool]:
     comments = list[_Comment]()
     breaks = 0
     for match in GAP.finditer(text, start, end):
@@ -227,34 +233,34 @@ def _gap(text: str, start: int, end: int) -> tuple[list[_Comment], bool]:
     return comments, breaks > 1
 
 
-def _leaves(children: Iterable[Any]) -> Iterator[Any]:
+def _iter_tokens(children: Iterable[Any]) -> Iterator[Any]:
     for child in children:
         if isinstance(child, Token):
             yield child
         elif child is not None:
-            yield from _leaves(child.children)
+            yield from _iter_tokens(child.children)
 
 
-def _split(tree: Any) -> tuple[list[Any], list[Any]]:
-    """What stands before a statement's braces, and what stands from the one to the other."""
-    children = [c for c in tree.children if c is not None]
+def _split_braces(tree: Any) -> tuple[list[Any], list[Any]]:
+    """Split a statement into the part before its braces, and the braces."""
+    children = [part for part in tree.children if part is not None]
     for i, child in enumerate(children):
         if isinstance(child, Token) and child.type == "LBRACE":
             return children[:i], children[i:]
     if isinstance(children[-1], Tree) and children[-1].data in ("attrs", "edge", "stated"):
-        head, braces = _split(children[-1])
+        head, braces = _split_braces(children[-1])
         return [*children[:-1], *head], braces
     return children, []
 
 
-def _pieces(tokens: list[Token], rule: str) -> list[_Piece]:
+def _make_pieces(tokens: list[Token], rule: str) -> list[_Piece]:
     pieces = list[_Piece]()
     depth = 0
     before = ""
-    for token, after in zip(tokens, [*(t.type for t in tokens[1:]), ""], strict=True):
+    for token, after in zip(tokens, [*(next_token.type for next_token in tokens[1:]), ""], strict=True):
         kind = "DOTS" if token == ".." else token.type
         if kind == "COMMA" and after == "RPAR":
-            continue  # behind a call's last argument
+            continue  # after a call's last argument
         depth -= kind in CLOSING
         tight = (
             kind in ("COMMA", "DOT", "DOTS", *CLOSING)
@@ -262,7 +268,7 @@ def _pieces(tokens: list[Token], rule: str) -> list[_Piece]:
             or (kind in OPENING and before in ("NAME", "SOURCE"))
             or (kind == "COLON" and rule == "node")
         )
-        # Behind a comma, not before it; `<=` behind a bracket or comma is no operator.
+        # A break is after a comma, not before it. `<=` after a bracket or comma is not an operator.
         loose = "COMMA" if before == "COMMA" else "" if before in OPENING or kind == "COMMA" else kind
         pieces.append(
             _Piece(str(token), kind, 0 if tight else 1, (depth, LOOSE.index(loose)) if loose in LOOSE else None)
@@ -275,92 +281,104 @@ def _pieces(tokens: list[Token], rule: str) -> list[_Piece]:
 # From parts to lines: pairs of code and the comment behind it
 
 
-def _lines(block: _Block, indent: str) -> Iterator[tuple[str, str]]:
-    for run in _runs(block.parts):
-        _align(run)
-        width = _brace(run, len(indent))
+def _layout_lines(block: _Block, indent: str) -> Iterator[tuple[str, str]]:
+    for run in _group_runs(block.parts):
+        _align_run(run)
+        width = _open_blocks(run, len(indent))
         for part in run:
-            yield from _above(part.above, indent)
+            yield from _comment_lines(part.above, indent)
             if part.blank:
                 yield "", ""
             if part.block and not part.block.open:
-                yield f"{indent}{_text(part.head):<{width}} {part.block.closed()}", part.comment
+                yield f"{indent}{_join_pieces(part.head):<{width}} {part.block.closed()}", part.comment
                 continue
-            *lines, code = _wrapped(part.head, len(indent), 2 if part.block else 0)
+            *lines, code = _wrap(part.head, len(indent), 2 if part.block else 0)
             yield from ((indent + line, "") for line in lines)
             code = indent + code
             if part.block:
                 yield f"{code} {{", part.block.comment
-                yield from _lines(part.block, indent + INDENT)
+                yield from _layout_lines(part.block, indent + INDENT)
                 code = indent + "}"
             yield code, part.comment
-    yield from _above(block.below, indent)
+    yield from _comment_lines(block.below, indent)
 
 
-def _above(comments: list[_Comment], indent: str) -> Iterator[tuple[str, str]]:
+def _comment_lines(comments: list[_Comment], indent: str) -> Iterator[tuple[str, str]]:
     for comment in comments:
         if comment.blank:
             yield "", ""
         yield indent + comment.text, ""
 
 
-def _runs(parts: list[_Part]) -> list[list[_Part]]:
+def _group_runs(parts: list[_Part]) -> list[list[_Part]]:
     runs = list[list[_Part]]()
     for part in parts:
         group = ALIGNED.get(part.rule)
-        if runs and group and not part.apart and ALIGNED.get(runs[-1][-1].rule) == group:
+        if runs and group and not part.separate and ALIGNED.get(runs[-1][-1].rule) == group:
             runs[-1].append(part)
         else:
             runs.append([part])
     return runs
 
 
-def _align(run: list[_Part]) -> None:
-    """Gives the run's `=` or `:` one column."""
+def _align_run(run: list[_Part]) -> None:
+    """Align the run's `=` or `:`."""
     kind = ALIGNED.get(run[0].rule, ("", ""))[1]
-    found = [
-        (p.head[at], _text(p.head[:at]))
-        for p in run
-        for at in [next((i for i, x in enumerate(p.head) if x.kind == kind), 0)]
-        if at
+    signs = [
+        (part.head[index], _join_pieces(part.head[:index]))
+        for part in run
+        for index in [next((i for i, candidate in enumerate(part.head) if candidate.kind == kind), 0)]
+        if index
     ]
-    short = [(piece, lead) for piece, lead in found if len(lead) <= LONG]
+    short = [(piece, lead) for piece, lead in signs if len(lead) <= LONG]
     width = max((len(lead) for _, lead in short), default=0)
     for piece, lead in short:
         piece.spaces = width + 1 - len(lead)
 
 
-def _brace(run: list[_Part], indent: int) -> int:
-    """Opens the blocks that do not fit on their lines; gives how wide the code before the others' `{` is."""
-    blocks = [(p.block, len(_text(p.head)), len(p.block.closed())) for p in run if p.block and not p.block.open]
+def _open_blocks(run: list[_Part], indent: int) -> int:
+    """Open the blocks that do not fit on their lines.
+
+    Returns the width of the code before the `{` of the others.
+    """
+    blocks = [
+        (part.block, len(_join_pieces(part.head)), len(part.block.closed()))
+        for part in run
+        if part.block and not part.block.open
+    ]
     while True:
-        width = max((head for _, head, _ in blocks), default=0)
+        width = max((head_length for _, head_length, _ in blocks), default=0)
         for block, _, length in blocks:
             block.open = indent + width + 1 + length > WIDTH
-        fits = [b for b in blocks if not b[0].open]
+        fits = [entry for entry in blocks if not entry[0].open]
         if len(fits) == len(blocks):
             return width
         blocks = fits
 
 
-def _text(pieces: list[_Piece]) -> str:
-    return "".join(" " * p.spaces + p.text for p in pieces)
+def _join_pieces(pieces: list[_Piece]) -> str:
+    return "".join(" " * piece.spaces + piece.text for piece in pieces)
 
 
-def _wrapped(pieces: list[_Piece], indent: int, tail: int) -> list[str]:
-    """The code in lines that fit behind `indent` columns, with room for `tail` more behind the last; FURTHER leads all
-    but the first."""
+def _wrap(pieces: list[_Piece], indent: int, tail: int) -> list[str]:
+    """Wrap code into lines that fit after `indent` columns.
+
+    The last line has room for `tail` more columns. FURTHER indents all lines but the first.
+    """
     lines = list[str]()
     lead = ""
-    while (at := _break(pieces, WIDTH - indent - len(lead), tail)) is not None:
-        lines.append(lead + _text(pieces[:at]).lstrip(" "))
-        pieces = pieces[at:]
+    while (index := _find_break(pieces, WIDTH - indent - len(lead), tail)) is not None:
+        lines.append(lead + _join_pieces(pieces[:index]).lstrip(" "))
+        pieces = pieces[index:]
         lead = FURTHER
-    return [*lines, lead + _text(pieces).lstrip(" ")]
+    return [*lines, lead + _join_pieces(pieces).lstrip(" ")]
 
 
-def _break(pieces: list[_Piece], room: int, tail: int) -> int | None:
-    """The piece that begins the next line; None where there is room for all, or nowhere to break."""
+def _find_break(pieces: list[_Piece], room: int, tail: int) -> int | None:
+    """Return the index of the piece that begins the next line.
+
+    None if there is room for all, or nowhere to break.
+    """
     column = -pieces[0].spaces
     best = None
     least = (0, 0)
@@ -374,8 +392,8 @@ def _break(pieces: list[_Piece], room: int, tail: int) -> int | None:
     return None
 
 
-def _joined(lines: Iterable[tuple[str, str]]) -> str:
-    """Lines as text; comments behind lines that follow each other stand in one column."""
+def _join_lines(lines: Iterable[tuple[str, str]]) -> str:
+    """Join lines to text; align comments on consecutive lines."""
     text = list[str]()
     for commented, group in groupby(lines, lambda line: bool(line[1])):
         codes = list(group)

@@ -1,6 +1,7 @@
-"""A syntax tree to what the compiler works on: the graph of one algorithm, and where and how it runs.
+"""Lowering of a syntax tree: the graph of one algorithm and its deployment.
 
-Invariant: the result is whole, or a Fault holds every mistake of the file, none of which only follows from another.
+Invariant: the result is complete, or a Fault holds every mistake of the file and no mistake that only follows from
+another.
 """
 
 from __future__ import annotations
@@ -23,19 +24,18 @@ from .deploy import LoadModel, bare_deploy, lower_deploy
 from .derive import derive
 from .dropped import Dropped, missed
 from .expressions import Problems, mistake
-from .params import Override, unused
+from .params import Override, find_unused
 from .parse import parse_set
-from .variants import written_out
+from .variants import write_out
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class LoweringContext:
-    """What lowering needs from outside: how files and models are found, what names the package knows, and the command
-    line."""
+    """Loaders, package names and command-line options for lowering."""
 
-    load: Callable[[str, bool, Span], ast.File]  # an import's target, whether it is a file, and where it stands
+    load: Callable[[str, bool, Span], ast.File]  # takes an import's target, whether it is a file, and its span
     library: Library
     engines: Mapping[str, EngineSpec]
     load_model: LoadModel
@@ -47,7 +47,7 @@ class LoweringContext:
 
 @dataclass(frozen=True)
 class LoweredProgram:
-    """`library` has the package's functions and those of the user's files that the graph calls."""
+    """A lowered program; `library` has the package's and the called user functions."""
 
     graph: Graph
     cluster: ClusterSpec | None
@@ -58,7 +58,7 @@ class LoweredProgram:
 
 
 class LoweringFault(Fault):
-    """A Fault with the graph as far as it could be read, for the checks that can still say something of it."""
+    """A Fault with the partial graph, for the checks that can still use it."""
 
     def __init__(
         self,
@@ -83,7 +83,10 @@ class ParsedProgram(NamedTuple):
 
 
 def lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
-    """The chosen deploy and its algorithm, or the last algorithm of the file; raises Refused with all that is wrong."""
+    """Lower the chosen deploy and its algorithm, or the last algorithm of the file.
+
+    Raises a Fault with all mistakes.
+    """
     try:
         return _lower(file, context)
     except RecursionError:
@@ -92,94 +95,115 @@ def lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
 
 def _lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
     problems = Problems()
-    algorithms, clusters, deploys, broken = _gather(file, context, problems)
+    algorithms, clusters, deploys, broken = _gather_items(file, context, problems)
     deploy = None
     with problems.catching():
-        deploy = _choose(file, context)
-    for other in [i for i in file.items if isinstance(i, ast.DeployDecl) and i is not deploy]:
-        written_out(other, deploys, algorithms, problems, broken)
-    deploy = written_out(deploy, deploys, algorithms, problems, broken) if deploy else None
-    overrides = [Override(s.name, s.value) for s in deploy.body if isinstance(s, ast.SetDecl)] if deploy else []
+        deploy = _choose_deploy(file, context)
+    for other in [
+        candidate for candidate in file.items if isinstance(candidate, ast.DeployDecl) and candidate is not deploy
+    ]:
+        write_out(other, deploys, algorithms, problems, broken)
+    deploy = write_out(deploy, deploys, algorithms, problems, broken) if deploy else None
+    overrides = (
+        [Override(statement.name, statement.value) for statement in deploy.body if isinstance(statement, ast.SetDecl)]
+        if deploy
+        else []
+    )
     for name, text in context.sets.items():
         with problems.catching():
             overrides.append(Override(*parse_set(name, text)))
     chosen: ast.AlgorithmDecl | None = None
     if deploy:
-        # Of two that have the name, which is told, the file's own is meant.
+        # If two algorithms have the name, which is reported, the file's own is used.
         assert deploy.algorithm is not None and deploy.cluster is not None
-        own = [i for i in file.items if isinstance(i, ast.AlgorithmDecl) and i.name.text == deploy.algorithm.text]
-        chosen = own[0] if own else _named(deploy.algorithm, algorithms, "algorithm", broken, problems)
+        own = [
+            candidate
+            for candidate in file.items
+            if isinstance(candidate, ast.AlgorithmDecl) and candidate.name.text == deploy.algorithm.text
+        ]
+        chosen = own[0] if own else _look_up(deploy.algorithm, algorithms, "algorithm", broken, problems)
     elif algorithms:
-        own = [i for i in file.items if isinstance(i, ast.AlgorithmDecl)]
+        own = [candidate for candidate in file.items if isinstance(candidate, ast.AlgorithmDecl)]
         chosen = own[-1] if own else list(algorithms.values())[-1]
     elif not broken:
-        problems.tell(
-            "empty-file", "the file holds no algorithm", file.items[0].span, "add an `algorithm`, or an `import` of one"
+        problems.report(
+            "empty-file", "the file has no algorithm", file.items[0].span, "add an `algorithm`, or an `import` of one"
         )
     lowering: Lowering | None = None
 
     def folder(span: Span) -> Path:
         return context.folder if span.file == file.path else Path(span.file).parent
 
-    for item in [i for i in file.items if isinstance(i, ast.AlgorithmDecl) and i is not chosen]:
+    for item in [
+        candidate for candidate in file.items if isinstance(candidate, ast.AlgorithmDecl) and candidate is not chosen
+    ]:
         gone: dict[str, Dropped] = {}
-        if (whole := derive(item, algorithms, problems, broken, gone)) is not None:
-            before = len(problems.found)
-            lower_algorithm(whole, (), context.library, folder, problems)
-            problems.found[before:] = [missed(d, gone) for d in problems.found[before:]]
+        if (derived := derive(item, algorithms, problems, broken, gone)) is not None:
+            before = len(problems.diagnostics)
+            lower_algorithm(derived, (), context.library, folder, problems)
+            problems.diagnostics[before:] = [missed(diagnostic, gone) for diagnostic in problems.diagnostics[before:]]
     dropped: dict[str, Dropped] = {}
-    if chosen is not None and (whole := derive(chosen, algorithms, problems, broken, dropped)) is not None:
-        before = len(problems.found)
-        lowering = lower_algorithm(whole, overrides, context.library, folder, problems)
-        problems.found[before:] = [_turned(missed(d, dropped), overrides) for d in problems.found[before:]]
-        problems.found += unused(whole, overrides)
-    lowered_clusters = {name: lower_cluster(c, problems) for name, c in clusters.items() if c.span.file == file.path}
+    if chosen is not None and (derived := derive(chosen, algorithms, problems, broken, dropped)) is not None:
+        before = len(problems.diagnostics)
+        lowering = lower_algorithm(derived, overrides, context.library, folder, problems)
+        problems.diagnostics[before:] = [
+            _move_to_set(missed(diagnostic, dropped), overrides) for diagnostic in problems.diagnostics[before:]
+        ]
+        problems.diagnostics += find_unused(derived, overrides)
+    lowered_clusters = {
+        name: lower_cluster(declaration, problems)
+        for name, declaration in clusters.items()
+        if declaration.span.file == file.path
+    }
     cluster: ClusterSpec | None = None
     deployed: Deployment | None = None
     graph = lowering.graph if lowering else None
     if deploy:
         assert deploy.cluster is not None
-        found = _named(deploy.cluster, clusters, "cluster", broken, problems)
-        if found and found.name.text not in lowered_clusters:
-            lowered_clusters[found.name.text] = lower_cluster(found, problems)
+        declared_cluster = _look_up(deploy.cluster, clusters, "cluster", broken, problems)
+        if declared_cluster and declared_cluster.name.text not in lowered_clusters:
+            lowered_clusters[declared_cluster.name.text] = lower_cluster(declared_cluster, problems)
         cluster = lowered_clusters.get(deploy.cluster.text)
-        if lowering and graph and any(n.verb == "source" for n in graph.nodes):
+        if lowering and graph and any(node.verb == "source" for node in graph.nodes):
             outside = (context.engines, context.load_model, folder, context.model)
             deployed, graph = lower_deploy(deploy, graph, lowering.nodes, *outside, cluster, problems)
     elif graph and context.model is not None:
         with problems.catching():
             cluster, deployed = bare_deploy(graph, context.model, context.load_model, context.folder)
     library = {**context.library, **(lowering.used if lowering else {})}
-    errors = [d for d in problems.found if d.severity == "error"]
+    errors = [diagnostic for diagnostic in problems.diagnostics if diagnostic.severity == "error"]
     if errors or graph is None:
-        raise LoweringFault(*_sorted(errors, file.path), graph=graph, library=library, dropped=dropped)
-    warnings = tuple(d for d in problems.found if d.severity != "error")
+        raise LoweringFault(*_sort_errors(errors, file.path), graph=graph, library=library, dropped=dropped)
+    warnings = tuple(diagnostic for diagnostic in problems.diagnostics if diagnostic.severity != "error")
     return LoweredProgram(graph, cluster, deployed, library, warnings, dropped)
 
 
-def _turned(told: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:
-    """What is wrong with the value of a param, told where a `set` gives that value; where it is used is a note."""
-    given = {o.value.span for o in overrides}
-    for place, (span, _) in enumerate(told.related):
-        if span in given and told.code in ("bad-value", "bad-unit"):
-            others = (*told.related[:place], *told.related[place + 1 :])
-            return replace(told, span=span, related=((told.span, "it is used here"), *others))
-    return told
+def _move_to_set(diagnostic: Diagnostic, overrides: Sequence[Override]) -> Diagnostic:
+    """Move a diagnostic about a param's value to the `set` that gives the value.
+
+    A note says where the value is used.
+    """
+    override_spans = {override.value.span for override in overrides}
+    for place, (span, _) in enumerate(diagnostic.related):
+        if span in override_spans and diagnostic.code in ("bad-value", "bad-unit"):
+            others = (*diagnostic.related[:place], *diagnostic.related[place + 1 :])
+            return replace(diagnostic, span=span, related=((diagnostic.span, "it is used here"), *others))
+    return diagnostic
 
 
-def _gather(file: ast.File, context: LoweringContext, problems: Problems) -> ParsedProgram:
-    """What the file and its imports have; each file is read once, however often it is imported."""
+def _gather_items(file: ast.File, context: LoweringContext, problems: Problems) -> ParsedProgram:
+    """Collect the items of the file and its imports; each file is read once."""
     algorithms: dict[str, ast.AlgorithmDecl] = {}
     clusters: dict[str, ast.ClusterDecl] = {}
     deploys: dict[str, ast.DeployDecl] = {}
-    seen: dict[str, bool] = {file.path: False}  # whether the file is read to its end
+    seen: dict[str, bool] = {file.path: False}  # whether the file is completely read
     broken: list[Diagnostic] = []
 
     def add(part: ast.File) -> None:
         for item in part.items:
             match item:
                 case ast.ImportDecl():
-                    whole = len(problems.found)
+                    count = len(problems.diagnostics)
                     with problems.catching():
                         other = context.load(item.target, item.is_file, item.span)
                         if other.path not in seen:
@@ -192,9 +216,10 @@ def _gather(file: ast.File, context: LoweringContext, problems: Problems) -> Par
                                 item.span,
                                 "move what both need to a third file",
                             )
-                    broken.extend(problems.found[whole:])
+                    broken.extend(problems.diagnostics[count:])
                 case ast.DeployDecl():
-                    # Two of one name are told where one is chosen; of an import's and the file's own, its own is meant.
+                    # Duplicates are reported when one is chosen; the file's own deploy takes precedence over an
+                    # import's.
                     deploys.setdefault(item.name.text, item)
                     if part is file:
                         deploys[item.name.text] = item
@@ -202,12 +227,12 @@ def _gather(file: ast.File, context: LoweringContext, problems: Problems) -> Par
                     known: dict[str, ast.AlgorithmDecl] | dict[str, ast.ClusterDecl] = (
                         algorithms if isinstance(item, ast.AlgorithmDecl) else clusters
                     )
-                    what = ast.word(item).lower()
+                    kind = ast.word(item).lower()
                     if item.name.text in known:
                         note = ((known[item.name.text].name.span, "the first one"),)
-                        problems.found += mistake(
+                        problems.diagnostics += mistake(
                             "duplicate-name",
-                            f"a second {what} `{item.name.text}`",
+                            f"a second {kind} `{item.name.text}`",
                             item.name.span,
                             "give it another name",
                             note,
@@ -220,8 +245,8 @@ def _gather(file: ast.File, context: LoweringContext, problems: Problems) -> Par
     return ParsedProgram(algorithms, clusters, deploys, bool(broken))
 
 
-def _choose(file: ast.File, context: LoweringContext) -> ast.DeployDecl | None:
-    """The deploy to lower: the one that was asked for, or the only one."""
+def _choose_deploy(file: ast.File, context: LoweringContext) -> ast.DeployDecl | None:
+    """Return the requested deploy, or the only one."""
     deploys: dict[str, ast.DeployDecl] = {}
     for item in file.items:
         if isinstance(item, ast.DeployDecl):
@@ -236,7 +261,7 @@ def _choose(file: ast.File, context: LoweringContext) -> ast.DeployDecl | None:
                     note,
                 )
             deploys[name.text] = item
-    listed = ", ".join(f"`{n}`" for n in deploys)
+    listed = ", ".join(f"`{deploy_name}`" for deploy_name in deploys)
     if context.deploy is not None:
         if context.deploy not in deploys:
             help = f"the file has {listed}" if deploys else "the file has none"
@@ -252,13 +277,13 @@ def _choose(file: ast.File, context: LoweringContext) -> ast.DeployDecl | None:
     return next(iter(deploys.values()), None)
 
 
-def _named(name: ast.Name, known: Mapping[str, T], what: str, broken: bool, problems: Problems) -> T | None:
+def _look_up(name: ast.Name, known: Mapping[str, T], kind: str, broken: bool, problems: Problems) -> T | None:
     if name.text not in known and not broken:
-        problems.tell("unknown-name", f"no {what} is called `{name.text}`", name.span, nearest(name.text, known))
+        problems.report("unknown-name", f"no {kind} is called `{name.text}`", name.span, nearest(name.text, known))
     return known.get(name.text)
 
 
-def _sorted(errors: list[Diagnostic], path: str) -> list[Diagnostic]:
-    """In the order of the text, the program's own file first; equal ones once."""
+def _sort_errors(errors: list[Diagnostic], path: str) -> list[Diagnostic]:
+    """Sort errors by position, the program's own file first, without duplicates."""
     unique = list(dict.fromkeys(errors))
-    return sorted(unique, key=lambda d: (d.span.file != path, d.span))
+    return sorted(unique, key=lambda diagnostic: (diagnostic.span.file != path, diagnostic.span))

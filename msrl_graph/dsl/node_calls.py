@@ -1,7 +1,8 @@
-"""Attributes that say what a node computes: functions, filters, environments, agents, losses and optimizers, of the
-package or of a file.
+"""Readers of attributes that state what a node computes.
 
-Invariant: what stands in a user's file is read, never run; a call of it is named `path/to/file.py:name`.
+These are functions, filters, environments, agents, losses and optimizers, of the package or of a user's file.
+
+Invariant: a user's file is parsed, never executed; a call of its function is named `path/to/file.py:name`.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from ..ir.kinds import (
 )
 from ..ir.signatures import CallKind, Signature, called_as
 from . import ast, foreign_names
-from .attributes import FormReader, fit, origin, read_as, shown
+from .attributes import FormReader, fit, origin, read_as, show_value
 from .calls import CallingNode, Library
 from .environments import AgentReader, EnvironmentReader, ToolCallsReader
-from .expressions import TOLD, Names, evaluate, fold, mistake, negate
-from .user_functions import call_in, functions, in_file
+from .expressions import ALREADY_REPORTED, Names, evaluate, fold, mistake, negate
+from .user_functions import file_call, find_in_file, package_functions
 
 T = TypeVar("T")
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
-# What is called in another attribute than a function's `call`, as a message says it.
+# Names of the call kinds in messages.
 KINDS: dict[CallKind, str] = {
     "function": "function",
     "loss": "loss term",
@@ -63,14 +64,16 @@ class FunctionCallReader:
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         caller = self.caller
-        if quoted := call_in(expr):
+        if quoted := file_call(expr):
             return _call_in_file(caller, quoted, "function", names, awaited=key != "weights")
         if not isinstance(expr, ast.Call):
             text = expr.text if isinstance(expr, ast.NameExpr) else ""
-            help = foreign_names.called(text, functions(caller.library)) or (f"write `{text}()`" if text else "")
+            help = foreign_names.called(text, package_functions(caller.library)) or (
+                f"write `{text}()`" if text else ""
+            )
             message = f'`{key}` takes a call, as in `math_verify()`, or a function, as in `"file.py:name"`'
             raise mistake("bad-value", message, expr.span, help)
-        signature = _find(caller.library, "function", expr.name)
+        signature = _find_signature(caller.library, "function", expr.name)
         return caller.call(expr, signature, names)
 
 
@@ -96,41 +99,44 @@ class PerReader:
 
 @dataclass(frozen=True)
 class TemperatureReader:
-    """A number of 0 or more, or a column or state that the node reads."""
+    """A reader of a number of 0 or more, or a column or state that the node reads."""
 
     caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.NameExpr) or expr.text in names.params or expr.text not in self.caller.columns:
             return read_as(NumericKind(0), key, expr, names)
-        found = self.caller.column(expr, key)
-        return replace(found, kind="state") if expr.text in self.caller.states else found
+        column = self.caller.column(expr, key)
+        return replace(column, kind="state") if expr.text in self.caller.states else column
 
 
 @dataclass(frozen=True)
 class ReduceReader:
-    """`tokens`, `sequences` or `constant(n)`."""
+    """A reader of `tokens`, `sequences` or `constant(n)`."""
 
     WORDS: ClassVar = WordsKind(("tokens", "sequences", "constant"))
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.Call):
             bare = isinstance(expr, ast.NameExpr) and expr.text == "constant"
-            return self._no_constant(expr) if bare else read_as(self.WORDS, key, expr, names)
+            return self._reject_constant(expr) if bare else read_as(self.WORDS, key, expr, names)
         if expr.name.text != "constant":
             help = nearest(expr.name.text, self.WORDS.words)
-            raise mistake("unknown-option", f"`{expr.name.text}` is no word for `reduce`", expr.name.span, help)
+            raise mistake("unknown-option", f"`{expr.name.text}` is not a value of `reduce`", expr.name.span, help)
         if len(expr.args) != 1 or (expr.args[0].key is not None and expr.args[0].key.text != "n"):
-            return self._no_constant(expr)
-        n = read_as(COUNT, "constant", expr.args[0].value, names)
-        return Expr("call", "constant", (n,), ("n",), span=expr.span)
+            return self._reject_constant(expr)
+        divisor = read_as(COUNT, "constant", expr.args[0].value, names)
+        return Expr("call", "constant", (divisor,), ("n",), span=expr.span)
 
-    def _no_constant(self, expr: ast.Expr) -> NoReturn:
+    def _reject_constant(self, expr: ast.Expr) -> NoReturn:
         raise mistake("bad-value", "`constant` takes one number", expr.span, "write `constant(1024)`")
 
 
-def forms(caller: CallingNode, columns: Collection[str] = (), above: str = "") -> dict[FormKind, FormReader]:
-    """How the forms are read that need the node; `above` is a column of the source's rows."""
+def form_readers(caller: CallingNode, columns: Collection[str] = (), above: str = "") -> dict[FormKind, FormReader]:
+    """Return the readers of forms that need the node.
+
+    `above` is a column of the source's rows.
+    """
     return {
         CALL: FunctionCallReader(caller),
         KEEP: KeepReader(caller),
@@ -146,17 +152,20 @@ def forms(caller: CallingNode, columns: Collection[str] = (), above: str = "") -
 
 
 def _call_in_file(caller: CallingNode, expr: ast.Call, kind: CallKind, names: Names, awaited: bool = False) -> Expr:
-    """The call of a function of a user's file, of a term of a loss, or of a schedule. `awaited`: it may be `async`."""
+    """Lower the call of a function, loss term or schedule from a user's file.
+
+    awaited: whether it may be `async`.
+    """
     read = partial(called_as, kind)
-    path, name, found = in_file(caller, expr.name.text, expr.name.span, "function", read, awaited)
+    path, name, signatures = find_in_file(caller, expr.name.text, expr.name.span, "function", read, awaited)
     called = f"{path}:{name}"
-    caller.used[kind, called] = (found[name], str(path))
-    return replace(caller.call(expr, found[name], names), value=called)
+    caller.used[kind, called] = (signatures[name], str(path))
+    return replace(caller.call(expr, signatures[name], names), value=called)
 
 
 @dataclass(frozen=True)
 class KeepReader:
-    """A comparison of a column or state with a number, or a call."""
+    """A reader of a comparison of a column or state with a number, or of a call."""
 
     caller: CallingNode
 
@@ -171,14 +180,16 @@ class KeepReader:
         sides = [self._is_column(side, names) for side in (expr.left, expr.right)]
         if sides.count(True) != 1:
             raise mistake(
-                "bad-value", "a column is compared with a number here", expr.span, f"write `{key} = reward > 0.5`"
+                "bad-value", f"`{key}` compares a column with a number", expr.span, f"write `{key} = reward > 0.5`"
             )
         column, other = (expr.left, expr.right) if sides[0] else (expr.right, expr.left)
         value = evaluate(other, names)
         if value.kind == "quantity":
             raise mistake("bad-unit", "a column holds plain numbers, and this has a unit", other.span)
         if value.kind not in ("number", "bool"):
-            raise mistake("bad-value", f"a column is compared with a number here, not with {shown(value)}", other.span)
+            raise mistake(
+                "bad-value", f"`{key}` compares a column with a number, not with {show_value(value)}", other.span
+            )
         operands = (self.caller.column(column, key), value)
         return Expr(expr.op if sides[0] else FLIPPED[expr.op], args=operands, span=expr.span)
 
@@ -188,26 +199,26 @@ class KeepReader:
 
 @dataclass(frozen=True)
 class LossReader:
-    """Arithmetic over terms, of the package or of a file, numbers, and states that the node reads."""
+    """A reader of a loss: arithmetic over terms, numbers and states."""
 
     caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
-        value = self._part(expr, names)
+        value = self._lower_part(expr, names)
         if not _has_term(value):
             raise mistake(
-                "bad-value", "a loss has at least one term", expr.span, f"terms are {_terms(self.caller.library)}"
+                "bad-value", "a loss has at least one term", expr.span, f"terms are {_list_terms(self.caller.library)}"
             )
         return value
 
-    def _part(self, expr: ast.Expr, names: Names) -> Expr:
-        """A number, or an Expr of + - * neg over numbers and calls."""
-        if quoted := call_in(expr):
+    def _lower_part(self, expr: ast.Expr, names: Names) -> Expr:
+        """Lower a part: a number, or an Expr of + - * neg over numbers and calls."""
+        if quoted := file_call(expr):
             return _call_in_file(self.caller, quoted, "loss", names)
         if isinstance(expr, ast.Call):
-            return self.caller.call(expr, _find(self.caller.library, "loss", expr.name), names)
+            return self.caller.call(expr, _find_signature(self.caller.library, "loss", expr.name), names)
         if isinstance(expr, ast.Neg):
-            inner = self._part(expr.operand, names)
+            inner = self._lower_part(expr.operand, names)
             return negate(inner, expr.span) if inner.kind == "number" else Expr("neg", args=(inner,), span=expr.span)
         if not isinstance(expr, ast.Binary):
             if (
@@ -216,26 +227,30 @@ class LossReader:
                 and ("loss", expr.text) in self.caller.library
             ):
                 raise mistake(
-                    "bad-value", f"the loss term `{expr.text}` is a call", expr.span, f"write `{expr.text}()`"
+                    "bad-value", f"the loss term `{expr.text}` must be called", expr.span, f"write `{expr.text}()`"
                 )
             if isinstance(expr, ast.NameExpr) and names.others.get(expr.text) == "state":
                 if expr.text in self.caller.states:
                     return Expr("state", expr.text, span=expr.span)
-                what = f"`{self.caller.node}` does not read the state `{expr.text}`"
-                raise mistake("term-column", what, expr.span, f"add `{expr.text}` to what `{self.caller.node}` reads")
+                message = f"`{self.caller.node}` does not read the state `{expr.text}`"
+                raise mistake(
+                    "term-column", message, expr.span, f"add `{expr.text}` to what `{self.caller.node}` reads"
+                )
             value = evaluate(expr, names)
             if value.kind == "quantity":
                 raise mistake("bad-unit", "a loss takes plain numbers, and this has a unit", expr.span)
             if value.kind != "number":
-                raise mistake("bad-value", f"a loss is made of terms and numbers, not of {shown(value)}", expr.span)
+                raise mistake(
+                    "bad-value", f"a loss consists of terms and numbers, not of {show_value(value)}", expr.span
+                )
             return value
-        found = len(self.caller.problems.found)
+        problems_before = len(self.caller.problems.diagnostics)
         sides: list[Expr] = []
         for side in (expr.left, expr.right):
             with self.caller.problems.catching():
-                sides.append(self._part(side, names))
-        if len(sides) < 2 or len(self.caller.problems.found) > found:
-            raise TOLD
+                sides.append(self._lower_part(side, names))
+        if len(sides) < 2 or len(self.caller.problems.diagnostics) > problems_before:
+            raise ALREADY_REPORTED
         left, right = sides
         if left.kind == right.kind == "number":
             return fold(expr.op, left, right, expr.span)
@@ -243,13 +258,13 @@ class LossReader:
             return Expr("*", args=(fold("/", Expr("number", 1), right, expr.span), left), span=expr.span)
         if expr.op not in ("+", "-", "*"):
             raise mistake(
-                "bad-value", f"a loss is made of `+`, `-` and `*`; `{expr.op}` has no meaning between terms", expr.span
+                "bad-value", f"a loss uses only `+`, `-` and `*`; `{expr.op}` has no meaning between terms", expr.span
             )
         terms = _has_term(left), _has_term(right)
         if expr.op != "*" and terms[0] != terms[1]:
             alone = right if terms[0] else left
             help = "multiply a term by it, or leave it out: a constant changes no gradient"
-            raise mistake("bad-value", f"`{alone}` is a number, which is no term of a loss", alone.span, help)
+            raise mistake("bad-value", f"`{alone}` is a number, not a loss term", alone.span, help)
         return Expr(expr.op, args=(left, right), span=expr.span)
 
 
@@ -259,51 +274,62 @@ def _has_term(expr: Expr) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerReader:
-    """The call of an optimizer."""
+    """A reader of the call of an optimizer."""
 
     caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         if not isinstance(expr, ast.Call) or expr.quoted:
             raise mistake("bad-value", f"`{key}` takes a call", expr.span, "write `adamw(lr = 1e-6)`")
-        signature = _find(self.caller.library, "optimizer", expr.name)
-        found = len(self.caller.problems.found)
+        signature = _find_signature(self.caller.library, "optimizer", expr.name)
+        problems_before = len(self.caller.problems.diagnostics)
         call = replace(self.caller, kinds={"Rate": RateReader(self.caller)}).call(expr, signature, names)
-        if len(self.caller.problems.found) > found:
+        if len(self.caller.problems.diagnostics) > problems_before:
             return call
-        given = dict(zip(call.keys, call.args, strict=True))
-        if "lr" in given and given["lr"].kind == "call" and "warmup" in given:  # without: the argument is reported
-            name = str(given["lr"].value).rpartition(":")[2]
-            help = f"write `{name}(…, warmup = {given['warmup']})`" if name == given["lr"].value else "leave it out"
+        arguments = dict(zip(call.keys, call.args, strict=True))
+        if (
+            "lr" in arguments and arguments["lr"].kind == "call" and "warmup" in arguments
+        ):  # without `warmup` the missing argument is reported instead
+            name = str(arguments["lr"].value).rpartition(":")[2]
+            help = (
+                f"write `{name}(…, warmup = {arguments['warmup']})`"
+                if name == arguments["lr"].value
+                else "leave it out"
+            )
             raise mistake(
-                "bad-value", f"`warmup` is of a rate that stays, and `{name}` is a schedule", given["warmup"].span, help
+                "bad-value",
+                f"`warmup` needs a constant rate, but `{name}` is a schedule",
+                arguments["warmup"].span,
+                help,
             )
         try:
             algorithms.optimizer(call)
-        except ValueError as error:  # options that do not go together
+        except ValueError as error:  # options that cannot be combined
             raise mistake("bad-value", f"`{signature.name}`: {error}", call.span) from None
         return call
 
 
 @dataclass(frozen=True)
 class RateReader:
-    """A learning rate: a number of 0 or more, a state that the update reads, or the call of a schedule, of the package
-    or of a file."""
+    """A reader of a learning rate.
+
+    It is a number of 0 or more, a state that the update reads, or the call of a schedule of the package or of a file.
+    """
 
     caller: CallingNode
 
     def read(self, key: str, expr: ast.Expr, names: Names) -> Expr:
         caller = self.caller
-        quoted = call_in(expr)
+        quoted = file_call(expr)
         if quoted is not None and (quoted is expr or ".py:" in quoted.name.text):
-            return self._bound(_call_in_file(caller, quoted, "schedule", names))
+            return self._check_bound(_call_in_file(caller, quoted, "schedule", names))
         if isinstance(expr, ast.Call):
-            found = len(caller.problems.found)
-            call = self._bound(caller.call(expr, _find(caller.library, "schedule", expr.name), names))
-            if len(caller.problems.found) == found:
+            problems_before = len(caller.problems.diagnostics)
+            call = self._check_bound(caller.call(expr, _find_signature(caller.library, "schedule", expr.name), names))
+            if len(caller.problems.diagnostics) == problems_before:
                 try:
                     algorithms.scheduled(call)
-                except ValueError as error:  # options that do not go together
+                except ValueError as error:  # options that cannot be combined
                     raise mistake("bad-value", f"`{call.value}`: {error}", call.span) from None
             return call
         if not isinstance(expr, ast.NameExpr) or expr.text in names.params:
@@ -311,52 +337,58 @@ class RateReader:
         if expr.text in caller.states:
             return Expr("state", expr.text, span=expr.span)
         if ("schedule", expr.text) in caller.library:
-            raise mistake("bad-value", f"the schedule `{expr.text}` is a call", expr.span, f"write `{expr.text}(1e-6)`")
+            raise mistake(
+                "bad-value", f"the schedule `{expr.text}` must be called", expr.span, f"write `{expr.text}(1e-6)`"
+            )
         if names.others.get(expr.text) == "state":
             help = f"add `{expr.text}` to what `{caller.node}` reads"
             raise mistake("term-column", f"`{caller.node}` does not read the state `{expr.text}`", expr.span, help)
         if expr.text in names.others:
-            what = f"{key} takes a number, a state or a schedule, and `{expr.text}` is a {names.others[expr.text]}"
-            raise mistake("bad-value", what, expr.span)
+            message = f"{key} takes a number, a state or a schedule, and `{expr.text}` is a {names.others[expr.text]}"
+            raise mistake("bad-value", message, expr.span)
         raise mistake(
             "unknown-name",
-            f"nothing is called `{expr.text}`",
+            f"unknown name `{expr.text}`",
             expr.span,
             nearest(expr.text, (*names.params, *caller.states)),
         )
 
-    def _bound(self, call: Expr) -> Expr:
-        """The call of a schedule, whose parameters are what it is filled with, options, and states that the update
-        reads."""
+    def _check_bound(self, call: Expr) -> Expr:
+        """Check that each parameter of a schedule is bound.
+
+        A parameter is filled in by the optimizer, an option, or a state that the update reads.
+        """
         caller = self.caller
         name = str(call.value)
         signature = (caller.used if ("schedule", name) in caller.used else caller.library)["schedule", name][0]
-        binds = {p: call.columns().get(p, p) for p in signature.columns}
+        binds = {
+            parameter_name: call.columns().get(parameter_name, parameter_name) for parameter_name in signature.columns
+        }
         for parameter, state in binds.items():
             if state not in caller.states and parameter not in signature.optional:
-                what = (
+                message = (
                     f"`{signature.name}` needs `{parameter}`, which is neither `step` nor `last` nor a state that "
                     f"`{caller.node}` reads"
                 )
                 help = f"read it, or make it an option: `def {signature.name}(step, *, {parameter})`"
-                raise mistake("term-column", what, call.span, help)
+                raise mistake("term-column", message, call.span, help)
         return call
 
 
-def _find(library: Library, kind: CallKind, name: ast.Name) -> Signature:
+def _find_signature(library: Library, kind: CallKind, name: ast.Name) -> Signature:
     if (kind, name.text) in library:
         return library[kind, name.text][0]
-    other = next((k for k in PLACES if (k, name.text) in library), None)
+    other = next((other_kind for other_kind in PLACES if (other_kind, name.text) in library), None)
     if other is not None:
         help = PLACES[other]
     else:
-        help = nearest(name.text, (n for k, n in library if k == kind))
+        help = nearest(name.text, (known for known_kind, known in library if known_kind == kind))
         if kind == "loss" and (meant := foreign_names.term(name.text)):
             help = meant
         elif not help.startswith("did") and kind != "optimizer":
-            help = "; ".join(filter(None, (help, f'one of your own is `"file.py:{name.text}"`')))
+            help = "; ".join(filter(None, (help, f'your own function is `"file.py:{name.text}"`')))
     raise mistake("unknown-function", f"no {KINDS[kind]} is called `{name.text}`", name.span, help)
 
 
-def _terms(library: Library) -> str:
-    return ", ".join(f"`{n}`" for k, n in sorted(library) if k == "loss")
+def _list_terms(library: Library) -> str:
+    return ", ".join(f"`{name}`" for kind, name in sorted(library) if kind == "loss")

@@ -1,7 +1,7 @@
-"""The params of an algorithm and what overrides them.
+"""The params of an algorithm and their overrides.
 
 Invariant: a param has one value, whatever the order of declarations: the command line's, else the deploy's, else its
-own. One whose expression is wrong has None, so that nothing that uses it is blamed.
+own. A param with a wrong expression has None, so that its uses are not reported as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .expressions import Names, Problems, evaluate, mistake
 
 @dataclass(frozen=True)
 class Override:
-    """`set NAME = VALUE` of a deploy, or of the command line. The last of several for one param holds."""
+    """`set NAME = VALUE` of a deploy or the command line; the last one wins."""
 
     name: ast.Name
     value: ast.Expr
@@ -30,14 +30,14 @@ def evaluate_params(
     others: Mapping[str, str],
     problems: Problems,
 ) -> dict[str, Expr | None]:
-    """The values of the params, in the order of their declaration."""
-    given: dict[str, ast.Expr] = {}
+    """Evaluate the params, in the order of their declaration."""
+    overriding: dict[str, ast.Expr] = {}
     for override in overrides:
         if override.name.text in defaults:
-            given[override.name.text] = override.value
+            overriding[override.name.text] = override.value
         else:
             message = f"`{algorithm}` has no param `{override.name.text}`"
-            problems.tell(
+            problems.report(
                 "unknown-name",
                 message,
                 override.name.span,
@@ -56,11 +56,11 @@ def evaluate_params(
         active.append(name)
         value = None
         with problems.catching():
-            exprs = [defaults[name], *([given[name]] if name in given else [])]
+            exprs = [defaults[name], *([overriding[name]] if name in overriding else [])]
             for other in (word for expr in exprs for word in ast.words(expr)):
                 if other in defaults:
                     resolve(other)
-            default, *rest = (_plain(evaluate(expr, Names(values, others)), name) for expr in exprs)
+            default, *rest = (_check_plain(evaluate(expr, Names(values, others)), name) for expr in exprs)
             last = rest[0] if rest else default
             if last.kind != default.kind:
                 raise mistake(
@@ -75,10 +75,12 @@ def evaluate_params(
     return {name: values[name] for name in defaults}
 
 
-def unused(algorithm: ast.AlgorithmDecl, overrides: Sequence[Override]) -> list[Diagnostic]:
-    """Params that are set and that no statement names, by way of other params either: nothing changes."""
-    params = {s.name.text: s.value for s in algorithm.body if isinstance(s, ast.ParamDecl)}
-    wanted = {o.name.text for o in overrides} & params.keys()
+def find_unused(algorithm: ast.AlgorithmDecl, overrides: Sequence[Override]) -> list[Diagnostic]:
+    """Warn of params that are set but not used, directly or by another param."""
+    params = {
+        statement.name.text: statement.value for statement in algorithm.body if isinstance(statement, ast.ParamDecl)
+    }
+    wanted = {override.name.text for override in overrides} & params.keys()
     used: set[str] = set()
 
     def use(word: str) -> None:
@@ -87,24 +89,29 @@ def unused(algorithm: ast.AlgorithmDecl, overrides: Sequence[Override]) -> list[
             for other in ast.words(params[word]):
                 use(other)
 
-    for word in (word for s in algorithm.body if not isinstance(s, ast.ParamDecl) for word in ast.words(s)):
-        if wanted <= used:  # mostly long before the end
+    for word in (
+        word
+        for statement in algorithm.body
+        if not isinstance(statement, ast.ParamDecl)
+        for word in ast.words(statement)
+    ):
+        if wanted <= used:  # usually long before the end
             return []
         use(word)
     return [
         Diagnostic(
             "unused-param",
-            f"`{o.name.text}` is set, and nothing in `{algorithm.name.text}` uses it: that changes nothing",
-            o.name.span,
+            f"`{override.name.text}` is set, but nothing in `{algorithm.name.text}` uses it",
+            override.name.span,
             "leave it out, or name the param where it belongs",
             "warning",
         )
-        for o in overrides
-        if o.name.text in wanted - used
+        for override in overrides
+        if override.name.text in wanted - used
     ]
 
 
-def _plain(value: Expr, name: str) -> Expr:
+def _check_plain(value: Expr, name: str) -> Expr:
     if value.kind == "quantity":
         raise mistake("bad-unit", f"the param `{name}` is a plain number, and this has a unit", value.span)
     if value.kind == "list":

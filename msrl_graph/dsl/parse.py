@@ -1,7 +1,7 @@
-"""Text to syntax tree.
+"""Parser: text to syntax tree.
 
-Invariant: any text whatever gives a tree or a Fault with one diagnostic, and every part of the tree has the span that
-it was read from.
+Invariant: any text gives a tree or a Fault with one diagnostic, and every part of the tree has the span that it was
+read from.
 """
 
 from __future__ import annotations
@@ -25,79 +25,84 @@ from ..files import private
 from . import ast
 from .syntax_errors import explain
 
-# Deep enough for any program that a person writes; shallow enough that no pass over the tree runs out of stack.
+# Deep enough for any handwritten program; shallow enough that no pass over the tree overflows the stack.
 MAX_DEPTH = 64
 FLAG = "--set "
 ESCAPES = {'"': '"', "\\": "\\", "n": "\n", "t": "\t"}
 
 
 def parse(text: str, file: str) -> ast.File:
-    """The tree of a program; `file` is the name that diagnostics show."""
-    text = text.removeprefix("\ufeff")  # a mark of some editors, not of the program
+    """Parse a program; `file` is the name that diagnostics show."""
+    text = text.removeprefix("\ufeff")  # some editors write a byte order mark
     tree = _tree(text, file, "start")
     build = _Builder(file)
     items = tuple(build.item(child) for child in tree.children)
     if not items:
-        help = "a program holds an `algorithm`, an `import`, a `cluster` or a `deploy`"
-        raise Fault(Diagnostic("empty-file", "the file holds no program", Span(file, 1, 1, 1, 1), help))
+        help = "a program has an `algorithm`, an `import`, a `cluster` or a `deploy`"
+        raise Fault(Diagnostic("empty-file", "the file has no program", Span(file, 1, 1, 1, 1), help))
     return ast.File(file, items, items[0].span.to(items[-1].span))
 
 
 def parse_expr(text: str, file: str) -> ast.Expr:
-    """The tree of one expression."""
+    """Parse one expression."""
     return _Builder(file).expr(_tree(text, file, "expr"))
 
 
 def parse_type(text: str, file: str) -> ast.Type:
-    """The tree of a column's type."""
+    """Parse a column's type."""
     return _Builder(file).type(_tree(text, file, "type"))
 
 
 def parse_edge(text: str, file: str) -> ast.EdgeDecl:
-    """The tree of one edge, sample or resharding."""
+    """Parse one edge, sample or resharding."""
     edge: ast.EdgeDecl = _Builder(file).statement(_tree(text, file, "edge"))
     return edge
 
 
 def parse_undo(text: str, file: str) -> ast.UndoDecl:
-    """The tree of what a deploy drops, as `layout actor.update`."""
+    """Parse what a deploy drops, as `layout actor.update`."""
     stated = _tree(text, file, "stated")
     builder = _Builder(file)
     return builder.undo(stated, builder.span(stated))
 
 
 def parse_set(name: str, value: str) -> tuple[ast.Name, ast.Expr]:
-    """`--set NAME=VALUE` of the command line; the flag's text is the name of the file that diagnostics show (see
-    `flag_text`)."""
+    """Parse `--set NAME=VALUE` of the command line.
+
+    Diagnostics show the flag's text as the file name (see `flag_text`).
+    """
     lead = f"{FLAG}{name}="
     file = lead + value
-    # With blanks for what stands before it, the value's parts have their columns in the flag.
+    # Padded with blanks, so that the value's columns are those within the flag.
     return ast.Name(name, Span(file, 1, len(FLAG) + 1, 1, len(lead))), parse_expr(" " * len(lead) + value, file)
 
 
 def flag_text(file: str) -> str | None:
-    """The text behind the name of a file that `parse_set` made up."""
+    """Return the text of a file name that `parse_set` created, else None."""
     return file if file.startswith(FLAG) else None
 
 
 def parse_tokens(text: str, file: str) -> Tree[Token]:
-    """The program as the grammar's rules with every token: for what is about how it is written. Less is refused than by
-    `parse`."""
+    """Parse a program to the grammar's rules with every token.
+
+    This is for code that works on the layout. It rejects less than `parse`.
+    """
     tree: Tree[Token] = _tree(text, file, "start", True)
     return tree
 
 
 @cache
 def _parser(start: str, tokens: bool = False) -> Lark:
-    """The parser of a rule of the grammar, from the user's cache folder where it was built before: 40 ms less at each
-    start. With `tokens` its trees hold every token, and no places but theirs.
+    """Return the parser of a grammar rule, from the user's cache folder if possible.
 
-    One for each rule, since tables for all would be twice as long to load, and few programs need the second.
-    A cache that is missing, torn, of another version or not this user's own is built anew; one that cannot be written
-    is done without.
+    The cache saves 40 ms at each start. With `tokens`, trees hold every token, and only tokens have positions.
+
+    Each rule has its own parser: tables for all rules would take twice as long to load, and few programs need the
+    second. A cache that is missing, damaged, of another version or not owned by this user is rebuilt. A cache that
+    cannot be written is skipped.
     """
     grammar = (Path(__file__).parent / "grammar.lark").read_text(encoding="utf-8")
-    # Python's and lark's versions are in the key, since what lark writes is theirs.
+    # The versions of Python and lark are in the key because they determine what lark writes.
     key = zlib.crc32(f"{start} {tokens} {grammar}{lark.__version__}{sys.version}".encode())
     name = f"grammar-{key:08x}"
     try:
@@ -108,7 +113,7 @@ def _parser(start: str, tokens: bool = False) -> Lark:
     except Exception:
         parser = Lark(grammar, parser="lalr", propagate_positions=not tokens, start=start, keep_all_tokens=tokens)
     with contextlib.suppress(OSError):
-        # Two processes may write at once: each writes a file of its own, whole before it has its name.
+        # Two processes may write at the same time, so each writes its own complete file and then renames it.
         path = private.cache() / name
         part = path.with_suffix(f".{os.getpid()}")
         parser.save(content := io.BytesIO())
@@ -125,14 +130,14 @@ def _tree(text: str, file: str, start: str, tokens: bool = False) -> Any:
 
 
 class _Builder:
-    """Turns lark's tree into the classes of ast.py, a method a rule."""
+    """A converter of lark's tree to the classes of ast.py, one method per rule."""
 
     def __init__(self, file: str) -> None:
         self.file = file
 
     def span(self, part: Tree[Token] | Token) -> Span:
-        at: Any = part if isinstance(part, Token) else part.meta
-        return Span(self.file, at.line, at.column, at.end_line, at.end_column)
+        position: Any = part if isinstance(part, Token) else part.meta
+        return Span(self.file, position.line, position.column, position.end_line, position.end_column)
 
     def name(self, token: Token) -> ast.Name:
         return ast.Name(str(token), self.span(token))
@@ -141,13 +146,13 @@ class _Builder:
         return None if token is None else self.name(token)
 
     def names(self, tree: Tree[Token] | None) -> tuple[ast.Name, ...]:
-        return () if tree is None else tuple(self.name(t) for t in _tokens(tree))
+        return () if tree is None else tuple(self.name(token) for token in _tokens(tree))
 
     def ref(self, tree: Tree[Token]) -> ast.Ref:
         return ast.Ref(".".join(_tokens(tree)), self.span(tree))
 
     def refs(self, tree: Tree[Token]) -> tuple[ast.Ref, ...]:
-        return tuple(self.ref(t) for t in _trees(tree))
+        return tuple(self.ref(child) for child in _trees(tree))
 
     def attrs(self, tree: Tree[Token] | None) -> tuple[ast.Attr, ...]:
         if tree is None:
@@ -184,7 +189,10 @@ class _Builder:
     def algorithm(self, tree: Any) -> ast.AlgorithmDecl:
         name, extends, *body = tree.children
         return ast.AlgorithmDecl(
-            self.name(name), self.maybe(extends), tuple(self.statement(s) for s in body), self.span(tree)
+            self.name(name),
+            self.maybe(extends),
+            tuple(self.statement(statement) for statement in body),
+            self.span(tree),
         )
 
     def cluster(self, tree: Any) -> ast.ClusterDecl:
@@ -193,12 +201,12 @@ class _Builder:
 
     def deploy(self, tree: Any) -> ast.DeployDecl:
         algorithm, cluster, alias, *body = tree.children
-        statements = tuple(self.statement(s) for s in body)
+        statements = tuple(self.statement(statement) for statement in body)
         return ast.DeployDecl(self.name(algorithm), self.name(cluster), self.maybe(alias), statements, self.span(tree))
 
     def variant(self, tree: Any) -> ast.DeployDecl:
         name, base, cluster, *body = tree.children
-        statements = tuple(self.statement(s) for s in body)
+        statements = tuple(self.statement(statement) for statement in body)
         return ast.DeployDecl(None, self.maybe(cluster), self.name(name), statements, self.span(tree), self.name(base))
 
     def statement(self, tree: Any) -> Any:
@@ -208,7 +216,7 @@ class _Builder:
         return ast.ParamDecl(self.name(name), self.expr(value), span)
 
     def _columns(self, *columns: Any, span: Span) -> ast.ColumnsDecl:
-        return ast.ColumnsDecl(tuple(self.column(c) for c in columns), span)
+        return ast.ColumnsDecl(tuple(self.column(column) for column in columns), span)
 
     def _state(self, column: Any, value: Any, span: Span) -> ast.StateDecl:
         return ast.StateDecl(self.column(column), self.expr(value), span)
@@ -235,8 +243,8 @@ class _Builder:
 
     def _edge(self, *parts: Any, span: Span) -> ast.EdgeDecl:
         *chain, attrs = parts
-        reshard = any(isinstance(p, Token) and p.type == "RESHARD" for p in chain)
-        groups = tuple(self.refs(p) for p in chain if isinstance(p, Tree))
+        reshard = any(isinstance(part, Token) and part.type == "RESHARD" for part in chain)
+        groups = tuple(self.refs(part) for part in chain if isinstance(part, Tree))
         return ast.EdgeDecl("reshard" if reshard else "sample", groups, self.attrs(attrs), span)
 
     def _set(self, name: Token, value: Any, span: Span) -> ast.SetDecl:
@@ -271,11 +279,17 @@ class _Builder:
         return self.undo(stated, span)
 
     def undo(self, stated: Any, span: Span) -> ast.UndoDecl:
-        what, of = [*stated.children, None][:2]
-        if isinstance(what, Tree):
-            return ast.UndoDecl("edge", (), self.statement(what), span)
-        names = () if of is None else self.refs(of) if isinstance(of, Tree) else (ast.Ref(str(of), self.span(of)),)
-        return ast.UndoDecl(str(what), names, None, span)
+        kind, targets = [*stated.children, None][:2]
+        if isinstance(kind, Tree):
+            return ast.UndoDecl("edge", (), self.statement(kind), span)
+        names = (
+            ()
+            if targets is None
+            else self.refs(targets)
+            if isinstance(targets, Tree)
+            else (ast.Ref(str(targets), self.span(targets)),)
+        )
+        return ast.UndoDecl(str(kind), names, None, span)
 
     def range(self, tree: Any) -> ast.Range | None:
         if tree is None:
@@ -290,7 +304,7 @@ class _Builder:
 
     def type(self, tree: Any) -> ast.Type:
         element, dims, per = tree.children
-        parts = () if dims is None else tuple(self.dim(d) for d in dims.children)
+        parts = () if dims is None else tuple(self.dim(dim) for dim in dims.children)
         return ast.Type(self.name(element), parts, self.maybe(per), self.span(tree))
 
     def dim(self, tree: Any) -> ast.Dim:
@@ -307,7 +321,7 @@ class _Builder:
         span = self.span(part)
         children = part.children
         if part.data in ("expr", "sum", "term"):
-            # `a - b - c` comes flat from the grammar; its tree is as deep as it has operators.
+            # The grammar parses `a - b - c` flat; the depth of its tree is the number of operators.
             depth += len(children) // 2
             left = self.expr(children[0], depth + 1)
             for op, right in zip(children[1::2], children[2::2], strict=True):
@@ -319,13 +333,13 @@ class _Builder:
         if part.data == "group":
             return self.expr(children[0], depth + 1)
         if part.data == "list":
-            return ast.List(tuple(self.expr(c, depth + 1) for c in children if c is not None), span)
+            return ast.List(tuple(self.expr(child, depth + 1) for child in children if child is not None), span)
         if part.data == "name_expr":
             return ast.NameExpr(".".join(_tokens(part)), span)
         name, *args = children
         quoted = name.type == "STRING"
         called = ast.Name(self.string(name), self.span(name)) if quoted else self.name(name)
-        return ast.Call(called, tuple(self.arg(a, depth + 1) for a in args if a is not None), span, quoted)
+        return ast.Call(called, tuple(self.arg(arg, depth + 1) for arg in args if arg is not None), span, quoted)
 
     def arg(self, tree: Any, depth: int) -> ast.Arg:
         key, value = tree.children
@@ -366,9 +380,9 @@ class _Builder:
                 i += 1
                 if text[i] not in ESCAPES:
                     self.fail(
-                        f"`\\{text[i]}` stands for nothing in a string",
+                        f"unknown escape `\\{text[i]}` in a string",
                         token,
-                        'write `\\\\` for a backslash; `\\"`, `\\n` and `\\t` are known',
+                        'the escapes are `\\\\` for a backslash, `\\"`, `\\n` and `\\t`',
                     )
                 out.append(ESCAPES[text[i]])
             else:
@@ -381,7 +395,7 @@ class _Builder:
 
 
 def _tokens(tree: Any) -> list[Token]:
-    return [t for t in tree.children if t is not None]
+    return [token for token in tree.children if token is not None]
 
 
 def _trees(tree: Any) -> list[Any]:

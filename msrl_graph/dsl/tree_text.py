@@ -12,7 +12,10 @@ from .ast import File, Literal_, Name, NameExpr, Ref, word
 
 
 def show(file: File) -> str:
-    """The tree as indented text: a line a part, with what it holds and `line:column`."""
+    """Return the tree as indented text.
+
+    Each part has a line with its contents and `line:column`.
+    """
     return "\n".join(_lines(file, "", 0)) + "\n"
 
 
@@ -27,12 +30,12 @@ def _lines(part: object, label: str, depth: int) -> list[str]:
         return [line for item in part for line in _lines(item, label, depth)]
     plain = []
     nested = list[str]()
-    for f in fields(part):  # type: ignore[arg-type]
-        value = getattr(part, f.name)
+    for field in fields(part):  # type: ignore[arg-type]
+        value = getattr(part, field.name)
         if isinstance(value, str | bool | int):
-            plain.append(f"{f.name}={value}")
+            plain.append(f"{field.name}={value}")
         elif isinstance(value, tuple) or not (value is None or isinstance(value, Span)):
-            nested += _lines(value, f.name, depth + 1)
+            nested += _lines(value, field.name, depth + 1)
     return [" ".join([f"{lead}{word(part)}", *plain, _at(part.span)]), *nested]  # type: ignore[attr-defined]
 
 

@@ -1,8 +1,7 @@
 """Syntax tree to text.
 
-Invariant: `parse(write(tree))` is the tree again, apart from spans, for every tree that `parse` can give. (A name that
-is a word of the grammar where it stands, such as a worker `run` at the start of a deploy's edge, cannot be written in
-any way.)
+Invariant: for every tree that `parse` can return, `parse(write(tree))` is the same tree apart from spans. Exception: a
+name that is a keyword in its position, such as a worker `run` at the start of a deploy's edge, cannot be written.
 """
 
 from __future__ import annotations
@@ -14,14 +13,17 @@ from . import ast
 from .parse import ESCAPES
 
 WIDTH = 100
-# How tightly an operator binds; what stands in a place that binds tighter takes parentheses.
+# Precedence of operators; an operand with a lower one takes parentheses.
 COMPARISON, SUM, TERM, FACTOR = range(4)
 LEVELS = {**dict.fromkeys(("+", "-"), SUM), **dict.fromkeys(("*", "/", "//", "%"), TERM)}
 UNESCAPE = {char: "\\" + letter for letter, char in ESCAPES.items()}
 
 
 def write(file: ast.File) -> str:
-    """The program's text, without comments, which are no part of a tree; plain: format.py knows the layout."""
+    """Return the program's text without comments, which are not in the tree.
+
+    The layout is plain; format.py creates the canonical one.
+    """
     return "\n".join("\n".join(_item(item)) + "\n" for item in file.items)
 
 
@@ -33,10 +35,10 @@ def _item(item: ast.Item) -> Iterator[str]:
             yield from _attrs(f"cluster {item.name.text}", item.attrs, lines=True)
         case ast.AlgorithmDecl():
             yield f"algorithm {item.name.text}{f' extends {item.extends.text}' if item.extends else ''} {{"
-            for i, s in enumerate(item.body):
+            for index, statement in enumerate(item.body):
                 # A blank line between statements of different kinds.
-                yield from [""] if i and type(s) is not type(item.body[i - 1]) else []
-                yield from _indented(_statement(s))
+                yield from [""] if index and type(statement) is not type(item.body[index - 1]) else []
+                yield from _indented(_statement(statement))
             yield "}"
         case ast.DeployDecl():
             cluster = f" on {item.cluster.text}" if item.cluster else ""
@@ -45,82 +47,92 @@ def _item(item: ast.Item) -> Iterator[str]:
             else:
                 assert item.algorithm is not None
                 yield f"deploy {item.algorithm.text}{cluster}{f' as {item.alias.text}' if item.alias else ''} {{"
-            for d in item.body:
-                yield from _indented(_deployed(d))
+            for deployed in item.body:
+                yield from _indented(_deploy_statement(deployed))
             yield "}"
 
 
-def _statement(s: ast.AlgorithmStatement) -> Iterator[str]:
-    match s:
+def _statement(statement: ast.AlgorithmStatement) -> Iterator[str]:
+    match statement:
         case ast.ParamDecl():
-            yield f"param {s.name.text} = {_expr(s.value)}"
+            yield f"param {statement.name.text} = {_expr(statement.value)}"
         case ast.ColumnsDecl():
             yield "columns {"
             # With a comma: without one, a column `per` would belong to the type before it.
-            yield from (f"  {_column(c)}," for c in s.columns)
+            yield from (f"  {_column(column)}," for column in statement.columns)
             yield "}"
         case ast.StateDecl():
-            yield f"state {_column(s.column)} = {_expr(s.value)}"
+            yield f"state {_column(statement.column)} = {_expr(statement.value)}"
         case ast.WorkerDecl():
-            yield from _attrs(f"worker {s.name.text} : {s.kind.text}{' frozen' if s.frozen else ''}", s.attrs)
+            yield from _attrs(
+                f"worker {statement.name.text} : {statement.kind.text}{' frozen' if statement.frozen else ''}",
+                statement.attrs,
+            )
         case ast.SourceDecl():
-            yield from _attrs(f"source({_expr(s.count)}) -> {_names(s.writes)}", s.attrs)
+            yield from _attrs(f"source({_expr(statement.count)}) -> {_names(statement.writes)}", statement.attrs)
         case ast.NodeDecl():
-            head = f"node {f'{s.label.text}: ' if s.label else ''}{s.worker.text}.{s.verb.text}"
-            head += "" if s.reads is None else f"({_names(s.reads)})"
-            yield from _attrs(head + (f" -> {_names(s.writes)}" if s.writes else ""), s.attrs)
+            label = f"{statement.label.text}: " if statement.label else ""
+            title = f"node {label}{statement.worker.text}.{statement.verb.text}"
+            title += "" if statement.reads is None else f"({_names(statement.reads)})"
+            yield from _attrs(title + (f" -> {_names(statement.writes)}" if statement.writes else ""), statement.attrs)
         case ast.DropDecl(target=ast.Ref() as ref):
             yield f"drop {ref.text}"
         case ast.DropDecl(target=ast.EdgeDecl() as edge):
             yield from _attrs(f"drop {_chain(edge)}", edge.attrs)
         case ast.EdgeDecl():
-            yield from _attrs(_chain(s), s.attrs)
+            yield from _attrs(_chain(statement), statement.attrs)
 
 
-def _deployed(s: ast.DeployStatement) -> Iterator[str]:
-    match s:
+def _deploy_statement(statement: ast.DeployStatement) -> Iterator[str]:
+    match statement:
         case ast.SetDecl():
-            yield f"set {s.name.text} = {_expr(s.value)}"
+            yield f"set {statement.name.text} = {_expr(statement.value)}"
         case ast.ModelDecl() | ast.DataDecl():
-            yield from _attrs(f"{ast.word(s).lower()} {s.name.text} = {_expr(s.target)}", s.attrs)
+            yield from _attrs(
+                f"{ast.word(statement).lower()} {statement.name.text} = {_expr(statement.target)}", statement.attrs
+            )
         case ast.LayoutDecl():
-            yield from _attrs(f"layout {_names(s.nodes)}", s.attrs, braces=True)
+            yield from _attrs(f"layout {_names(statement.nodes)}", statement.attrs, braces=True)
         case ast.EngineDecl():
-            yield from _attrs(f"engine {_names(s.nodes)} = {s.name.text}", s.attrs)
+            yield from _attrs(f"engine {_names(statement.nodes)} = {statement.name.text}", statement.attrs)
         case ast.PlaceDecl():
-            where = f" on nodes {_range(s.nodes)}" if s.nodes else ""
-            where += f" devices {_range(s.devices)}" if s.devices else ""
-            yield f"place {_names(s.targets)}{' together' if s.together else ''}{where}"
+            where = f" on nodes {_range(statement.nodes)}" if statement.nodes else ""
+            where += f" devices {_range(statement.devices)}" if statement.devices else ""
+            yield f"place {_names(statement.targets)}{' together' if statement.together else ''}{where}"
         case ast.ApartDecl():
-            yield f"apart {_names(s.targets)}"
+            yield f"apart {_names(statement.targets)}"
         case ast.OptionsDecl():
-            yield from _attrs(s.kind, s.attrs, braces=True)
+            yield from _attrs(statement.kind, statement.attrs, braces=True)
         case ast.UndoDecl(edge=ast.EdgeDecl() as edge):
             yield from _attrs(f"drop {_chain(edge)}", edge.attrs)
         case ast.UndoDecl():
-            yield f"drop {s.kind}{f' {_names(s.names)}' if s.names else ''}"
+            yield f"drop {statement.kind}{f' {_names(statement.names)}' if statement.names else ''}"
         case ast.EvaluateDecl():
-            yield from _attrs(f"evaluate {s.name.text}", s.attrs, braces=True)
+            yield from _attrs(f"evaluate {statement.name.text}", statement.attrs, braces=True)
         case ast.EdgeDecl():
-            yield from _attrs(_chain(s), s.attrs)
+            yield from _attrs(_chain(statement), statement.attrs)
 
 
 def _indented(lines: Iterator[str]) -> Iterator[str]:
     return (f"  {line}" for line in lines)
 
 
-def _attrs(head: str, attrs: tuple[ast.Attr, ...], *, braces: bool = False, lines: bool = False) -> Iterator[str]:
-    """A statement and its attributes, on one line where they fit and `lines` does not say otherwise; `braces`: even if
-    it has none."""
-    each = [f"{a.key.text} = {_expr(a.value)}" for a in attrs]
-    whole = f"{head} {{ {', '.join(each)} }}"
-    if not each:
-        yield f"{head} {{ }}" if braces or lines else head
-    elif len(whole) <= WIDTH and not lines:
-        yield whole
+def _attrs(title: str, attrs: tuple[ast.Attr, ...], *, braces: bool = False, lines: bool = False) -> Iterator[str]:
+    """Yield a statement with its attributes, on one line if possible.
+
+    lines: whether to write one attribute per line even if all fit.
+
+    braces: whether to write braces even without attributes.
+    """
+    items = [f"{attr.key.text} = {_expr(attr.value)}" for attr in attrs]
+    line = f"{title} {{ {', '.join(items)} }}"
+    if not items:
+        yield f"{title} {{ }}" if braces or lines else title
+    elif len(line) <= WIDTH and not lines:
+        yield line
     else:
-        yield f"{head} {{"
-        yield from (f"  {a}" for a in each)
+        yield f"{title} {{"
+        yield from (f"  {item}" for item in items)
         yield "}"
 
 
@@ -129,16 +141,16 @@ def _chain(edge: ast.EdgeDecl) -> str:
 
 
 def _names(names: Sequence[ast.Name | ast.Ref]) -> str:
-    return ", ".join(n.text for n in names)
+    return ", ".join(name.text for name in names)
 
 
-def _range(r: ast.Range) -> str:
-    return str(r.first) if r.first == r.last else f"{r.first}..{r.last}"
+def _range(bounds: ast.Range) -> str:
+    return str(bounds.first) if bounds.first == bounds.last else f"{bounds.first}..{bounds.last}"
 
 
 def _column(column: ast.ColumnDecl) -> str:
     kind = column.type
-    dims = ", ".join(f"{'<= ' if d.at_most else ''}{_expr(d.value, SUM)}" for d in kind.dims)
+    dims = ", ".join(f"{'<= ' if dim.at_most else ''}{_expr(dim.value, SUM)}" for dim in kind.dims)
     return (
         f"{column.name.text} : "
         f"{kind.element.text}{f'[{dims}]' if dims else ''}{f' per {kind.per.text}' if kind.per else ''}"
@@ -146,7 +158,7 @@ def _column(column: ast.ColumnDecl) -> str:
 
 
 def _expr(expr: ast.Expr, least: int = COMPARISON) -> str:
-    """The text of an expression, in parentheses if it binds less than its place asks for."""
+    """Return an expression's text, in parentheses if its precedence is below `least`."""
     match expr:
         case ast.Literal_():
             return _literal(expr)
@@ -155,7 +167,7 @@ def _expr(expr: ast.Expr, least: int = COMPARISON) -> str:
         case ast.List():
             return f"[{', '.join(map(_expr, expr.items))}]"
         case ast.Call():
-            args = (f"{f'{a.key.text} = ' if a.key else ''}{_expr(a.value)}" for a in expr.args)
+            args = (f"{f'{arg.key.text} = ' if arg.key else ''}{_expr(arg.value)}" for arg in expr.args)
             return f"{_string(expr.name.text) if expr.quoted else expr.name.text}({', '.join(args)})"
         case ast.Neg():
             text = f"-{_expr(expr.operand, FACTOR)}"

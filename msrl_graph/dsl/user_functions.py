@@ -1,6 +1,6 @@
-"""What a program names in a file of the user's, `"file.py:name"`.
+"""References to functions and classes in a user's file, `"file.py:name"`.
 
-Invariant: the file is read, never run.
+Invariant: the file is parsed, never executed.
 """
 
 from __future__ import annotations
@@ -18,31 +18,41 @@ from .expressions import mistake
 T = TypeVar("T")
 
 
-def call_in(expr: ast.Expr) -> ast.Call | None:
-    """The call of something in a file, `"file.py:name"(…)`, also where its brackets are left out."""
+def file_call(expr: ast.Expr) -> ast.Call | None:
+    """Return the call `"file.py:name"(…)`, also if it is without parentheses."""
     if isinstance(expr, ast.Literal_) and expr.kind == "string":
         return ast.Call(ast.Name(str(expr.value), expr.span), (), expr.span, quoted=True)
     return expr if isinstance(expr, ast.Call) and expr.quoted else None
 
 
-def in_file(
-    caller: CallingNode, target: str, span: Span, what: str, read: Callable[[str], dict[str, T]], awaited: bool = False
+def find_in_file(
+    caller: CallingNode,
+    target: str,
+    span: Span,
+    sought: str,
+    read: Callable[[str], dict[str, T]],
+    awaited: bool = False,
 ) -> tuple[Path, str, dict[str, T]]:
-    """The file and the name of `"file.py:name"`, and all of its kind that `read` finds there. `awaited`: it may be
-    `async def`."""
+    """Return path and name of `"file.py:name"`, and all definitions that `read` finds.
+
+    awaited: whether it may be `async def`.
+    """
     file, colon, name = target.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
         help = (
-            foreign_names.called(target, functions(caller.library) if what == "function" else ())
-            or f'write `"file.py:{what}"`'
+            foreign_names.called(target, package_functions(caller.library) if sought == "function" else ())
+            or f'write `"file.py:{sought}"`'
         )
-        # Without its class an environment is none, and nothing can be said of what it writes.
+        # `unknown-function`: without its class there is no environment, so what it writes is unknown too.
         raise mistake(
-            "bad-value" if what == "function" else "unknown-function", f'`"{target}"` names no {what}', span, help
+            "bad-value" if sought == "function" else "unknown-function",
+            f'`"{target}"` does not name a {sought}',
+            span,
+            help,
         )
     path = caller.folder(span) / file
     try:
-        found = read(source := path.read_text(encoding="utf-8-sig"))
+        definitions = read(source := path.read_text(encoding="utf-8-sig"))
     except OSError:
         raise mistake(
             "missing-file", f"`{file}` cannot be read", span, "the path is relative to the program's folder"
@@ -53,24 +63,24 @@ def in_file(
     except (ValueError, RecursionError, MemoryError):
         raise mistake("unknown-function", f"`{file}` is not Python", span) from None
     if not awaited and name in coroutines(source):
-        waits = f"`{name}` of `{file}` is `async def`, and a {what} here is called, not awaited"
+        waits = f"`{name}` of `{file}` is `async def`, and a {sought} here is called without `await`"
         help = (
             f"write `def {name}(…)` that returns `asyncio.run(…)` of it; `call`, `environment` and `agent` may be "
             "`async`"
         )
         raise mistake("unknown-function", waits, span, help)
-    if name not in found and (kind := describe_binding(source, name)) and what == "function":
+    if name not in definitions and (kind := describe_binding(source, name)) and sought == "function":
         raise mistake(
             "unknown-function",
-            f"`{name}` is {kind} in `{file}`, and a file is read, not run, before a run starts",
+            f"`{name}` is {kind} in `{file}`, but files are only parsed, not run, before a run starts",
             span,
-            f"write `def {name}(…)` there, with the columns as parameters, that returns what it gives",
+            f"write `def {name}(…)` there, with the columns as parameters, that returns the result",
         )
-    if name not in found:
-        raise mistake("unknown-function", f"`{file}` has no {what} `{name}`", span, nearest(name, found))
-    return path, name, found
+    if name not in definitions:
+        raise mistake("unknown-function", f"`{file}` has no {sought} `{name}`", span, nearest(name, definitions))
+    return path, name, definitions
 
 
-def functions(library: Library) -> list[str]:
-    """The functions of the package."""
-    return [n for k, n in library if k == "function"]
+def package_functions(library: Library) -> list[str]:
+    """Return the names of the package's functions."""
+    return [name for kind, name in library if kind == "function"]

@@ -1,8 +1,8 @@
-"""Deploys that extend others, to deploys that stand for themselves.
+"""Derivation of deploys: `extends` and `drop` resolved to complete deploys.
 
-Invariant: the result names an algorithm and a cluster, has no `drop`, and lowers as if it had been written out.
-Statements keep their spans, so that what is wrong is told where it was written. What a deploy states twice itself stays
-there twice, for lowering to tell.
+Invariant: the result names an algorithm and a cluster, has no `drop`, and lowers as if it had been written in full.
+Statements keep their spans, so that mistakes are reported where they were written. A statement that a deploy itself
+states twice stays there twice, for lowering to report.
 """
 
 from __future__ import annotations
@@ -12,74 +12,77 @@ from dataclasses import replace
 
 from ..diagnostics import Span, nearest
 from . import ast
-from .derive import lineage, single
+from .derive import collect_lineage, split_edge
 from .expressions import Problems, mistake
 
-Key = tuple[str, str]  # the word of a statement, and what it is of
+Key = tuple[str, str]  # kind of statement, and what it applies to
 PARTING = "place and apart"
 
 
-def written_out(
+def write_out(
     deploy: ast.DeployDecl,
     known: Mapping[str, ast.DeployDecl],
     algorithms: Collection[str],
     problems: Problems,
     broken: bool,
 ) -> ast.DeployDecl | None:
-    """The deploy with all that it extends; `known` are those that can be extended, by name, `broken` says that an
-    import failed. None where what it extends cannot be had."""
+    """Return the deploy with all that it extends; None where a base is not available.
+
+    - known: the deploys that can be extended, by name
+    - broken: whether an import failed
+    """
     base = deploy.extends.text if deploy.extends else ""
     help = (
         f"it is an algorithm: write `deploy {base} on CLUSTER as {deploy.name.text}`"
         if base in algorithms and base not in known
         else ""
     )
-    line = lineage(deploy, known, "deploy", problems, broken, help)
+    line = collect_lineage(deploy, known, "deploy", problems, broken, help)
     if line is None:
         return None
-    if len(line) == 1 and not any(isinstance(s, ast.UndoDecl) for s in deploy.body):
+    if len(line) == 1 and not any(isinstance(statement, ast.UndoDecl) for statement in deploy.body):
         return deploy
     body: Iterable[ast.DeployStatement] = ()
     for part in reversed(line):
-        # What is wrong with a base is told where it is read by itself.
-        body = _changed(body, part, problems if part is deploy else Problems())
+        # Mistakes of a base are reported when it is read itself.
+        body = _apply_statements(body, part, problems if part is deploy else Problems())
     algorithm = line[-1].algorithm
-    cluster = next(d.cluster for d in line if d.cluster is not None)
+    cluster = next(member.cluster for member in line if member.cluster is not None)
     return replace(deploy, algorithm=algorithm, cluster=cluster, body=tuple(body))
 
 
-def _changed(
+def _apply_statements(
     base: Iterable[ast.DeployStatement], deploy: ast.DeployDecl, problems: Problems
 ) -> list[ast.DeployStatement]:
-    """The statements of a base, changed by those of a deploy."""
-    there = {statement_key(s, i): s for i, s in enumerate(base)}
+    """Apply the statements of a deploy to those of its base."""
+    statements = {statement_key(base_statement, i): base_statement for i, base_statement in enumerate(base)}
     own = set[Key]()
     doubles = list[ast.DeployStatement]()
     if any(
-        isinstance(s, ast.PlaceDecl | ast.ApartDecl) for s in deploy.body
-    ):  # which say together how devices are parted
-        there = {key: s for key, s in there.items() if key[0] != PARTING}
-    for statement in (one for s in deploy.body for one in split_statement(s)):
+        isinstance(statement, ast.PlaceDecl | ast.ApartDecl) for statement in deploy.body
+    ):  # together these state how devices are partitioned
+        statements = {key: base_statement for key, base_statement in statements.items() if key[0] != PARTING}
+    for statement in (one for stated in deploy.body for one in split_statement(stated)):
         if isinstance(statement, ast.UndoDecl):
             with problems.catching():
-                _drop(there, statement, deploy)
+                _drop(statements, statement, deploy)
             continue
-        key = statement_key(statement, len(there))
+        key = statement_key(statement, len(statements))
         if key in own:
             doubles.append(statement)
             continue
         own.add(key)
-        there[key] = _merged(there.get(key), statement)
-    return [*there.values(), *doubles]
+        statements[key] = _merge_statement(statements.get(key), statement)
+    return [*statements.values(), *doubles]
 
 
 def split_statement(statement: ast.DeployStatement) -> Iterator[ast.DeployStatement]:
-    """A statement of several nodes or edges as one of each."""
+    """Split a statement of several nodes or edges into one for each."""
     match statement:
         case ast.LayoutDecl() | ast.EngineDecl():
             yield from (replace(statement, nodes=(ref,)) for ref in statement.nodes)
         case ast.EdgeDecl():
-            yield from single(statement)
+            yield from split_edge(statement)
         case _:
             yield statement
 
@@ -104,51 +107,56 @@ def _ends(edge: ast.EdgeDecl) -> str:
     return f"{src.text} {'->' if edge.kind == 'sample' else '=>'} {dst.text}"
 
 
-def _merged(old: ast.DeployStatement | None, new: ast.DeployStatement) -> ast.DeployStatement:
-    """A statement in the place of another: `evaluate`, `dock`, `reshard` and `run` change only the attributes that they
-    state."""
+def _merge_statement(old: ast.DeployStatement | None, new: ast.DeployStatement) -> ast.DeployStatement:
+    """Replace a statement by a new one.
+
+    `evaluate`, `dock`, `reshard` and `run` keep the old attributes that the new one does not state.
+    """
     if (
         type(old) is not type(new)
         or not isinstance(new, ast.OptionsDecl | ast.EvaluateDecl)
         or not isinstance(old, ast.OptionsDecl | ast.EvaluateDecl)
     ):
         return new
-    stated = {a.key.text for a in new.attrs}
-    return replace(new, attrs=(*(a for a in old.attrs if a.key.text not in stated), *new.attrs))
+    stated = {attr.key.text for attr in new.attrs}
+    return replace(new, attrs=(*(attr for attr in old.attrs if attr.key.text not in stated), *new.attrs))
 
 
-def _drop(there: dict[Key, ast.DeployStatement], undo: ast.UndoDecl, deploy: ast.DeployDecl) -> None:
-    """Takes statements away; what is dropped must be there."""
+def _drop(statements: dict[Key, ast.DeployStatement], undo: ast.UndoDecl, deploy: ast.DeployDecl) -> None:
+    """Remove the statements that a `drop` names; they must exist."""
     if deploy.extends is None:
         raise mistake("unknown-name", f"`{deploy.name.text}` extends no deploy, so there is nothing to drop", undo.span)
-    for key in check_dropped(there, undo, deploy.extends.text):
-        del there[key]
+    for key in check_dropped(statements, undo, deploy.extends.text):
+        del statements[key]
 
 
-def check_dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl, owner: str) -> list[Key]:
-    """Return the keys that a `drop` takes away; a Fault where the `owner` does not state one."""
+def check_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl, owner: str) -> list[Key]:
+    """Return the keys that a `drop` removes; raises a Fault if the `owner` lacks one."""
     keys = []
-    for what, key, span in _dropped(there, undo):
-        if key not in there or key in keys:
-            others = [name for kind, name in there if kind == key[0] and name]
+    for title, key, span in _resolve_dropped(statements, undo):
+        if key not in statements or key in keys:
+            others = [name for kind, name in statements if kind == key[0] and name]
             help = nearest(key[1], others) if key[1] and others else ""
-            raise mistake("unknown-name", f"`{owner}` states no `{what}`, so there is nothing to drop", span, help)
+            raise mistake("unknown-name", f"`{owner}` states no `{title}`, so there is nothing to drop", span, help)
         keys.append(key)
     return keys
 
 
-def _dropped(there: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl) -> list[tuple[str, Key, Span]]:
-    """What is dropped: in words, its key, and where it is said."""
+def _resolve_dropped(statements: Mapping[Key, ast.DeployStatement], undo: ast.UndoDecl) -> list[tuple[str, Key, Span]]:
+    """Return what is dropped: its title, its key, and the span that names it."""
     if undo.edge:
-        return [(_ends(edge), ("edge", _ends(edge)), edge.span) for edge in single(undo.edge)]
+        return [(_ends(edge), ("edge", _ends(edge)), edge.span) for edge in split_edge(undo.edge)]
     if undo.kind in ("place", "apart"):
-        found = [key for key, s in there.items() if ast.word(s).lower() == undo.kind]
-        return [(undo.kind, key, undo.span) for key in found or [(undo.kind, "")]]
+        keys = [key for key, statement in statements.items() if ast.word(statement).lower() == undo.kind]
+        return [(undo.kind, key, undo.span) for key in keys or [(undo.kind, "")]]
     return [(f"{undo.kind} {ref.text}", (undo.kind, ref.text), ref.span) for ref in undo.names] or [
         (undo.kind, (undo.kind, ""), undo.span)
     ]
 
 
 def dropped_keys(undo: ast.UndoDecl) -> list[Key]:
-    """Return the keys of the statements that a `drop` names; of `place` and `apart` there is one for all."""
-    return [key for _, key, _ in _dropped({}, undo)]
+    """Return the keys of the statements that a `drop` names.
+
+    `place` and `apart` share one key.
+    """
+    return [key for _, key, _ in _resolve_dropped({}, undo)]
