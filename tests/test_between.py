@@ -170,7 +170,7 @@ def test_tokens_of_another_tokenizer_are_told_with_what_mends_it(tmp_path: Path)
     with pytest.raises(Fault) as fault:
         program(tmp_path, ALGORITHM.replace("text[<= 16]", "i32[<= 16]"))
     assert {d.help.split("; ")[1] for d in fault.value.diagnostics} == {
-        "or declare `prompt : text`, which each model reads by its own tokenizer"
+        "or declare `prompt : text`, which each model reads with its own tokenizer"
     }
     program(tmp_path)
 

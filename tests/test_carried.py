@@ -237,7 +237,10 @@ def test_an_adaptive_draw_follows_the_share_that_passed_and_a_checkpoint_holds_i
         (
             "keep = mixed(), per = prompt REFILL",
             "keep = reward > 0.5, refill = 2, adaptive = true",
-            ("bad-scope", "`host.mixed` is `adaptive`, and does not choose whole prompts: no share of them passes"),
+            (
+                "bad-scope",
+                "`host.mixed` is `adaptive` but does not filter whole prompts, so no share of prompts passes",
+            ),
         ),
     ],
 )

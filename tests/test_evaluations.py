@@ -333,7 +333,7 @@ def test_a_column_on_the_way_that_nobody_writes_is_told_as_such() -> None:
     text = text.replace("  columns {", "  columns {\n    other : text", 1)
     found = [d for d in diagnose(text, context(PROGRAM.parent)) if d.severity == "error"]
     assert [(d.code, d.message) for d in found] == [
-        ("never-written", "`host.reward` reads `other`, which nobody writes")
+        ("never-written", "`host.reward` reads `other`, which is never written")
     ]
 
 

@@ -205,9 +205,9 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "short": (cut, "cannot be read: its tensors end at byte"),
     "empty": (lambda m: (m / "model.safetensors").write_bytes(b""), "its header has 0 bytes, the file 0"),  # type: ignore[arg-type, return-value]
     "pipe": (piped, "cannot be read: it is not a regular file"),
-    "header": (headed(lambda h: [h]), "its header is no JSON object"),
+    "header": (headed(lambda h: [h]), "its header is not a JSON object"),
     "entry": (headed(lambda h: {**h, "more": {"shape": 1}}), "its header does not describe `more`"),
-    "type": (headed(quantized), "is of the type F8_E4M3"),
+    "type": (headed(quantized), "has the type F8_E4M3"),
 }
 
 
@@ -265,13 +265,13 @@ def test_a_weight_that_the_config_says_nothing_of_is_told(
     program = folder / "p.rlg"
     file = folder / "model" / "model.safetensors"
     line = program.read_text(encoding="utf-8").split("\n").index('  model policy = "./model"') + 1
-    what = f"{file} holds {name}, which nothing computes with: the config.json beside it has no such"
+    what = f"{file} holds {name}, which the config.json next to it does not describe"
     told = f"""warning[unused-weight]: {what}
   --> {program}:{line}:18
    |
 {line} |   model policy = "./model"
    |                  ^^^^^^^^^
-   = help: a config.json is its weights' own: copy both again, or take out what is not the model's
+   = help: config.json and weights must be of the same model: copy both again, or remove what is not the model's
 """
     assert capsys.readouterr().err == (told if name else "")
 
@@ -280,7 +280,7 @@ def test_a_plan_whose_folder_has_changed_since_is_told(folder: Path, capsys: pyt
     (folder / "plan.json").write_text(compile(folder / "p.rlg").to_json(), encoding="utf-8")
     assert run_main([str(folder / "plan.json"), "--dry-run"]) == 0
     for field, value, message in (
-        ("intermediate_size", 224, "is of another model than the plan was made for"),
+        ("intermediate_size", 224, "describes another model than the plan was made for"),
         ("hidden_act", 5, "has 5 for"),
     ):
         rewritten(folder / "model" / "config.json", lambda c, f=field, v=value: c.update({f: v}))  # type: ignore[misc]

@@ -52,13 +52,13 @@ MISTAKES = [
     ),
     (
         [following("follows = actr")],
-        ("unknown-name", "`actr`, which `reference` follows, is no worker", "did you mean `actor`?"),
+        ("unknown-name", "`actr`, which `reference` follows, is not a worker", "did you mean `actor`?"),
     ),
     (
         [following("every = 5")],
         (
             "bad-value",
-            "`reference` follows no worker, so `every` means nothing here",
+            "`reference` follows no worker, so `every` has no effect",
             "add `follows = WORKER`, or leave it out",
         ),
     ),
@@ -66,7 +66,7 @@ MISTAKES = [
         [following("decay = 0.5")],
         (
             "bad-value",
-            "`reference` follows no worker, so `decay` means nothing here",
+            "`reference` follows no worker, so `decay` has no effect",
             "add `follows = WORKER`, or leave it out",
         ),
     ),
@@ -75,7 +75,7 @@ MISTAKES = [
         (
             "bad-value",
             "`reference` with `decay = 1` never changes",
-            "state less than 1, or leave `follows` out",
+            "set `decay` below 1, or leave `follows` out",
         ),
     ),
     (
@@ -94,7 +94,7 @@ MISTAKES = [
         [following("follows = actor"), ("  layout actor.update", "  apart reference, actor\n  layout actor.update")],
         (
             "bad-place",
-            "`reference` follows `actor`, and their devices are not the same",
+            "`reference` follows `actor`, but they are on different devices",
             "keep them in one pool: place reference.infer, actor.update together",
         ),
     ),
@@ -105,8 +105,8 @@ MISTAKES = [
         ],
         (
             "bad-layout",
-            "`reference` follows `actor`, and `reference.infer` does not have its layout and engine",
-            "state no layout and no engine of `reference.infer`: it takes those of `actor.update`",
+            "`reference` follows `actor`, but `reference.infer` has another layout or engine",
+            "leave out the layout and engine of `reference.infer`: it takes those of `actor.update`",
         ),
     ),
 ]

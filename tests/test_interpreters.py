@@ -57,10 +57,9 @@ def test_two_interpreters_of_a_pool_are_told_and_either_help_is_true():
     told = refused(first, other)
     assert (told.code, told.span.line) == ("bad-value", 7)
     assert told.message == (
-        "`actor.infer` and `actor.generate` are computed by the same processes, which have one interpreter: "
-        '"/a" or "/b"'
+        '`actor.infer` and `actor.generate` run in the same processes, which have one interpreter: "/a" or "/b"'
     )
-    assert told.help == "state it for one of the two, or part them: `apart actor.generate, actor.infer`"
+    assert told.help == "state `python` for one of them, or separate them: `apart actor.generate, actor.infer`"
     assert [span.line for span, _ in told.related] == [6]
     assert plan(first).around(0).python == "/a"
     made = plan("apart actor.generate, actor.infer", first, other)

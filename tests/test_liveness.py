@@ -49,8 +49,8 @@ def test_tokens_starve_where_the_rows_can_never_hold_them(node: str) -> None:
         return starved(4, 3, deploy=f"actor.generate -> {node} {{ stream_tokens = {tokens} }}")
 
     ((message, help),) = told_of(10**8)
-    assert message.startswith(f"`{node}` waits for batches of 100,000,000 tokens, and an iteration has ")
-    most = re.match(r"`stream_tokens = (\d+)` at most", help)
+    assert message.startswith(f"`{node}` waits for batches of 100,000,000 tokens, but an iteration has ")
+    most = re.match(r"set at most `stream_tokens = (\d+)`", help)
     assert most, help
     assert told_of(int(most[1])) == [] and len(told_of(int(most[1]) + 1)) == 1
 
@@ -64,8 +64,8 @@ def test_who_reads_no_tokens_waits_for_none_of_them() -> None:
     }
     (new,) = {*told_of["stream_tokens"]} - {*told_of["stream"]}
     assert new == (
-        "`host.advantage` reads no column of tokens, so that 1 of them never come together",
-        "say `stream`, which counts rows",
+        "`host.advantage` reads no column of tokens, so a batch of 1 tokens is never complete",
+        "use `stream`, which counts rows",
     )
 
 

@@ -364,5 +364,5 @@ algorithm mine extends grpo {
 }
 """
     assert [d.message for d in diagnose(text) if d.code == "unused-column"] == [
-        "`drawn` is written by `actor.generate`, and nobody reads it"
+        "`drawn` is written by `actor.generate` but never read"
     ]

@@ -88,7 +88,7 @@ def test_of_two_writers_the_one_that_the_names_tell_is_meant_to_write_the_other_
     head = head.replace("reference", name)
     node = node.replace("reference", name)
     told = only(change(program, (f"{head} {column}", f"{head} {other}")))
-    assert told.help == f"let `{node}` write `{column}`, which is read and nobody writes"
+    assert told.help == f"let `{node}` write `{column}`, which is read but never written"
     assert (writer(program, "old_logp"), writer(program, "ref_logp")) == ("actor.infer", f"{name}.infer")
 
 
@@ -97,7 +97,7 @@ def test_two_writers_that_nothing_tells_apart_are_both_named() -> None:
     program = change(PROGRAM, *names, ("kl(low_var)", "kl(low_var, ref_logp = second)"), (" frozen", ""))
     assert not [d for d in diagnose(program) if d.severity == "error"]
     told = only(change(program, ("-> second", "-> first")))
-    assert told.help == "let `actor.infer` or `reference.infer` write `second`, which is read and nobody writes"
+    assert told.help == "let `actor.infer` or `reference.infer` write `second`, which is read but never written"
 
 
 @pytest.mark.parametrize("deploy", ["", EVALUATION])

@@ -402,7 +402,7 @@ LACKING = {
     "other sizes": (
         lambda t: t.update({"model.norm.weight": torch.ones(64)}),
         "`model.norm.weight` in",
-        "the folder's config.json is of another model",
+        "the folder's config.json belongs to another model",
     ),
 }
 

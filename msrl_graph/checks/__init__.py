@@ -1,7 +1,8 @@
-"""What the compiler refuses, one concern a file. A check of a graph is a pure function `(graph, library) ->
-diagnostics`.
+"""Checks of programs, one concern per file.
 
-Invariant: checks judge, they never change a graph; each mistake is told once, none that only follows from another.
+A check of a graph is a pure function `(graph, library) -> diagnostics`.
+
+Invariant: checks never change a graph. Each mistake is reported once, and none that only follows from another one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from . import (
     states,
     temperature,
     terms,
+    verb_columns,
 )
 from .columns import Library
 
@@ -62,13 +64,13 @@ CHECKS: tuple[Check, ...] = (
     filters.unfiltered,
     filters.compared,
     liveness.starved,
-    scope.written,
+    verb_columns.written,
     scope.results,
-    scope.too_long,
+    verb_columns.too_long,
     temperature.one_number,
     temperature.greedy,
     temperature.equal,
-    scope.own_metric,
+    verb_columns.own_metric,
     staleness.missing,
     staleness.uncorrected,
     states.unread,
@@ -78,9 +80,10 @@ CHECKS: tuple[Check, ...] = (
     terms.joined_pair,
     columns.unused,
 )
-# These stay true of a graph of which some statements could not be read; the others might follow from what is missing.
+# These checks are valid even if some statements could not be read; mistakes of the others may follow from what is
+# missing.
 STURDY: tuple[Check, ...] = (columns.two_writers, edges.cycle, edges.unknown_verb, edges.frozen_update)
-# Mistakes in values, which take no name, node or edge out of the graph.
+# Codes of mistakes in values. Such a mistake removes no name, node or edge from the graph.
 VALUES = {
     "bad-layout",
     "bad-place",
@@ -94,7 +97,7 @@ VALUES = {
     "unknown-model",
     "unknown-unit",
 }
-# These count rows: where a number of rows could not be read, they would be of one that nobody wrote.
+# These checks count rows. If a number of rows could not be read, they would use a number that is not in the program.
 COUNTING: tuple[Check, ...] = (liveness.starved, scope.stale_logp, filters.refilled_batch)
 COUNTS = ("`samples` ", "`source` ", "`epochs` ", "`mini_batch` ", "`stream` ", "`/` ")
 
@@ -102,22 +105,30 @@ COUNTS = ("`samples` ", "`source` ", "`epochs` ", "`mini_batch` ", "`stream` ", 
 def check(
     graph: Graph,
     library: Library,
-    told: Sequence[Diagnostic] = (),
+    earlier: Sequence[Diagnostic] = (),
     reported: Collection[str] = (),
     dropped: Mapping[str, Dropped] | None = None,
 ) -> list[Diagnostic]:
-    """All that the checks find. `told` is what lowering found already, `reported` the columns that evaluations read,
-    `dropped` what the algorithm dropped of those that it extends."""
-    whole = all(d.code in VALUES for d in told if d.severity == "error")
+    """Run the checks and return their diagnostics, sorted by span.
+
+    `told` are the diagnostics of lowering, `reported` the columns that evaluations read, and `dropped` what the
+    algorithm dropped from those that it extends.
+    """
+    only_values = all(diagnostic.code in VALUES for diagnostic in earlier if diagnostic.severity == "error")
     last = partial(columns.unused, reported=reported)
-    checks = [last if c is columns.unused else c for c in CHECKS] if whole else STURDY
-    if any(d.message.startswith(COUNTS) for d in told if d.severity == "error"):
-        checks = [c for c in checks if c not in COUNTING]
-    known = {(d.code, d.span) for d in told}
-    found = sorted(
-        (missed(d, dropped or {}) for c in checks for d in c(graph, library) if (d.code, d.span) not in known),
-        key=lambda d: d.span,
+    checks = [last if rule is columns.unused else rule for rule in CHECKS] if only_values else STURDY
+    if any(diagnostic.message.startswith(COUNTS) for diagnostic in earlier if diagnostic.severity == "error"):
+        checks = [rule for rule in checks if rule not in COUNTING]
+    known = {(diagnostic.code, diagnostic.span) for diagnostic in earlier}
+    diagnostics = sorted(
+        (
+            missed(diagnostic, dropped or {})
+            for rule in checks
+            for diagnostic in rule(graph, library)
+            if (diagnostic.code, diagnostic.span) not in known
+        ),
+        key=lambda diagnostic: diagnostic.span,
     )
-    errors = [d for d in found if d.severity == "error"]
+    errors = [diagnostic for diagnostic in diagnostics if diagnostic.severity == "error"]
     # A warning may follow from a mistake.
-    return errors if errors or not all(d.severity == "warning" for d in told) else found
+    return errors if errors or not all(diagnostic.severity == "warning" for diagnostic in earlier) else diagnostics

@@ -1,7 +1,7 @@
-"""Columns: who writes them, who reads them, and whether a path of sample edges joins the two.
+"""Columns: their writers, their readers, and the paths between them.
 
-Invariant: of mistakes that follow from one another the first alone is told: nothing is said of a path from a column
-with two writers, nor to a node that nothing reaches.
+Invariant: of mistakes that follow from each other only the first is reported. Paths are not checked from a column with
+two writers, nor to a node that is unreachable.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Library = Mapping[tuple[CallKind, str], tuple[Signature, str]]
 
 
 def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Columns that are read and that nobody writes, each told once, at its first reader."""
-    found: dict[str, Diagnostic] = {}
-    instead = {empty for _, empty in _swapped(graph).values()}
+    """Report columns that are read but never written, each once, at its first reader."""
+    diagnostics: dict[str, Diagnostic] = {}
+    instead = {empty for _, empty in _guess_swapped_columns(graph).values()}
     for node in graph.nodes:
         for column in node.reads:
-            if column not in graph.writers and column not in found and column not in instead:
+            if column not in graph.writers and column not in diagnostics and column not in instead:
                 kind = graph.column(column)
                 data = (
                     kind.element in ("text", "json")
@@ -32,22 +32,23 @@ def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
                     or (kind.element == "i32" and kind.dims)
                 )
                 help = (
-                    f"write it in a node, or let the source give it: `source(…) -> …, {column}`"
+                    f"write it in a node, or add it to the source: `source(…) -> …, {column}`"
                     if data
                     else "add a node that writes it"
                 )
-                message = f"`{node.name}` reads `{column}`, which nobody writes"
+                message = f"`{node.name}` reads `{column}`, which is never written"
                 related: tuple[tuple[Span, str], ...] = ()
                 if (idle := without_arrow(graph, column)) is not None:
                     help = f"add `-> {column}` to `{idle.name}`, which has a `call` and writes nothing"
                     related = ((idle.span, f"`{idle.name}` writes nothing"),)
-                found[column] = Diagnostic("never-written", message, node.span, help, related=related)
-    return list(found.values())
+                diagnostics[column] = Diagnostic("never-written", message, node.span, help, related=related)
+    return list(diagnostics.values())
 
 
 def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
-    found = []
-    swapped = _swapped(graph)
+    """Report columns with several writers, at each writer after the first."""
+    diagnostics = []
+    swapped = _guess_swapped_columns(graph)
     for column, writers in graph.writers.items():
         for other in writers[1:]:
             message = f"`{other.name}` writes `{column}`, which `{writers[0].name}` writes too"
@@ -55,8 +56,8 @@ def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
             if column in swapped:
                 names, empty = swapped[column]
                 who = " or ".join(f"`{name}`" for name in names)
-                help = f"let {who} write `{empty}`, which is read and nobody writes"
-            found.append(
+                help = f"let {who} write `{empty}`, which is read but never written"
+            diagnostics.append(
                 Diagnostic(
                     "two-writers",
                     message,
@@ -65,50 +66,59 @@ def two_writers(graph: Graph, library: Library) -> list[Diagnostic]:
                     related=((writers[0].span, f"`{column}` is written here"),),
                 )
             )
-    return found
+    return diagnostics
 
 
-def _swapped(graph: Graph) -> dict[str, tuple[list[str], str]]:
-    """Of a column with two writers, the one (both, where either may be) that is likely meant to write another of the
-    same type, which is read and nobody writes."""
-    found: dict[str, tuple[list[str], str]] = {}
-    doubled = {c: w for c, w in graph.writers.items() if len(w) == 2}
-    read = {c for n in graph.nodes for c in n.reads} if doubled else ()
-    empty = [c for c in graph.columns if c.name in read and c.name not in graph.writers]
+def _guess_swapped_columns(graph: Graph) -> dict[str, tuple[list[str], str]]:
+    """Guess the intended columns where a column has two writers.
+
+    Return for such a column the writer (both, if either is possible) that was likely meant to write another column, and
+    that column: it has the same type, is read, and is never written.
+    """
+    guesses: dict[str, tuple[list[str], str]] = {}
+    doubled = {name: writers for name, writers in graph.writers.items() if len(writers) == 2}
+    read = {column for node in graph.nodes for column in node.reads} if doubled else ()
+    empty = [column for column in graph.columns if column.name in read and column.name not in graph.writers]
     for name, writers in doubled.items():
         column = graph.column(name)
-        same = [c.name for c in empty if (c.element, c.dims) == (column.element, column.dims)]
+        same = [
+            candidate.name
+            for candidate in empty
+            if (candidate.element, candidate.dims) == (column.element, column.dims)
+        ]
         if len(same) == 1 and (meant := choose_writer(graph, writers, name, same[0])):
-            found[name] = [w.name for w in meant], same[0]
-    return found
+            guesses[name] = [writer.name for writer in meant], same[0]
+    return guesses
 
 
 def unreachable(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Nodes that no path from the source reaches, without those that only come after another such node; and a source
-    with no node."""
-    reached = _reached(graph)
-    found = []
-    if not [n for n in graph.nodes if n.verb != "source"]:
+    """Report nodes that no path from the source reaches, and a source without nodes.
+
+    A node that only comes after another unreachable node is not reported.
+    """
+    reached = _list_reachable(graph)
+    diagnostics = []
+    if not [node for node in graph.nodes if node.verb != "source"]:
         message = f"`{graph.name}` has a source and no node, so nothing is computed"
         help = "add a node that reads what the source gives, and the edge `source -> NODE`"
-        found.append(Diagnostic("unreachable", message, graph.span, help))
+        diagnostics.append(Diagnostic("unreachable", message, graph.span, help))
     for node in graph.nodes:
-        if node.name in reached or any(e.src not in reached for e in graph.into(node.name)):
+        if node.name in reached or any(edge.src not in reached for edge in graph.into(node.name)):
             continue
         writers = _nearest_writers(graph, node)
         help = f"add `{', '.join(writers)} -> {node.name}`" if writers else ""
-        found.append(
+        diagnostics.append(
             Diagnostic(
                 "unreachable", f"no path of sample edges leads from the source to `{node.name}`", node.span, help
             )
         )
-    return found
+    return diagnostics
 
 
 def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Reads of a column whose rows would never arrive."""
-    reached = _reached(graph)
-    found = []
+    """Report reads of a column whose rows never arrive at the reader."""
+    reached = _list_reachable(graph)
+    diagnostics = []
     for node in graph.nodes:
         if node.name not in reached:
             continue
@@ -123,47 +133,63 @@ def no_path(graph: Graph, library: Library) -> list[Diagnostic]:
                 message = f"`{node.name}` reads `{column}`, which it writes itself"
                 help = "write another column"
             elif graph.flow.leads(node.name, writer):
-                help = f"`{writer}` comes after `{node.name}`, so its columns cannot be there yet"
-            found.append(Diagnostic("no-path", message, node.span, help))
-    return found
+                help = f"`{writer}` comes after `{node.name}`, so its columns do not exist yet"
+            diagnostics.append(Diagnostic("no-path", message, node.span, help))
+    return diagnostics
 
 
 def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> list[Diagnostic]:
-    """Report columns that nothing reads: no node, no evaluation, and not a replay, which needs versions of tokens."""
-    read = {c for n in graph.nodes for c in n.reads} | {d.like for c in graph.columns for d in c.dims} | set(reported)
-    read |= {of_response(graph, n, "i32") for n in graph.verb("generate")}
-    read |= {c for n in graph.verb("source") for c in n.weighs}
+    """Report columns that nothing reads.
+
+    Readers are nodes, evaluations, and a replay, which needs the versions of tokens.
+    """
+    read = (
+        {column for node in graph.nodes for column in node.reads}
+        | {dim.like for column in graph.columns for dim in column.dims}
+        | set(reported)
+    )
+    read |= {of_response(graph, node, "i32") for node in graph.verb("generate")}
+    read |= {column for node in graph.verb("source") for column in node.weighs}
     writers = graph.writers
-    found = []
+    diagnostics = []
     for column in graph.columns:
         if column.name not in read:
-            what = (
-                f"`{column.name}` is written by `{writers[column.name][0].name}`, and nobody reads it"
+            unread_message = (
+                f"`{column.name}` is written by `{writers[column.name][0].name}` but never read"
                 if column.name in writers
                 else ""
             )
-            message = what or f"nobody writes or reads `{column.name}`"
-            told = what and is_metric(graph, column.name)
+            message = unread_message or f"`{column.name}` is never written or read"
+            in_metrics = unread_message and is_metric(graph, column.name)
             help = (
-                "remove it, unless it is there for its mean in the metrics: `evaluate` reports it too"
-                if told
+                "remove it, unless you want its mean in the metrics; `evaluate` can report it too"
+                if in_metrics
                 else "remove it"
             )
-            found.append(Diagnostic("unused-column", message, column.span, help, "warning"))
-    return found
+            diagnostics.append(Diagnostic("unused-column", message, column.span, help, "warning"))
+    return diagnostics
 
 
-def _reached(graph: Graph) -> set[str]:
-    reached = dict.fromkeys(n.name for n in graph.verb("source"))
-    left = list(reached)
-    while left:
-        after = [e.dst for e in graph.out_of(left.pop()) if e.dst not in reached]
+def _list_reachable(graph: Graph) -> set[str]:
+    reached = dict.fromkeys(node.name for node in graph.verb("source"))
+    pending = list(reached)
+    while pending:
+        after = [edge.dst for edge in graph.out_of(pending.pop()) if edge.dst not in reached]
         reached |= dict.fromkeys(after)
-        left += after
+        pending += after
     return set(reached)
 
 
 def _nearest_writers(graph: Graph, node: Node) -> list[str]:
-    """The writers of what a node reads, without those that another of them comes after."""
-    writers = sorted({w.name for c in node.reads for w in graph.writers.get(c, [])[:1]} - {node.name})
-    return [w for w in writers if not any(o != w and graph.flow.leads(w, o) for o in writers)]
+    """Return the last writers of the columns that a node reads.
+
+    No other writer of the node's columns comes after these.
+    """
+    writers = sorted(
+        {writer.name for column in node.reads for writer in graph.writers.get(column, [])[:1]} - {node.name}
+    )
+    return [
+        writer
+        for writer in writers
+        if not any(other != writer and graph.flow.leads(writer, other) for other in writers)
+    ]

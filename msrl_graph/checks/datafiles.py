@@ -1,7 +1,7 @@
-"""The data files: whether those at hand have the fields that the deploy reads, and rows for an iteration.
+"""Data files: the fields that the deploy reads, and enough rows for an iteration.
 
-Invariant: only the head of a file is read, and one at a URL only where it is no longer than that; a run looks at all of
-it before it starts, and tells the same of a row.
+Invariant: only the head of a file is read. A file at a URL is read only if it is no longer than that head. A run checks
+the whole file before it starts and reports the same of a row.
 """
 
 from __future__ import annotations
@@ -18,32 +18,36 @@ from ..ir.plan import DataSource, Plan
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """What is wrong with the files on this machine. One that has no rows, or cannot be read, is a warning, as one that
-    is not there."""
-    return list(_found(plan))
+    """Check the data files that are available on this machine.
+
+    A file that has no rows or cannot be read is a warning, like a file that is missing.
+    """
+    return list(_check_files(plan))
 
 
-def _found(plan: Plan) -> Iterator[Diagnostic]:
+def _check_files(plan: Plan) -> Iterator[Diagnostic]:
     for name, data in plan.deploy.data.items():
         most = plan.graph.rows[0] if name == "source" else 1
         try:
-            if not is_file(Path((data := _at_hand(data)).path)):
-                continue  # told, or more than the compiler fetches
+            if not is_file(Path((data := _with_local_copy(data)).path)):
+                continue  # reported elsewhere, or longer than the compiler fetches
             count = head(data, most, plan.graph)
         except ModuleNotFoundError:
-            continue  # what reads Parquet comes with what runs plans
+            continue  # the package that reads Parquet is installed with the runtime
         except Fault as fault:
             yield from (
-                replace(d, severity="warning") if d.code in ("missing-file", "no-data", "not-installed") else d
-                for d in fault.diagnostics
+                replace(diagnostic, severity="warning")
+                if diagnostic.code in ("missing-file", "no-data", "not-installed")
+                else diagnostic
+                for diagnostic in fault.diagnostics
             )
             continue
         if count < most:
             yield few(data, f"{count:,} row{'s' * (count > 1)}", most)
 
 
-def _at_hand(data: DataSource) -> DataSource:
-    """With the copy of a short file at a URL."""
+def _with_local_copy(data: DataSource) -> DataSource:
+    """Return the source with a local copy of its file if that is a short one at a URL."""
     if not urls.is_url(data.path):
         return data
     (size,) = urls.look(data.path, span=data.span).files.values()

@@ -1,6 +1,9 @@
-"""Environments: which packages are beside each other. A pool's processes have one interpreter, their own or the run's.
+"""Python environments: the packages that must be installed together.
 
-Invariant: what the engines of an environment need can be installed in one, as far as is known (hardware/stacks.py).
+The processes of a pool have one interpreter, their own or the run's.
+
+Invariant: the packages that the engines of an environment need can be installed together, as far as is known
+(hardware/stacks.py).
 """
 
 from __future__ import annotations
@@ -16,13 +19,13 @@ OWN = "msrl-graph"
 
 
 def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
-    """What is wrong with the environments of a plan, in which they stand."""
-    placed = [p for p in plan.placements if p.pool != FUNCTIONS]
-    return [*_interpreters(plan, placed)] or [*_packages(plan, placed, engines)]
+    """Check the environments of a plan that has them."""
+    placed = [placement for placement in plan.placements if placement.pool != FUNCTIONS]
+    return [*_check_interpreters(plan, placed)] or [*_check_packages(plan, placed, engines)]
 
 
-def _interpreters(plan: Plan, placed: list[Placement]) -> Iterator[Diagnostic]:
-    """Pools of which two are stated."""
+def _check_interpreters(plan: Plan, placed: list[Placement]) -> Iterator[Diagnostic]:
+    """Report pools for which two interpreters are stated."""
     first: dict[str, Placement] = {}
     for own in placed:
         if not (python := own.engine.options.get("python")):
@@ -30,36 +33,45 @@ def _interpreters(plan: Plan, placed: list[Placement]) -> Iterator[Diagnostic]:
         other = first.setdefault(own.pool, own)
         if (theirs := other.engine.options["python"]) != python:
             message = (
-                f"`{own.node}` and `{other.node}` are computed by the same processes, which have one interpreter: "
+                f"`{own.node}` and `{other.node}` run in the same processes, which have one interpreter: "
                 f'"{theirs}" or "{python}"'
             )
-            help = f"state it for one of the two, or part them: `apart {other.node}, {own.node}`"
+            help = f"state `python` for one of them, or separate them: `apart {other.node}, {own.node}`"
             yield Diagnostic("bad-value", message, own.engine.span, help, related=_note(other))
             return
 
 
-def _packages(plan: Plan, placed: list[Placement], engines: Mapping[str, EngineSpec]) -> Iterator[Diagnostic]:
-    """Environments whose engines need what cannot be beside each other, each once."""
+def _check_packages(plan: Plan, placed: list[Placement], engines: Mapping[str, EngineSpec]) -> Iterator[Diagnostic]:
+    """Report each environment whose engines need packages that clash."""
     kind = plan.cluster.device.kind
-    needs: dict[str, dict[str, Placement]] = {}  # by interpreter, who needs a package first
-    for p in sorted(placed, key=lambda p: p.node not in plan.deploy.engines):  # who states an engine before who follows
-        first = needs.setdefault(plan.around(p.pool).python, {})
-        for package in kind.packages(engines[p.engine.name].needs):
-            first.setdefault(package, p)
+    needs: dict[str, dict[str, Placement]] = {}  # by interpreter and package, the first placement that needs it
+    # Nodes with a stated engine come before nodes that follow them.
+    for placement in sorted(placed, key=lambda placement: placement.node not in plan.deploy.engines):
+        first = needs.setdefault(plan.around(placement.pool).python, {})
+        for package in kind.packages(engines[placement.engine.name].needs):
+            first.setdefault(package, placement)
     for python, first in needs.items():
-        if (found := clash([OWN, *first])) is None:
+        if (conflict := clash([OWN, *first])) is None:
             continue
-        *others, last = (first[r.package] for r in (found.first, found.second) if r.package in first)
-        pair = f"`{found.first.package}` and `{found.second.package}`"
-        message = f"{pair} cannot be in one environment{f' ({python})' if python else ''}: {found}"
+        *others, last = (
+            first[requirement.package]
+            for requirement in (conflict.first, conflict.second)
+            if requirement.package in first
+        )
+        pair = f"`{conflict.first.package}` and `{conflict.second.package}`"
+        message = f"{pair} cannot be in one environment{f' ({python})' if python else ''}: {conflict}"
         engine = f'engine {last.node} = {last.engine.name} {{ python = "…" }}'
         alone = f"give `{last.node}` an interpreter of its own: `{engine}`"
-        beside = [f"`apart {o.node}, {last.node}`" for o in others if o.pool == last.pool]
-        part = f", on devices of its own: {beside[0]}" if beside else ""
-        help = f"{alone}{part}" if others else f"take another engine for `{last.node}`"
+        separations = [f"`apart {other.node}, {last.node}`" for other in others if other.pool == last.pool]
+        separation = f", on devices of its own: {separations[0]}" if separations else ""
+        help = f"{alone}{separation}" if others else f"use another engine for `{last.node}`"
         span = last.engine.span if last.engine.span.line else plan.graph.node(last.node).span
         yield Diagnostic("clashing-packages", message, span, help, related=_note(*others))
 
 
 def _note(*placements: Placement) -> tuple[tuple[Span, str], ...]:
-    return tuple((p.engine.span, f"the engine of `{p.node}`") for p in placements if p.engine.span != NOWHERE)
+    return tuple(
+        (placement.engine.span, f"the engine of `{placement.node}`")
+        for placement in placements
+        if placement.engine.span != NOWHERE
+    )

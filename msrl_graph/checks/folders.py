@@ -1,6 +1,7 @@
-"""The folders of models: whether what lies in them is of one model, and enough for the program.
+"""Folders of models: complete, and with the files of one model.
 
-Invariant: only what is at hand is judged, before anything starts: a folder of a config.json alone can be planned with.
+Invariant: only files that exist on this machine are checked, before anything starts. A folder with only a config.json
+is enough for planning.
 """
 
 from __future__ import annotations
@@ -18,84 +19,93 @@ from . import weights
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """What is wrong with each model, at its statement."""
+    """Check the folder of each model; diagnostics point at the model's statement."""
     folders = {name: model for name, model in plan.deploy.models.items() if model.path}
-    beyond = {m.path: told for m in folders.values() if (told := _vocabulary(m))}
-    short = [told for name in folders if (told := _short(plan, name))]
-    endless = [told for name in folders if (told := _endless(plan, name))]
+    vocabulary = {model.path: diagnostic for model in folders.values() if (diagnostic := _check_vocabulary(model))}
+    too_short = [diagnostic for name in folders if (diagnostic := _check_positions(plan, name))]
+    endless = [diagnostic for name in folders if (diagnostic := _check_end_tokens(plan, name))]
     return [
-        *beyond.values(),
-        *short,
+        *vocabulary.values(),
+        *too_short,
         *endless,
-        *weights.check(plan, {m.path for m in folders.values()} - beyond.keys()),
+        *weights.check(plan, {model.path for model in folders.values()} - vocabulary.keys()),
     ]
 
 
 def changed(plan: Plan) -> list[Diagnostic]:
-    """Folders whose config.json is not, or no longer, of the model that was planned for."""
-    found: list[Diagnostic] = []
+    """Report folders whose config.json does not describe the plan's model."""
+    diagnostics: list[Diagnostic] = []
     for model in plan.deploy.models.values():
         try:
-            now = models.load("./", Path(model.path), model.dtype, model.span) if model.path else model
+            current = models.load("./", Path(model.path), model.dtype, model.span) if model.path else model
         except Fault as fault:
-            found += fault.diagnostics
+            diagnostics += fault.diagnostics
             continue
-        if now.tensors != model.tensors:
-            message = f"the config.json in {model.path} is of another model than the plan was made for"
-            found.append(Diagnostic("unknown-model", message, model.span, "compile the program again"))
-    return found
+        if current.tensors != model.tensors:
+            message = f"the config.json in {model.path} describes another model than the plan was made for"
+            diagnostics.append(Diagnostic("unknown-model", message, model.span, "compile the program again"))
+    return diagnostics
 
 
-def _short(plan: Plan, name: str) -> Diagnostic | None:
-    """A model that has fewer positions than the longest sequence that a node gives it may have tokens."""
+def _check_positions(plan: Plan, name: str) -> Diagnostic | None:
+    """Report a model with fewer positions than the longest sequence of its nodes."""
     model = plan.deploy.models[name]
-    has = positions(models.content(Path(model.path), model.name, model.span), model.family)
+    limit = positions(models.content(Path(model.path), model.name, model.span), model.family)
     for node in plan.graph.nodes:
         if node.verb == "source" or plan.graph.worker(node.worker).model != name:
             continue
         read = sequences(plan.graph, node)
         context, scored = (
-            [c for c in cs if is_tokens(plan.graph, c)] for cs in (read.context, read.scored)
-        )  # no text's length is known
-        most = sum(bound(plan.graph, c) for c in context) + max((bound(plan.graph, c) for c in scored), default=0)
-        if most > has:
-            columns = " and ".join(f"`{c}`" for c in (*context, *scored))
+            [column for column in cs if is_tokens(plan.graph, column)] for cs in (read.context, read.scored)
+        )  # the length of a text is unknown
+        most = sum(bound(plan.graph, column) for column in context) + max(
+            (bound(plan.graph, column) for column in scored), default=0
+        )
+        if most > limit:
+            columns = " and ".join(f"`{column}`" for column in (*context, *scored))
             message = (
-                f"`{node.name}` computes on up to {most:,} tokens, {columns}; `{model.name}` has {has:,} positions"
+                f"`{node.name}` computes on up to {most:,} tokens, {columns}; `{model.name}` has {limit:,} positions"
             )
             help = "declare shorter columns, or name a model with more `max_position_embeddings`"
             return Diagnostic("unknown-model", message, model.span, help, related=((node.span, f"`{node.name}`"),))
     return None
 
 
-def _endless(plan: Plan, name: str) -> Diagnostic | None:
-    """A model that generates, and of which no file names a token that ends a response."""
+def _check_end_tokens(plan: Plan, name: str) -> Diagnostic | None:
+    """Warn of a generating model whose files name no end token."""
     model = plan.deploy.models[name]
     graph = plan.graph
     folder = Path(model.path)
-    generates = name in {graph.worker(n.worker).model for n in graph.verb("generate")}
+    generates = name in {graph.worker(node.worker).model for node in graph.verb("generate")}
     if not generates or not (folder / "tokenizer.json").is_file():
         return None
     try:
         if any(read_end_tokens(folder)):
             return None
-    except (OSError, ValueError, RecursionError):  # whatever needs the file reports it
+    except (OSError, ValueError, RecursionError):  # the code that needs the file reports it
         return None
-    message = f"no file in {model.path} names an end token, so every response is as long as it may be"
+    message = f"no file in {model.path} names an end token, so every response has the maximum length"
     help = 'add `"eos_token_id": NUMBER` to its generation_config.json, or `eos_token` to its tokenizer_config.json'
     return Diagnostic("no-end-token", message, model.span, help, "warning")
 
 
-def _vocabulary(model: Model) -> Diagnostic | None:
-    """A tokenizer that makes tokens which the model has no embedding of; special ones, which texts hardly hold, are
-    left alone."""
+def _check_vocabulary(model: Model) -> Diagnostic | None:
+    """Report a tokenizer that produces tokens without an embedding in the model.
+
+    Special tokens are not checked: texts hardly contain them.
+    """
     known = models.tokens(model.path, special=False) or {}
     beyond = [number for number in known if number >= model.vocabulary]
     if not beyond:
         return None
     token = min(beyond)
     message = (
-        f"the tokenizer of `{model.name}` makes token {token:,}, {known[token]!r}; its `vocab_size` is "
+        f"the tokenizer of `{model.name}` produces token {token:,}, {known[token]!r}; its `vocab_size` is "
         f"{model.vocabulary:,}"
     )
-    return Diagnostic("unknown-model", message, model.span, "a tokenizer.json is its weights' own: copy both again")
+    return Diagnostic(
+        "unknown-model",
+        message,
+        model.span,
+        "tokenizer.json and weights must come from the same model: copy both again",
+    )

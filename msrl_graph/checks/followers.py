@@ -1,6 +1,7 @@
-"""Workers that follow another one: which they may follow, and that both lie alike on the devices.
+"""Workers that follow another one: their attributes and their placement.
 
-Invariant: what passes is an update of weights in place: each rank has the same part of both, so nothing is sent.
+Invariant: a program that passes updates the follower's weights in place. Each rank has the same shard of both workers,
+so nothing is sent.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from .columns import Library
 
 
 def stated(graph: Graph, library: Library) -> list[Diagnostic]:
-    """What a program states of workers that follow."""
-    return [d for worker in graph.workers for d in _stated(graph, worker)]
+    """Check the attributes of workers that follow another one."""
+    return [diagnostic for worker in graph.workers for diagnostic in _check_worker(graph, worker)]
 
 
-def _stated(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
+def _check_worker(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
     name = worker.name
     follows = worker.follows
     if not follows:
         if (worker.every, worker.decay) != (1, 0):
-            what = f"`{name}` follows no worker, so `{'every' if worker.every != 1 else 'decay'}` means nothing here"
-            yield Diagnostic("bad-value", what, worker.span, "add `follows = WORKER`, or leave it out")
+            message = f"`{name}` follows no worker, so `{'every' if worker.every != 1 else 'decay'}` has no effect"
+            yield Diagnostic("bad-value", message, worker.span, "add `follows = WORKER`, or leave it out")
         return
-    trained = {n.worker: graph.worker(n.worker) for n in graph.verb("update")}
+    trained = {node.worker: graph.worker(node.worker) for node in graph.verb("update")}
     if follows not in trained:
-        known = any(w.name == follows for w in graph.workers)
-        what = f"`{follows}`, which `{name}` follows, {'is not trained' if known else 'is no worker'}"
-        yield Diagnostic("unknown-name", what, worker.span, nearest(follows, trained))
+        known = any(candidate.name == follows for candidate in graph.workers)
+        message = f"`{follows}`, which `{name}` follows, {'is not trained' if known else 'is not a worker'}"
+        yield Diagnostic("unknown-name", message, worker.span, nearest(follows, trained))
         return
     other = trained[follows]
     if not worker.frozen:
@@ -41,24 +42,29 @@ def _stated(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
         )
     elif (worker.kind, worker.model) != (other.kind, other.model):
         theirs = f"a {other.kind} of the model `{other.model}`"
-        what = f"`{name}` is a {worker.kind} of the model `{worker.model}`, and follows `{follows}`, {theirs}"
-        yield Diagnostic("bad-value", what, worker.span, f"let both be {theirs}")
+        message = f"`{name}` is a {worker.kind} of the model `{worker.model}`, and follows `{follows}`, {theirs}"
+        yield Diagnostic("bad-value", message, worker.span, f"let both be {theirs}")
     elif worker.decay == 1:
-        what = f"`{name}` with `decay = 1` never changes"
-        yield Diagnostic("bad-value", what, worker.span, "state less than 1, or leave `follows` out")
+        message = f"`{name}` with `decay = 1` never changes"
+        yield Diagnostic("bad-value", message, worker.span, "set `decay` below 1, or leave `follows` out")
     for node in graph.verb("generate"):
         if node.worker == name:
-            what = f"`{node.name}` generates with weights that follow `{follows}`"
-            help = f"let `{name}` infer, which it can; what follows a worker cannot generate in this version"
-            yield Diagnostic("not-yet", what, node.span, help)
+            message = f"`{node.name}` generates with weights that follow `{follows}`"
+            help = f"a worker that follows another one cannot generate yet; `{name}` can infer"
+            yield Diagnostic("not-yet", message, node.span, help)
 
 
 def placed(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
-    """Workers that do not lie as those that they follow do."""
-    return [d for worker in plan.graph.workers if worker.follows for d in _placed(plan, engines, worker)]
+    """Report workers that are not placed like the workers that they follow."""
+    return [
+        diagnostic
+        for worker in plan.graph.workers
+        if worker.follows
+        for diagnostic in _check_placement(plan, engines, worker)
+    ]
 
 
-def _placed(plan: Plan, engines: Mapping[str, EngineSpec], worker: Worker) -> Iterator[Diagnostic]:
+def _check_placement(plan: Plan, engines: Mapping[str, EngineSpec], worker: Worker) -> Iterator[Diagnostic]:
     source = holdings.update_of(plan, worker.follows)
     if source is None:
         return
@@ -66,22 +72,22 @@ def _placed(plan: Plan, engines: Mapping[str, EngineSpec], worker: Worker) -> It
     for node in plan.graph.of(worker.name):
         own = plan.placement(node.name)
         if own.pool != theirs.pool:
-            what = f"`{worker.name}` follows `{worker.follows}`, and their devices are not the same"
+            message = f"`{worker.name}` follows `{worker.follows}`, but they are on different devices"
             help = f"keep them in one pool: place {node.name}, {source.name} together"
-            yield Diagnostic("bad-place", what, worker.span, help)
+            yield Diagnostic("bad-place", message, worker.span, help)
             return
         kind = holdings.dtype(plan, node.name)
         wanted = holdings.dtype(plan, source.name)
         if kind != wanted:
-            what = f"`{worker.name}` follows `{worker.follows}`, whose weights are {wanted}, and its own are {kind}"
+            message = f"`{worker.name}` follows `{worker.follows}`, whose weights are {wanted}, but its own are {kind}"
             help = f"engine {node.name} = {theirs.engine.name} {{ dtype = {wanted} }}"
-            yield Diagnostic("bad-layout", what, worker.span, help)
+            yield Diagnostic("bad-layout", message, worker.span, help)
             return
         mine = (own.engine.name, holdings.side(plan, engines, node.name))
         if mine != (theirs.engine.name, holdings.side(plan, engines, source.name)):
-            what = f"`{worker.name}` follows `{worker.follows}`, and `{node.name}` does not have its layout and engine"
-            help = f"state no layout and no engine of `{node.name}`: it takes those of `{source.name}`"
-            yield Diagnostic("bad-layout", what, worker.span, help)
+            message = f"`{worker.name}` follows `{worker.follows}`, but `{node.name}` has another layout or engine"
+            help = f"leave out the layout and engine of `{node.name}`: it takes those of `{source.name}`"
+            yield Diagnostic("bad-layout", message, worker.span, help)
             return
 
 

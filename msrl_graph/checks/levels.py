@@ -1,7 +1,7 @@
-"""Levels: in which rows a node works, and in which its columns have their values.
+"""Levels: the rows that a node works on and that its columns belong to.
 
-Invariant: the levels of a graph are a tree (graph.py); a node works on the deepest level that it reads, and all that it
-reads belongs to those rows or to rows above them.
+Invariant: the levels of a graph are a tree (graph.py). A node works on the deepest level that it reads, and all columns
+that it reads belong to those rows or to rows above them.
 """
 
 from __future__ import annotations
@@ -14,80 +14,88 @@ from .columns import Library
 
 
 def no_common_row(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Nodes that read columns of two generations of which neither belongs to the other's rows."""
-    found = []
+    """Report nodes that read columns of two levels that share no rows.
+
+    Neither of the two levels is above the other.
+    """
+    diagnostics = []
     for node in graph.nodes:
         level = graph.level(node)
         for name in node.reads:
             other = graph.column(name).level
             if graph.common(level, other) == other:
                 continue
-            deepest = next(c for c in node.reads if graph.column(c).level == level)
-            one, two, shared = (graph.made(at) for at in (level, other, graph.common(level, other)))
+            deepest = next(column for column in node.reads if graph.column(column).level == level)
+            one, two, shared = (
+                graph.made(nearest_level) for nearest_level in (level, other, graph.common(level, other))
+            )
             both = " and ".join(
-                f"`{c}`" if c == row else f"`{c}` of each `{row}`" for c, row in ((deepest, one), (name, two))
+                f"`{column}`" if column == row else f"`{column}` of each `{row}`"
+                for column, row in ((deepest, one), (name, two))
             )
             message = f"`{node.name}` reads {both}: no row has both"
             help = (
-                f"bring one of them to each `{shared}` first: a column `NUMBER : f32 per {shared}`, written with "
+                f"reduce one of them to each `{shared}` first: a column `NUMBER : f32 per {shared}`, written with "
                 f"`per = {shared}`"
             )
-            found.append(Diagnostic("no-common-row", message, node.span, help))
+            diagnostics.append(Diagnostic("no-common-row", message, node.span, help))
             break
-    return found
+    return diagnostics
 
 
 def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Columns that their writer cannot give one value for each row that they belong to."""
-    found = []
-    kinds = {w.name: w.kind for w in graph.workers}
-    twice = Counter(c for n in graph.nodes for c in n.writes)
+    """Report columns whose writer cannot compute one value for each of their rows."""
+    diagnostics = []
+    kinds = {worker.name: worker.kind for worker in graph.workers}
+    twice = Counter(column for node in graph.nodes for column in node.writes)
     for node in graph.nodes:
-        scattered: dict[str, list[Column]] = {}  # by what their values are of
+        scattered: dict[str, list[Column]] = {}  # by the column whose rows the values belong to
         for column in map(graph.column, node.writes):
             if column.element not in ELEMENTS or twice[column.name] > 1:
-                continue  # told already
+                continue  # reported already
             level = column.level
             if not column.dims and not column.per and level == graph.unit_level(node) == graph.row_level(node):
-                continue  # as for nearly all columns
+                continue  # the case of nearly all columns
             row = graph.made(level)
             if column.per and graph.column(column.per).level != level:
-                continue  # its own mistake: written nowhere, or in a circle
+                continue  # another mistake: the column after `per` is never written, or depends on this one
             if column.per and node.verb == "generate":
                 message = (
                     f"`{node.name}` generates `{column.name}`, which is declared as one value for each `{column.per}`"
                 )
-                found.append(Diagnostic("bad-scope", message, node.span, f"leave `per {column.per}` out of its type"))
+                diagnostics.append(
+                    Diagnostic("bad-scope", message, node.span, f"leave `per {column.per}` out of its type")
+                )
             elif graph.common(level, graph.row_level(node)) != level:
-                message = f"`{node.name}` writes `{column.name}`, one value for each `{row}`, and reads no row of it"
-                found.append(
+                message = f"`{node.name}` writes `{column.name}`, one value for each `{row}`, but reads no such row"
+                diagnostics.append(
                     Diagnostic("bad-scope", message, node.span, f"read a column of each `{row}`, or leave `per` out")
                 )
             elif node.per != "batch" and graph.common(level, graph.unit_level(node)) != graph.unit_level(node):
                 scattered.setdefault(column.per or row, []).append(column)
             if node.verb == "source" or kinds.get(node.worker) == "function":
-                found += _as_long(graph, node, column.name)
+                diagnostics += _check_lengths(graph, node, column.name)
         for row, columns in scattered.items():
-            names = ", ".join(f"`{c.name}`" for c in columns)
-            message = f"`{node.name}` writes {names}, one value for each `{row}`, and may get any of the rows under one"
+            names = ", ".join(f"`{column.name}`" for column in columns)
+            message = f"`{node.name}` writes {names}, one value for each `{row}`, but may get only some rows of one"
             help = f"add `per = {row}`"
             if kinds.get(node.worker) != "function":
                 help = f"leave `per {row}` out of {'its type' if len(columns) == 1 else 'their types'}"
-                help += f", or let it read columns of each `{row}` alone"
-            found.append(Diagnostic("bad-scope", message, node.span, help))
-    return found
+                help += f", or let it read only columns of each `{row}`"
+            diagnostics.append(Diagnostic("bad-scope", message, node.span, help))
+    return diagnostics
 
 
-def _as_long(graph: Graph, node: Node, column: str) -> list[Diagnostic]:
-    """Columns as long as one of which their row has several."""
-    found = graph.column(column)
+def _check_lengths(graph: Graph, node: Node, column: str) -> list[Diagnostic]:
+    """Report a column as long as another one of which its row has several."""
+    declared = graph.column(column)
     return [
         Diagnostic(
             "bad-scope",
             f"`{column}` is as long as `{dim.like}`, of which each row of `{node.name}` has several",
-            found.span,
-            f"give it a bound of its own, or write it where there is one `{dim.like}`",
+            declared.span,
+            f"give it a bound of its own, or write it in a node whose rows have one `{dim.like}` each",
         )
-        for dim in found.dims
-        if dim.like and graph.common(found.level, graph.column(dim.like).level) != graph.column(dim.like).level
+        for dim in declared.dims
+        if dim.like and graph.common(declared.level, graph.column(dim.like).level) != graph.column(dim.like).level
     ]

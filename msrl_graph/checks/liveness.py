@@ -1,8 +1,8 @@
 """A dock that can starve: the batch that a node waits for can never be complete.
 
-Invariant: told only where it is certain, whatever the functions do and however long rows are: rows that a filter may
-drop count as there; where `select` may repeat rows, their number is not known and nothing is told. Bytes are those at
-the columns' bounds, as in the plan.
+Invariant: only certain cases are reported, those that hold for all functions and all row lengths. Rows that a filter
+may drop are counted. Where `select` may repeat rows, their number is unknown and nothing is reported. Bytes are those
+at the bounds of the columns, as in the plan.
 """
 
 from __future__ import annotations
@@ -19,145 +19,170 @@ from .columns import Library
 
 
 def starved(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Batches of more rows than there are."""
+    """Report batches of more rows than an iteration has."""
     repeated = {
-        n for node in graph.nodes if CallAttributes.of(node).select is not None for n in graph.flow.after(node.name)
+        name
+        for node in graph.nodes
+        if CallAttributes.of(node).select is not None
+        for name in graph.flow.after(node.name)
     }
-    found: list[Diagnostic] = []
+    diagnostics: list[Diagnostic] = []
     for node in graph.nodes:
         if node.name not in repeated:
-            found += _mini_batch(graph, node) if node.verb == "update" else ()
-            found += _streams(graph, node)
-    return found
+            diagnostics += _check_mini_batch(graph, node) if node.verb == "update" else ()
+            diagnostics += _check_streams(graph, node)
+    return diagnostics
 
 
-def _has(graph: Graph, level: int) -> str:
-    """How many rows an iteration has, in words."""
+def _describe_rows(graph: Graph, level: int) -> str:
+    """Describe the number of rows of an iteration."""
     prompts = graph.rows[0]
     rows = graph.rows[level]
     return f"{rows:,}" + (f" ({prompts:,} x {rows // prompts:,})" if rows > prompts > 0 else "")
 
 
-def _mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
+def _check_mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
     level = graph.level(node)
     size = UpdateAttributes.of(node).mini_batch
     rows = graph.rows[level]
     if size is not None and size > rows > 0:
-        message = f"`{node.name}` waits for a mini-batch of {size:,} rows, and an iteration has {_has(graph, level)}"
-        help = f"`mini_batch = {rows}` is all of them; or more prompts an iteration"
+        message = (
+            f"`{node.name}` waits for a mini-batch of {size:,} rows, but an iteration has "
+            f"{_describe_rows(graph, level)}"
+        )
+        help = f"set `mini_batch = {rows}`, all of them, or take more prompts per iteration"
         yield Diagnostic("dock-starves", message, node.at("mini_batch"), help)
 
 
-def _streams(graph: Graph, node: Node) -> Iterator[Diagnostic]:
+def _check_streams(graph: Graph, node: Node) -> Iterator[Diagnostic]:
     for edge in graph.into(node.name):
-        said = SampleEdgeAttributes.of(edge)
-        for key, asked, what, check in (
-            ("stream", said.stream, "of them", _units),
-            ("stream_tokens", said.stream_tokens, "tokens", _tokens),
+        options = SampleEdgeAttributes.of(edge)
+        for key, requested, unit, check in (
+            ("stream", options.stream, "of them", _check_units),
+            ("stream_tokens", options.stream_tokens, "tokens", _check_tokens),
         ):
-            if asked is None:
+            if requested is None:
                 continue
             if node.per == "batch":
-                message = f"`{node.name}` has `per = batch`: it is handed all rows at once, never {asked:,} {what}"
+                message = f"`{node.name}` has `per = batch`, so it gets all rows at once, never {requested:,} {unit}"
                 yield Diagnostic("dock-starves", message, edge.at(key), f"leave `{key}` out")
             else:
-                yield from check(graph, node, edge, asked)
+                yield from check(graph, node, edge, requested)
 
 
-def _units(graph: Graph, node: Node, edge: Edge, asked: int) -> Iterator[Diagnostic]:
+def _check_units(graph: Graph, node: Node, edge: Edge, requested: int) -> Iterator[Diagnostic]:
     level = graph.unit_level(node)
     units = graph.rows[level]
-    if asked > units > 0:
-        what = "rows" if level == graph.level(node) else "groups"
-        message = f"`{node.name}` waits for batches of {asked:,} {what}, and an iteration has {_has(graph, level)}"
-        help = f"`stream = {units}` at most; or leave it out: all {units:,} at once"
+    if requested > units > 0:
+        unit = "rows" if level == graph.level(node) else "groups"
+        message = (
+            f"`{node.name}` waits for batches of {requested:,} {unit}, but an iteration has "
+            f"{_describe_rows(graph, level)}"
+        )
+        help = f"set at most `stream = {units}`, or leave it out to get all {units:,} at once"
         yield Diagnostic("dock-starves", message, edge.at("stream"), help)
 
 
-def _tokens(graph: Graph, node: Node, edge: Edge, asked: int) -> Iterator[Diagnostic]:
+def _check_tokens(graph: Graph, node: Node, edge: Edge, requested: int) -> Iterator[Diagnostic]:
     columns = weighs(graph, node)
-    if not any(is_tokens(graph, c) for c in columns):
-        message = f"`{node.name}` reads no column of tokens, so that {asked:,} of them never come together"
-        yield Diagnostic("dock-starves", message, edge.at("stream_tokens"), "say `stream`, which counts rows")
+    if not any(is_tokens(graph, column) for column in columns):
+        message = f"`{node.name}` reads no column of tokens, so a batch of {requested:,} tokens is never complete"
+        yield Diagnostic("dock-starves", message, edge.at("stream_tokens"), "use `stream`, which counts rows")
         return
     level = graph.level(node)
     rows = graph.rows[level]
-    each = sum(times * graph.bound(c) for c, times in columns.items())
-    if all(graph.bound(c) for c in columns) and asked > rows * each > 0:
+    row_tokens = sum(times * graph.bound(column) for column, times in columns.items())
+    if all(graph.bound(column) for column in columns) and requested > rows * row_tokens > 0:
         message = (
-            f"`{node.name}` waits for batches of {asked:,} tokens, and an iteration has {rows * each:,} at most: "
-            f"{_has(graph, level)} of {each:,}"
+            f"`{node.name}` waits for batches of {requested:,} tokens, but an iteration has {rows * row_tokens:,} "
+            f"at most: {_describe_rows(graph, level)} of {row_tokens:,}"
         )
-        help = f"`stream_tokens = {rows * each}` at most; or leave it out: all at once"
+        help = f"set at most `stream_tokens = {rows * row_tokens}`, or leave it out to get all at once"
         yield Diagnostic("dock-starves", message, edge.at("stream_tokens"), help)
 
 
 def check(plan: Plan) -> list[Diagnostic]:
-    """What the dock of a plan, whose memory is counted, can never hold at once."""
-    return list(_capacity(plan))
+    """Report rows that the dock can never hold at once.
+
+    The memory of the plan has been counted.
+    """
+    return list(_check_capacity(plan))
 
 
-def _capacity(plan: Plan) -> Iterator[Diagnostic]:
+def _check_capacity(plan: Plan) -> Iterator[Diagnostic]:
     capacity = plan.docks.capacity
     host = plan.cluster.device.host_memory.value
     if not capacity:
         return
     span = plan.deploy.dock.span
     if capacity > host:
-        message = f"`capacity` is {_size(capacity)}, and a host has {_size(host)}"
-        yield Diagnostic("bad-value", message, span, "leave it out: the hosts' memory is the bound")
+        message = f"`capacity` is {_format_size(capacity)}, but a host has {_format_size(host)}"
+        yield Diagnostic("bad-value", message, span, "leave it out: the memory of the hosts is then the limit")
         return
-    worst = max((m for m in plan.memory if m.place == "host"), key=_held, default=None)
+    worst = max((memory for memory in plan.memory if memory.place == "host"), key=_row_bytes, default=None)
     if worst is None:
         return
 
     def least(rows: int) -> int:
-        return least_capacity(rows, _largest(plan.graph), len(plan.docks.warehouses))
+        return least_capacity(rows, _largest_row(plan.graph), len(plan.docks.warehouses))
 
-    if (need := least(held := _held(worst))) <= capacity:
+    if (need := least(used := _row_bytes(worst))) <= capacity:
         return
-    ahead = lanes(plan) - 1
+    extra_iterations = lanes(plan) - 1
     waits = next(iter(plan.graph.verb("update")), plan.graph.nodes[-1])
     level = plan.graph.level(waits)
-    rows = f"{plan.graph.rows[level]:,} rows" + (f" of each of {1 + ahead} iterations" if ahead else "")
-    message = (
-        f"`{waits.name}` waits for {rows}; what lies in the dock by then is {_size(need)} a host, and "
-        f"`capacity` is {_size(capacity)}"
+    rows = f"{plan.graph.rows[level]:,} rows" + (
+        f" of each of {1 + extra_iterations} iterations" if extra_iterations else ""
     )
-    help = f"`capacity = {_rounded(need)}`"
+    message = (
+        f"`{waits.name}` waits for {rows}; by then the dock holds {_format_size(need)} per host, but "
+        f"`capacity` is {_format_size(capacity)}"
+    )
+    help = f"`capacity = {_round_up(need)}`"
     if need > host:
-        help = f"a host has {_size(host)}: more hosts share the rows, or fewer prompts an iteration"
-    elif ahead:
-        help += f"; or without `staleness`, `capacity = {_rounded(least(-(-held // (1 + ahead))))}`"
+        help = f"a host has {_format_size(host)}: add hosts, which share the rows, or take fewer prompts per iteration"
+    elif extra_iterations:
+        help += f"; or without `staleness`, `capacity = {_round_up(least(-(-used // (1 + extra_iterations))))}`"
     else:
-        help += "; or more hosts, or fewer prompts an iteration"
+        help += "; or add hosts, or take fewer prompts per iteration"
     yield Diagnostic("dock-starves", message, span, help)
 
 
 def least_capacity(rows: int, largest: int, warehouses: int) -> int:
-    """The bytes of each warehouse that are enough for so many bytes of rows a host, the largest row having so many:
-    rows that find no place where they are made go to another host, and as long as the largest finds none anywhere, less
-    than it is left in each."""
+    """Return the bytes per warehouse that are enough for `rows` bytes per host.
+
+    `largest` is the size of the largest row. A row that does not fit on its own host is stored on another one. If the
+    largest row fits on no host, each has less than its size left.
+    """
     return rows + (largest if warehouses > 1 else 0)
 
 
-def _largest(graph: Graph) -> int:
-    return max((size // max(graph.rows[graph.column(c).level], 1) for c, size in graph.column_bytes.items()), default=0)
+def _largest_row(graph: Graph) -> int:
+    return max(
+        (size // max(graph.rows[graph.column(column).level], 1) for column, size in graph.column_bytes.items()),
+        default=0,
+    )
 
 
-def _held(memory: PhaseMemory) -> int:
+def _row_bytes(memory: PhaseMemory) -> int:
     return memory.items.get("rows", 0)
 
 
-def _rounded(need: float) -> str:
-    """A quantity that is not below, of three digits."""
-    unit, size = next((u, s) for u, s in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1)) if need >= s or s == 1)
+def _round_up(need: float) -> str:
+    """Round up to three digits and write the quantity with its unit."""
+    unit, size = next(
+        (name, scale)
+        for name, scale in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
+        if need >= scale or scale == 1
+    )
     step = max(1, 10 ** (len(str(int(need))) - 3))
     return f"{-(-int(need) // step) * step / size:g} {unit}"
 
 
-def _size(number: float) -> str:
+def _format_size(number: float) -> str:
     unit, size = next(
-        (u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1)) if number >= s or s == 1
+        (name, scale)
+        for name, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1))
+        if number >= scale or scale == 1
     )
     return f"{number / size:.3g} {unit}"

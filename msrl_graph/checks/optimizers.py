@@ -1,7 +1,7 @@
-"""Optimizers: that updates of one worker agree on theirs, and that a learning rate is one number.
+"""Optimizers: equal ones in the updates of a worker, one learning rate.
 
-Invariant: what an optimizer is follows from its call (optimizer_spec.py); calls whose own mistakes were told are left
-out.
+Invariant: an optimizer follows from its call (optimizer_spec.py). Calls with mistakes that are already reported are
+left out.
 """
 
 from __future__ import annotations
@@ -16,43 +16,41 @@ from .columns import Library
 
 
 def rated(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Learning rates from a state of which each row has one: a step has one rate."""
-    found = []
-    each = {s.name: s.per for s in graph.states if s.per}
+    """Report learning rates from a state with one value per row: a step has one rate."""
+    diagnostics = []
+    row_states = {state.name: state.per for state in graph.states if state.per}
     for node in _updates(graph):
         rate = UpdateAttributes.of(node).rate
         for name in [*([str(rate.value)] if rate.kind == "state" else []), *rate.columns().values()]:
-            if name in each:
+            if name in row_states:
                 message = (
-                    f"the learning rate of `{node.name}` is from the state `{name}`, of which each "
-                    f"`{each[name]}` has one"
+                    f"the learning rate of `{node.name}` is the state `{name}`, which has one value for each "
+                    f"`{row_states[name]}`"
                 )
-                found.append(
+                diagnostics.append(
                     Diagnostic(
                         "bad-scope",
                         message,
                         node.at("optimizer"),
-                        f"declare it without `per {each[name]}`: one for the run",
+                        f"declare it without `per {row_states[name]}`: one value for the run",
                     )
                 )
-    return found
+    return diagnostics
 
 
 def shared(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Updates of one worker whose optimizers keep something else of the weights that they share."""
-    found = []
+    """Report updates of one worker whose optimizers keep different states."""
+    diagnostics = []
     for worker in graph.workers:
-        updates = [n for n in _updates(graph) if n.worker == worker.name]
-        for first, node in ((updates[0], n) for n in updates[1:]):
-            if _kept(node) != _kept(first):
-                message = (
-                    f"`{node.name}` and `{first.name}` share an optimizer, and keep different states of the weights"
-                )
+        updates = [node for node in _updates(graph) if node.worker == worker.name]
+        for first, node in ((updates[0], update) for update in updates[1:]):
+            if _kept_states(node) != _kept_states(first):
+                message = f"`{node.name}` and `{first.name}` share an optimizer, but keep different optimizer states"
                 note = ((first.at("optimizer"), f"the optimizer of `{first.name}`"),)
                 optimizer = UpdateAttributes.of(first).optimizer.value
                 help = f"write `{optimizer}(…)` in both, with momentum in both or in none; other options may differ"
-                found.append(Diagnostic("bad-value", message, node.at("optimizer"), help, related=note))
-    return found
+                diagnostics.append(Diagnostic("bad-value", message, node.at("optimizer"), help, related=note))
+    return diagnostics
 
 
 def _updates(graph: Graph) -> Iterator[Node]:
@@ -61,5 +59,5 @@ def _updates(graph: Graph) -> Iterator[Node]:
             yield node
 
 
-def _kept(node: Node) -> list[tuple[str, list[str]]]:
+def _kept_states(node: Node) -> list[tuple[str, list[str]]]:
     return [(rule.name, [*rule.keeps]) for rule in algorithms.optimizer(UpdateAttributes.of(node).optimizer).rules]

@@ -1,7 +1,7 @@
-"""Temperatures: what responses are drawn at, and what can be computed of those that were.
+"""Temperatures: how responses are sampled, and what can be computed from them.
 
-Invariant: log-probabilities are at the temperature that their tokens were drawn at. At 0 a token has the probability 1
-or 0, whatever the weights are, so nothing that a policy computes of such tokens has a meaning.
+Invariant: log-probabilities use the temperature at which their tokens were sampled. At temperature 0 a token has the
+probability 1 or 0 for all weights, so a policy can compute nothing meaningful from such tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from .columns import Library
 
 
 def one_number(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Temperatures of rows that are no plain numbers."""
-    found = []
+    """Report temperature columns that do not hold one number per row."""
+    diagnostics = []
     for node in graph.verb("generate"):
         expr = GenerateAttributes.of(node).temperature
         column = graph.column(str(expr.value)) if expr.kind == "column" else None
@@ -25,55 +25,60 @@ def one_number(graph: Graph, library: Library) -> list[Diagnostic]:
             or (column.element in ("f32", "bf16", "i32", "i64") and not column.dims)
         ):
             continue
-        message = f"`temperature` takes one number a row, and `{column.name}` is none"
+        message = f"`temperature` takes one number per row, but `{column.name}` is not a number"
         note = ((column.span, f"`{column.name}` is declared here"),)
-        found.append(
+        diagnostics.append(
             Diagnostic("bad-value", message, node.at("temperature"), f"declare `{column.name} : f32`", related=note)
         )
-    return found
+    return diagnostics
 
 
 def greedy(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Generations at temperature 0 of which a policy scores what they draw."""
+    """Report generations at temperature 0 whose responses a policy scores."""
     scorers: dict[str, list[str]] = {}
-    for node in (n for n in graph.nodes if n.verb in ("infer", "update") and graph.worker(n.worker).kind == "policy"):
+    for node in (
+        candidate
+        for candidate in graph.nodes
+        if candidate.verb in ("infer", "update") and graph.worker(candidate.worker).kind == "policy"
+    ):
         for column in sequences(graph, node).scored:
             scorers.setdefault(column, []).append(node.name)
-    found = []
-    for node in filter(_cold, graph.verb("generate")):
-        for column in (c for c in node.writes if c in scorers):
+    diagnostics = []
+    for node in filter(_is_greedy, graph.verb("generate")):
+        for column in (written for written in node.writes if written in scorers):
             who = " and ".join(f"`{name}`" for name in scorers[column])
             does = "computes" if len(scorers[column]) == 1 else "compute"
             message = f"`{node.name}` draws `{column}` at temperature 0, and {who} {does} log-probabilities of it"
             help = (
-                "a temperature above 0: at 0 a token is certain or impossible; or score what another generation draws"
+                "use a temperature above 0, since at 0 a token is certain or impossible; or score the responses of "
+                "another generation"
             )
-            found.append(Diagnostic("greedy", message, node.at("temperature"), help))
-    return found
+            diagnostics.append(Diagnostic("greedy", message, node.at("temperature"), help))
+    return diagnostics
 
 
 def equal(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Several responses to one prompt that are all the same."""
-    found = []
-    for node in filter(_cold, graph.verb("generate")):
-        said = GenerateAttributes.of(node)
-        if said.samples > 1 and said.partner is None:
+    """Warn of several responses to one prompt that are all equal."""
+    diagnostics = []
+    for node in filter(_is_greedy, graph.verb("generate")):
+        options = GenerateAttributes.of(node)
+        if options.samples > 1 and options.partner is None:
             message = (
-                f"`{node.name}` draws {said.samples:,} equal responses to each prompt: at temperature 0 it "
-                "takes the likeliest tokens"
+                f"`{node.name}` draws {options.samples:,} equal responses to each prompt: at temperature 0 it always "
+                "takes the likeliest token"
             )
-            found.append(
+            diagnostics.append(
                 Diagnostic(
                     "greedy",
                     message,
                     node.at("temperature"),
-                    "leave `samples` out, or give it a temperature above 0",
+                    "leave `samples` out, or use a temperature above 0",
                     "warning",
                 )
             )
-    return found
+    return diagnostics
 
 
-def _cold(node: Node) -> bool:
+def _is_greedy(node: Node) -> bool:
     expr = GenerateAttributes.of(node).temperature
     return expr.kind == "number" and expr.value == 0

@@ -1,7 +1,7 @@
-"""Terms of a loss: whether the update gives what they are computed from, and whether what they give can be joined.
+"""Terms of a loss: their inputs, and whether they can be combined.
 
-Invariant: what a term needs stands in its signature (signatures.py); what an update gives, from its worker's kind and
-what it scores.
+Invariant: the needs of a term are in its signature (signatures.py). What an update provides follows from the kind of
+its worker and from the columns that it scores.
 """
 
 from __future__ import annotations
@@ -19,192 +19,228 @@ from .scope import calls, kind_of, lacking, span, taken
 from .staleness import sampled
 
 WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
-# What a term takes, in words; all else are log-probabilities.
+# Inputs of terms, in words; all others are log-probabilities.
 TAKEN = {"values": "predictions of values", "entropy": "entropies", "Scores": "scores of rows"}
 
 
 def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Terms of a loss that need what the weights that are updated do not give."""
-    found = []
+    """Report loss terms that need what the updated weights do not provide."""
+    diagnostics = []
     for node in graph.verb("update"):
         kind = kind_of(graph, node.worker)
         for call, signature in calls(node, library):
             if without := lacking(graph, node, signature):
-                what = TAKEN.get(without[0], "log-probabilities of tokens")
+                need = TAKEN.get(without[0], "log-probabilities of tokens")
                 message = (
-                    f"`{signature.name}` needs {what}, which {WORKERS[kind]} such as `{node.worker}` does not give"
+                    f"`{signature.name}` needs {need}, which {WORKERS[kind]} such as `{node.worker}` does not give"
                 )
-                help = _others(library, kind)
-                found.append(Diagnostic("term-worker", message, span(call, node), help))
-    return found
+                help = _list_fitting_terms(library, kind)
+                diagnostics.append(Diagnostic("term-worker", message, span(call, node), help))
+    return diagnostics
 
 
-def _others(library: Library, kind: str) -> str:
-    """The terms that take what the weights of a worker of this kind give."""
-    known = [s for (k, _), (s, _) in sorted(library.items()) if k == "loss"]
-    terms = [s for s in known if {*s.fills} - {"lengths", ROUNDING} or s.logps or s.scores]
-    fitting = [f"`{s.name}`" for s in terms if not s.unfit(kind)]
+def _list_fitting_terms(library: Library, kind: str) -> str:
+    """List the terms that fit workers of this kind, as help."""
+    known = [signature for (call_kind, _), (signature, _) in sorted(library.items()) if call_kind == "loss"]
+    terms = [
+        signature
+        for signature in known
+        if {*signature.fills} - {"lengths", ROUNDING} or signature.logps or signature.scores
+    ]
+    fitting = [f"`{signature.name}`" for signature in terms if not signature.unfit(kind)]
     return f"terms for it: {', '.join(fitting)}" if fitting else ""
 
 
 def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Parameters that stand for the log-probabilities of tokens, or the score of a text that they end, and whose column
-    holds none, or none that are scored."""
-    found = []
+    """Report token parameters of terms whose column holds no scored tokens.
+
+    Such a parameter stands for the log-probabilities of tokens, or for the score of a text that ends with them.
+    """
+    diagnostics = []
     for node in graph.verb("update"):
         for call, signature in calls(node, library):
             for parameter in sorted(signature.logps | signature.scores):
                 name = call.columns().get(parameter, parameter)
-                column = next((c for c in graph.columns if c.name == name and name in node.reads), None)
+                column = next(
+                    (candidate for candidate in graph.columns if candidate.name == name and name in node.reads), None
+                )
                 if column is not None and column.element in ELEMENTS and (column.element != "i32" or not column.dims):
                     message = (
-                        f"`{parameter}` of `{signature.name}` takes a column of tokens, and `{name}` holds "
+                        f"`{parameter}` of `{signature.name}` takes a column of tokens, but `{name}` holds "
                         f"`{column.element}`"
                     )
                     help = f"name one, `{signature.name}({parameter} = COLUMN)`, declared as `i32[…]`"
-                    found.append(Diagnostic("term-column", message, span(call, node), help))
+                    diagnostics.append(Diagnostic("term-column", message, span(call, node), help))
                 elif column is not None and is_tokens(graph, name) and name not in sequences(graph, node).scored:
                     message = (
-                        f"`{parameter}` of `{signature.name}` takes log-probabilities, and `{name}` is context "
-                        f"to `{node.name}`"
+                        f"`{parameter}` of `{signature.name}` takes log-probabilities, but `{name}` is only context "
+                        f"in `{node.name}`"
                     )
-                    help = f"what is scored is told by what is read beside: a column of the type `f32[{name}]`"
-                    found.append(Diagnostic("term-column", message, span(call, node), help))
-    return found
+                    help = f"to score `{name}`, also read a column of the type `f32[{name}]`"
+                    diagnostics.append(Diagnostic("term-column", message, span(call, node), help))
+    return diagnostics
 
 
 def of_rows(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Terms that give one number a row, beside such as give one a token, and where tokens are to be reduced."""
-    found = []
+    """Report terms of rows next to terms of tokens, or next to options for tokens.
+
+    A term of rows gives one number per row.
+    """
+    diagnostics = []
     for node in graph.verb("update"):
         terms = list(calls(node, library))
-        rows, tokens = ([(c, s) for c, s in terms if s.rows == how] for how in (True, False))
+        rows, tokens = (
+            [(call, signature) for call, signature in terms if signature.rows == how] for how in (True, False)
+        )
         if rows and tokens:
             (call, signature), (_, other) = rows[0], tokens[0]
             message = (
-                f"`{signature.name}` gives one number a row, and `{other.name}` one a token: they cannot be joined"
+                f"`{signature.name}` gives one number per row, `{other.name}` one per token: they cannot be combined"
             )
-            found.append(Diagnostic("bad-value", message, span(call, node), "leave one of them out"))
+            diagnostics.append(Diagnostic("bad-value", message, span(call, node), "leave one of them out"))
         elif rows and node.stated("reduce") is not None:
-            message = f"`reduce` is for terms of tokens, and `{rows[0][1].name}` gives one number a row"
+            message = f"`reduce` is for terms of tokens, but `{rows[0][1].name}` gives one number per row"
             help = "leave it out: the loss is the mean over rows"
-            found.append(Diagnostic("bad-value", message, node.at("reduce"), help))
+            diagnostics.append(Diagnostic("bad-value", message, node.at("reduce"), help))
         if node.stated("masked_rows") is not None and (rows or str(UpdateAttributes.of(node).reduce.value) == "tokens"):
-            over = "rows" if rows else "tokens"
-            message = f"`masked_rows` of `{node.name}` has no effect: its loss is the mean over {over}"
+            unit = "rows" if rows else "tokens"
+            message = f"`masked_rows` of `{node.name}` has no effect: its loss is the mean over {unit}"
             help = "leave it out" if rows else "leave it out, or state `reduce = sequences`"
-            found.append(Diagnostic("bad-value", message, node.at("masked_rows"), help))
-    return found
+            diagnostics.append(Diagnostic("bad-value", message, node.at("masked_rows"), help))
+    return diagnostics
 
 
 def _typed_updates(graph: Graph) -> list[Node]:
-    """Without those that read a column whose type is wrong, as is told where it is declared."""
-    return [n for n in graph.verb("update") if all(graph.column(c).element in ELEMENTS for c in n.reads)]
+    """Return the updates whose columns all have known types.
+
+    An unknown type is reported where the column is declared.
+    """
+    return [
+        node for node in graph.verb("update") if all(graph.column(column).element in ELEMENTS for column in node.reads)
+    ]
 
 
 def one_column(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Terms of tokens in an update that scores several columns: of which one they are cannot be told."""
-    found = []
+    """Report terms of tokens in an update that scores several columns.
+
+    The column that the term belongs to is ambiguous.
+    """
+    diagnostics = []
     for node in _typed_updates(graph):
         scored = sequences(graph, node).scored
         for call, signature in calls(node, library):
             if len(scored) > 1 and ({*signature.fills} & {*FILLED} or not signature.rows):
                 message = (
-                    f"`{signature.name}` is of the tokens of one column, and `{node.name}` scores "
-                    f"{' and '.join(f'`{c}`' for c in scored)}"
+                    f"`{signature.name}` works on the tokens of one column, but `{node.name}` scores "
+                    f"{' and '.join(f'`{column}`' for column in scored)}"
                 )
-                help = "take a term that names its columns, as `dpo` does, or read one of them"
-                found.append(Diagnostic("term-column", message, span(call, node), help))
-    return found
+                help = "use a term that names its columns, such as `dpo`, or read only one of them"
+                diagnostics.append(Diagnostic("term-column", message, span(call, node), help))
+    return diagnostics
 
 
 def joined_pair(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Updates that read a chosen and a rejected response as one text."""
-    found = []
+    """Warn of updates that read a chosen and a rejected response as one text."""
+    diagnostics = []
     for node in _typed_updates(graph):
         read = sequences(graph, node)
         if not {"chosen", "rejected"} <= {*read.context, *read.scored} or {"chosen", "rejected"} <= {*read.scored}:
             continue
         if any(signature.logps for _, signature in calls(node, library)):
-            continue  # which is told of its term
-        one, other = (c for c in (*read.context, *read.scored) if c in ("chosen", "rejected"))
+            continue  # reported at the term
+        one, other = (column for column in (*read.context, *read.scored) if column in ("chosen", "rejected"))
         message = (
-            f"`{node.name}` reads `chosen` and `rejected` as one text: it trains on `{other}` as what follows `{one}`"
+            f"`{node.name}` reads `chosen` and `rejected` as one text: it trains on `{other}` as a continuation of "
+            f"`{one}`"
         )
         help = {
-            "policy": f"to learn what was chosen, leave `rejected` out of what `{node.name}` reads; to learn from "
-            "pairs, `loss = dpo()`, with the log-probabilities of both by a reference",
-            "reward_model": "to learn from pairs, `loss = bradley_terry()`",
+            "policy": f"to learn from `chosen` alone, leave `rejected` out of what `{node.name}` reads; to learn from "
+            "pairs, use `loss = dpo()` with the log-probabilities of both from a reference",
+            "reward_model": "to learn from pairs, use `loss = bradley_terry()`",
         }.get(kind_of(graph, node.worker), f"leave one of them out of what `{node.name}` reads")
-        found.append(Diagnostic("joined-pair", message, node.span, help, "warning"))
-    return found
+        diagnostics.append(Diagnostic("joined-pair", message, node.span, help, "warning"))
+    return diagnostics
 
 
 def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Columns that an update reads and no term of its loss does: they are computed and moved for nothing."""
-    found = []
+    """Warn of columns that an update reads but no term uses.
+
+    They are computed and moved for nothing.
+    """
+    diagnostics = []
     for node in _typed_updates(graph):
         used = taken(node, library) | sampled(graph, node)
         read = sequences(graph, node)
-        used |= {*read.context, *read.scored, *(str(e.value) for e in tempered(graph, node))}
-        idle = [c for c in node.reads if c not in used and graph.column(c).element != "bool"]
-        # One of them may be what says which tokens are scored.
+        used |= {*read.context, *read.scored, *(str(expr.value) for expr in tempered(graph, node))}
+        idle = [column for column in node.reads if column not in used and graph.column(column).element != "bool"]
+        # One of them may decide which tokens are scored.
         idle = [
-            c for c in idle if sequences(graph, replace(node, reads=tuple(r for r in node.reads if r != c))) == read
+            column
+            for column in idle
+            if sequences(graph, replace(node, reads=tuple(name for name in node.reads if name != column))) == read
         ]
-        at = node.at("loss")
+        loss_span = node.at("loss")
         for column in idle:
             message = f"`{node.name}` reads `{column}`, which no term of its loss uses"
-            where = ((node.span, f"`{column}` is read here"),) if at.file != node.span.file else ()
-            found.append(Diagnostic("unused-column", message, at, _without(graph, node, column), "warning", where))
-    return found
+            where = ((node.span, f"`{column}` is read here"),) if loss_span.file != node.span.file else ()
+            diagnostics.append(
+                Diagnostic("unused-column", message, loss_span, _suggest_removal(graph, node, column), "warning", where)
+            )
+    return diagnostics
 
 
-def _without(graph: Graph, node: Node, column: str) -> str:
-    """How to do without a column, and without what computes it for this node alone."""
-    help = "leave it out of what it reads"
-    if column not in graph.writers:  # which another check tells
+def _suggest_removal(graph: Graph, node: Node, column: str) -> str:
+    """Describe how to remove a column.
+
+    A node or worker that computes only this column is removed with it.
+    """
+    help = f"leave it out of what `{node.name}` reads"
+    if column not in graph.writers:  # reported by another check
         return help
     writer = graph.writer(column)
-    if writer.verb == "source" or any(column in n.reads for n in graph.nodes if n != node):
+    if writer.verb == "source" or any(column in other.reads for other in graph.nodes if other != node):
         return help
     help += f", or `drop {column}`"
     if writer.writes != (column,) or writer.sets:
         return help
     alone = len(graph.sharing(writer.worker)) == 1
-    return f"{help} and `drop {writer.worker if alone else writer.name}`, which gives nothing else"
+    return f"{help} and `drop {writer.worker if alone else writer.name}`, which writes nothing else"
 
 
 def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
-    """Updates that train on what an environment or an agent wrote, and functions that know of masks and take it for the
-    policy's."""
-    found = []
-    for node in (n for n in graph.verb("generate") if GenerateAttributes.of(n).partner is not None):
+    """Warn of nodes that treat text of an environment or agent as text of the policy.
+
+    These are updates that train on it, and functions that support masks but are called without one.
+    """
+    diagnostics = []
+    for node in (
+        candidate for candidate in graph.verb("generate") if GenerateAttributes.of(candidate).partner is not None
+    ):
         partner = "environment" if GenerateAttributes.of(node).environment is not None else "agent"
         mask = of_response(graph, node, "bool")
-        responses = [c for c in node.writes if is_tokens(graph, c)]
+        responses = [column for column in node.writes if is_tokens(graph, column)]
         for other in graph.nodes:
-            whole = [c for c in _unmasked(graph, other, library) if c in responses]
-            if not whole:
+            unmasked = [column for column in _list_unmasked(graph, other, library) if column in responses]
+            if not unmasked:
                 continue
             does = (
-                f"trains on all of `{whole[0]}`"
+                f"trains on all of `{unmasked[0]}`"
                 if other.verb == "update"
-                else f"takes all of `{whole[0]}` for the policy's"
+                else f"treats all of `{unmasked[0]}` as the policy's"
             )
-            message = f"`{other.name}` {does}, and parts of it the {partner} of `{node.name}` wrote"
+            message = f"`{other.name}` {does}, but the {partner} of `{node.name}` wrote parts of it"
             own = (
-                f"declare `mask : bool[{whole[0]}]`, let `{node.name}` write it beside `{whole[0]}`, and "
+                f"declare `mask : bool[{unmasked[0]}]`, let `{node.name}` write it next to `{unmasked[0]}`, and "
                 f"`{other.name}` read it"
             )
             help = f"read `{mask}` in `{other.name}`" if mask else own
-            found.append(Diagnostic("unread-mask", message, other.span, help, "warning"))
-    return found
+            diagnostics.append(Diagnostic("unread-mask", message, other.span, help, "warning"))
+    return diagnostics
 
 
-def _unmasked(graph: Graph, node: Node, library: Library) -> Collection[str]:
-    """The columns of tokens that a node takes whole, where a mask could leave some out."""
-    if any(graph.column(c).element == "bool" for c in node.reads):
+def _list_unmasked(graph: Graph, node: Node, library: Library) -> Collection[str]:
+    """Return the token columns that a node uses without a possible mask."""
+    if any(graph.column(column).element == "bool" for column in node.reads):
         return ()
     if node.verb == "update":
         return sequences(graph, node).scored

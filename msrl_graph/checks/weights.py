@@ -1,6 +1,6 @@
-"""What lies in the folders of weights, as the headers of their files have it.
+"""The contents of folders of weights, according to the headers of their files.
 
-Invariant: nothing but names and shapes is read, and one number: the bias of a head of scores.
+Invariant: only names, shapes and types are read, and one number: the bias of a score head.
 """
 
 from __future__ import annotations
@@ -22,112 +22,142 @@ from ..sharding.layout import full
 
 BIAS = "score.bias"
 LOGITS = "lm_head.weight"
-ANGLES = "rotary_emb.inv_freq"  # which old folders hold beside each layer's weights
-# Bytes of an element, by the types that weights may have.
+ANGLES = "rotary_emb.inv_freq"  # old folders hold it next to the weights of each layer
+# Bytes per element, by the types that weights may have.
 SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 SCORING = "AutoModelForSequenceClassification with num_labels = 1"
-Held = dict[str, tuple[Path, dict[str, Any]]]  # by name its file, and what that file's header says of it
+Held = dict[str, tuple[Path, dict[str, Any]]]  # by tensor name: its file, and its entry in the header of the file
 
 
 def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic]:
-    """What workers need and the folders of their models (some of them, or all) do not hold as they need it, and where
-    nothing is wrong a warning of what nobody computes with; a folder without any weights is left alone."""
+    """Report missing and wrong weights in the folders of models.
+
+    `folders` limits the check to these folders; None checks all. If a folder has no mistake, its unused weights are a
+    warning. A folder without any weights is not checked.
+    """
     graph = plan.graph
-    found = []
+    diagnostics = []
     users: dict[str, list[tuple[Worker, Model]]] = defaultdict(list)
     for worker in graph.workers:
-        node = next((n for n in graph.nodes if n.worker == worker.name), None)
+        node = next((candidate for candidate in graph.nodes if candidate.worker == worker.name), None)
         model = plan.model(node.name) if node is not None and worker.kind != "function" else None
         if model is not None and model.path and (folders is None or model.path in folders):
             users[model.path].append((worker, model))
-    updated = {n.worker for n in graph.verb("update")}
-    for path, those in users.items():
-        there = Held()
-        span = those[0][1].span
+    updated = {node.worker for node in graph.verb("update")}
+    for path, uses in users.items():
+        stored = Held()
+        span = uses[0][1].span
         file = Path(path)
         try:
             files = weight_files(path)
             for file, named in files.read.items():
-                header = _header(file)
-                there |= {name: (file, entry) for name, entry in header.items() if named is None or name in named}
+                header = _read_header(file)
+                stored |= {name: (file, entry) for name, entry in header.items() if named is None or name in named}
         except UnclearError as error:
-            found.append(Diagnostic("missing-file", str(error), span, error.help))
+            diagnostics.append(Diagnostic("missing-file", str(error), span, error.help))
             continue
         except (OSError, ValueError, RecursionError) as error:
-            what = f"the weights in {file} cannot be read: {error}"
-            found.append(Diagnostic("missing-file", what, span, fix_commands.lfs(file) or "copy the file again"))
+            message = f"the weights in {file} cannot be read: {error}"
+            diagnostics.append(
+                Diagnostic("missing-file", message, span, fix_commands.lfs(file) or "copy the file again")
+            )
             continue
         if files.read:
-            wrong = [d for worker, model in those for d in _wrong(worker, model, there, worker.name in updated)]
-            found += wrong or [*_left(files, span), *_unread(there, [model for _, model in those])]
-    return found
+            wrong = [
+                diagnostic
+                for worker, model in uses
+                for diagnostic in _check_worker(worker, model, stored, worker.name in updated)
+            ]
+            diagnostics += wrong or [
+                *_warn_unread_files(files, span),
+                *_warn_unused_weights(stored, [model for _, model in uses]),
+            ]
+    return diagnostics
 
 
-def _left(files: WeightFiles, span: Span) -> list[Diagnostic]:
-    """Files with weights that are none of the model's."""
+def _warn_unread_files(files: WeightFiles, span: Span) -> list[Diagnostic]:
+    """Warn of files with weights that do not belong to the model."""
     if not files.left:
         return []
     more = f" and {len(files.left) - 1} more" if len(files.left) > 1 else ""
     by = WHOLE if len(files.read) == 1 and next(iter(files.read)).name == WHOLE else INDEX
-    what = f"{files.left[0]}{more} {'are' if more else 'is'} not read: the model's weights are those of {by}"
-    help = "move to another folder what is not the model's"
-    return [Diagnostic("unused-weight", what, span, help, "warning")]
+    message = f"{files.left[0]}{more} {'are' if more else 'is'} not read: the model's weights are those of {by}"
+    help = "move files that do not belong to the model to another folder"
+    return [Diagnostic("unused-weight", message, span, help, "warning")]
 
 
-def _unread(there: Held, models: list[Model]) -> list[Diagnostic]:
-    """Weights that none of the models of a folder has. As transformers, it tells nothing of what can be computed, of a
-    head that is tied or that a critic leaves, and of the layer of multi-token prediction (Model)."""
+def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
+    """Warn of weights that no model of a folder has.
+
+    As in transformers, some weights are not reported: those that can be computed, a head that is tied or that a critic
+    does not use, and the layer of multi-token prediction (Model).
+    """
     model = models[0]
-    names = {name for m in models for t in (*m.tensors, *m.fixed) for name, _, _ in t.in_files(full(t.shape))}
-    names |= {BIAS, LOGITS} if any(m.scores for m in models) else {LOGITS} if model.tied else set()
-    ahead = f"model.layers.{model.layers}." if model.family == "deepseek_v3" else ANGLES
-    left = [n for n in there if n not in names and not n.endswith(ANGLES) and not n.startswith(ahead)]
-    if not left:
+    names = {
+        name
+        for member in models
+        for tensor in (*member.tensors, *member.fixed)
+        for name, _, _ in tensor.in_files(full(tensor.shape))
+    }
+    names |= {BIAS, LOGITS} if any(member.scores for member in models) else {LOGITS} if model.tied else set()
+    prediction_layer = f"model.layers.{model.layers}." if model.family == "deepseek_v3" else ANGLES
+    unused = [
+        name
+        for name in stored
+        if name not in names and not name.endswith(ANGLES) and not name.startswith(prediction_layer)
+    ]
+    if not unused:
         return []
-    more = f" and {len(left) - 1:,} more" if len(left) > 1 else ""
-    name = min(left)
-    what = f"{there[name][0]} holds `{name}`{more}, which nothing computes with: the config.json beside it has no such"
-    help = "a config.json is its weights' own: copy both again, or take out what is not the model's"
-    return [Diagnostic("unused-weight", what, model.span, help, "warning")]
+    more = f" and {len(unused) - 1:,} more" if len(unused) > 1 else ""
+    name = min(unused)
+    message = f"{stored[name][0]} holds `{name}`{more}, which the config.json next to it does not describe"
+    help = "config.json and weights must be of the same model: copy both again, or remove what is not the model's"
+    return [Diagnostic("unused-weight", message, model.span, help, "warning")]
 
 
-def _wrong(worker: Worker, model: Model, there: Held, updated: bool) -> list[Diagnostic]:
+def _check_worker(worker: Worker, model: Model, stored: Held, updated: bool) -> list[Diagnostic]:
     tensors = (*model.tensors, *model.fixed)
-    wanted = [(name, [b for _, b in box]) for t in tensors for name, _, box in t.in_files(full(t.shape))]
-    missing = [name for name, _ in wanted if name not in there and not (name == HEAD and updated)]
+    wanted = [
+        (name, [stop for _, stop in box]) for tensor in tensors for name, _, box in tensor.in_files(full(tensor.shape))
+    ]
+    missing = [name for name, _ in wanted if name not in stored and not (name == HEAD and updated)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        what = (
-            f"the weights in {model.path} hold no `{missing[0]}`{more}, which the {worker.kind} "
-            f"`{worker.name}` computes with"
+        message = (
+            f"the weights in {model.path} hold no `{missing[0]}`{more}, which the {worker.kind} `{worker.name}` needs"
         )
         help = f"name a folder that {SCORING} saved"
         if missing[0] != HEAD:
-            prefixes = fix_commands.tensor_names(model.path, there, missing[0])
+            prefixes = fix_commands.tensor_names(model.path, stored, missing[0])
             help = prefixes or "name a folder with a language model's weights"
-        return [Diagnostic("missing-file", what, model.span, help)]
+        return [Diagnostic("missing-file", message, model.span, help)]
     for name, shape in wanted:
-        file, entry = there.get(name, (Path(), {"shape": shape}))
+        file, entry = stored.get(name, (Path(), {"shape": shape}))
         if entry["shape"] != shape:
-            what = f"`{name}` in {file} has the shape {entry['shape']}, where `{worker.name}` takes {shape}"
+            message = f"`{name}` in {file} has the shape {entry['shape']}, but `{worker.name}` needs {shape}"
             help = (
                 f"name a folder that {SCORING} saved"
                 if name == HEAD
-                else "the folder's config.json is of another model"
+                else "the folder's config.json belongs to another model"
             )
-            return [Diagnostic("missing-file", what, model.span, help)]
+            return [Diagnostic("missing-file", message, model.span, help)]
         if entry.get("dtype", "F32") not in SIZES:
-            what = f"`{name}` in {file} is of the type {entry['dtype']}; weights are {', '.join(SIZES)}"
-            return [Diagnostic("missing-file", what, model.span, "name a folder with weights that are not quantized")]
-    if model.scores and BIAS in there and any(_bytes(*there[BIAS])):
-        what = f"`{BIAS}` in {there[BIAS][0]} is not zero, and `{worker.name}` has no bias"
-        return [Diagnostic("missing-file", what, model.span, f"name a folder that {SCORING} saved")]
+            message = f"`{name}` in {file} has the type {entry['dtype']}; weights must be {', '.join(SIZES)}"
+            return [
+                Diagnostic("missing-file", message, model.span, "name a folder with weights that are not quantized")
+            ]
+    if model.scores and BIAS in stored and any(_read_bytes(*stored[BIAS])):
+        message = f"`{BIAS}` in {stored[BIAS][0]} is not zero, but `{worker.name}` has no bias"
+        return [Diagnostic("missing-file", message, model.span, f"name a folder that {SCORING} saved")]
     return []
 
 
-def _header(file: Path) -> dict[str, dict[str, Any]]:
-    """The tensors of a safetensors file, by name: an object's length in eight bytes, the object, then all tensors'
-    bytes. Raises ValueError: it is none, or not whole."""
+def _read_header(file: Path) -> dict[str, dict[str, Any]]:
+    """Read the entries of the tensors in a safetensors file, by name.
+
+    The file has the length of a JSON object in eight bytes, the object, then the bytes of all tensors. Raises
+    ValueError if it is not such a file or is incomplete.
+    """
     if not file.is_file():
         raise ValueError("it is not a regular file")
     size = file.stat().st_size
@@ -135,29 +165,29 @@ def _header(file: Path) -> dict[str, dict[str, Any]]:
         length = int.from_bytes(opened.read(8), "little")
         if not 0 < length <= size - 8:
             raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
-        found = json.loads(opened.read(length))
-    if not isinstance(found, dict):
-        raise ValueError("its header is no JSON object")
-    found.pop("__metadata__", None)
+        entries = json.loads(opened.read(length))
+    if not isinstance(entries, dict):
+        raise ValueError("its header is not a JSON object")
+    entries.pop("__metadata__", None)
     end = 0
-    for name, entry in found.items():
+    for name, entry in entries.items():
         match entry:
             case {"dtype": str(dtype), "shape": shape, "data_offsets": [int(start), int(stop)]} if all(
-                isinstance(n, int) for n in shape
+                isinstance(extent, int) for extent in shape
             ):
                 if not 0 <= start <= stop or stop - start != math.prod(shape) * SIZES.get(
                     dtype, (stop - start) / max(math.prod(shape), 1)
                 ):
-                    raise ValueError(f"the bytes of `{name}` are not those of its shape")
+                    raise ValueError(f"the bytes of `{name}` do not match its shape")
             case _:
                 raise ValueError(f"its header does not describe `{name}`")
         end = max(end, stop)
     if 8 + length + end != size:
         raise ValueError(f"its tensors end at byte {8 + length + end:,}, the file has {size:,}")
-    return found
+    return entries
 
 
-def _bytes(file: Path, entry: dict[str, Any]) -> bytes:
+def _read_bytes(file: Path, entry: dict[str, Any]) -> bytes:
     start, stop = entry["data_offsets"]
     with file.open("rb") as opened:
         opened.seek(8 + int.from_bytes(opened.read(8), "little") + start)
