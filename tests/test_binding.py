@@ -158,7 +158,7 @@ def test_a_term_needs_what_its_worker_gives(term: str, kind: str, message: str) 
         (
             "node actor.generate { partial = 0.5 }\n source -> actor.generate { stream = 2 }",
             "cpu",
-            ["this version plans for and does not run: `stream` of `source -> actor.generate` beside `partial`"],
+            ["this version can plan but not run: `stream` of `source -> actor.generate` together with `partial`"],
         ),
     ],
 )

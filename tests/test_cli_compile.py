@@ -339,5 +339,5 @@ def test_a_file_beside_the_program_is_imported_in_quotes(tmp_path, capsys, monke
     assert compile_main(["main.rlg", "--diagnostics", "concise"]) == 1
     assert capsys.readouterr().err == (
         "main.rlg:1:1: error[unknown-name]: no algorithm of the package is called `ranked` "
-        '(help: for the file beside this one write `import "ranked.rlg"`)\n'
+        '(help: for the file next to this one, write `import "ranked.rlg"`)\n'
     )

@@ -26,7 +26,7 @@ def test_what_is_no_plan(tmp_path, capsys, monkeypatch):
         assert run_main(["plan.json"]) == 1
         assert capsys.readouterr().err == (
             f"error[bad-plan]: plan.json is not a plan of this version: {why}\n"
-            "  = help: write it anew: msrl-compile FILE --format json -o plan.json\n"
+            "  = help: write it again: msrl-compile FILE --format json -o plan.json\n"
         )
     assert run_main(["other.json"]) == 1
     assert (

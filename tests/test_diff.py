@@ -186,7 +186,7 @@ def test_an_old_plan_that_is_none(tmp_path: Path, capsys: Capture, monkeypatch: 
     page = str(PROGRAMS / "grpo_page.rlg")
     plan = compile(page)
     monkeypatch.chdir(tmp_path)
-    help = "  = help: write it anew: msrl-compile FILE --format json -o plan.json\n"
+    help = "  = help: write it again: msrl-compile FILE --format json -o plan.json\n"
     for data, why in (
         (replace(plan, format_version=7).to_json(), "its format is 7, this version reads 1"),
         ('{"format_version": 7}', "its format is 7, this version reads 1"),

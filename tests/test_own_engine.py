@@ -37,9 +37,9 @@ def registered(monkeypatch):
 def test_what_an_engine_does_not_honour_is_refused_where_it_stands():
     plan = one_rank(GENERATES, ("temperature = 1.0 }", "temperature = 1.0, top_k = 3 }"))
     (told,) = unready(plan)
-    assert told.code == "not-yet" and (told.span.line, told.help) == (23, "`engine actor.generate = hf` honours it")
-    assert told.message.startswith("`top_k` of `actor.generate` by the engine `likeliest` can be planned for, not run")
-    assert any("`top_k` by the engine `likeliest`" in note.text for note in plan.notes)
+    assert told.code == "not-yet" and (told.span.line, told.help) == (23, "`engine actor.generate = hf` supports it")
+    assert told.message.startswith("`top_k` of `actor.generate` with the engine `likeliest` cannot be run yet")
+    assert any("`top_k` with the engine `likeliest`" in note.text for note in plan.notes)
     assert unready(one_rank(GENERATES)) == []
 
 
@@ -48,7 +48,7 @@ def test_what_each_engine_must_name_is_refused_of_one_that_does_not(monkeypatch)
     monkeypatch.setattr(UpdateAttributes, "declared", lambda: declared)
     stated = ("mini_batch = 4", "reduce = tokens\n    mini_batch = 4")
     (told,) = unready(one_rank(TRAINS, stated))
-    assert told.code == "not-yet" and told.message.startswith("`reduce` of `actor.update` by the engine `pairs`")
+    assert told.code == "not-yet" and told.message.startswith("`reduce` of `actor.update` with the engine `pairs`")
     monkeypatch.setitem(backends.ENGINES, "pairs", replace(own_engine.TRAINER, heeds=("reduce",)))
     assert unready(one_rank(TRAINS, stated)) == []
 

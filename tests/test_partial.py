@@ -131,7 +131,7 @@ def test_a_recording_is_replayed_on_another_layout_and_gone_on_with(place):
     [
         (
             ("source -> actor.generate\n", "source -> actor.generate { stream = 2 }\n"),
-            "`stream` of `source -> actor.generate` beside `partial`",
+            "`stream` of `source -> actor.generate` together with `partial`",
         ),
         (
             (
@@ -139,7 +139,7 @@ def test_a_recording_is_replayed_on_another_layout_and_gone_on_with(place):
                 "  node host.some(reward) { keep = reward > 0.5, refill = 2 }\n"
                 "  host.advantage -> host.some -> actor.update\n  reference.infer -> actor.update",
             ),
-            "`refill` of `host.some` beside `partial`",
+            "`refill` of `host.some` together with `partial`",
         ),
         (
             (
@@ -147,7 +147,7 @@ def test_a_recording_is_replayed_on_another_layout_and_gone_on_with(place):
                 '  node host.twice(prompt) { select = "twice.py:twice", per = prompt }\n'
                 "  source -> host.twice -> actor.generate\n",
             ),
-            "`select` of `host.twice` beside `partial`",
+            "`select` of `host.twice` together with `partial`",
         ),
     ],
 )
@@ -155,4 +155,4 @@ def test_what_a_run_cannot_do_beside_it_is_refused_by_name(place, change, what):
     (place.folder / "twice.py").write_text("def twice(*columns) -> list[int]:\n    return [0, 0]\n")
     written(place, "on one pool, one group", change)
     code, _, err = place.run("p.rlg", *SMALL)
-    assert code and f"error[not-yet]: {what} can be planned for, not run" in err and "leave one of the two out" in err
+    assert code and f"error[not-yet]: {what} cannot be run yet" in err and "leave one of the two out" in err

@@ -341,7 +341,7 @@ def test_a_misspelt_attribute_of_a_change_is_taken_back_as_the_help_says() -> No
     (told,) = raised.value.diagnostics
     lines = [
         "did you mean `epochs`?",
-        'in a notebook take it back, too, since changes add up: `drop("actor.update.epoch")`',
+        'in a notebook, undo it, too, since changes add up: `drop("actor.update.epoch")`',
     ]
     assert told.help.splitlines() == lines and lines[1] in str(raised.value)
     a.drop("actor.update.epoch").node("actor.update", epochs=2)

@@ -1,1 +1,1 @@
-"""From text to plan: the list of passes that a compilation goes through."""
+"""Compilation from text to a plan."""

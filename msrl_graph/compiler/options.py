@@ -1,6 +1,6 @@
-"""What a caller in Python asks `compile` and `check` for, besides the program.
+"""Options of `compile` and `check` for callers in Python.
 
-Invariant: what comes out is of the kinds that the pipeline takes; anything else is a Fault.
+Invariant: the result has only types that the pipeline accepts; anything else is a Fault.
 """
 
 from __future__ import annotations
@@ -13,19 +13,22 @@ from ..diagnostics import Diagnostic, Fault, kind_of
 
 
 def asked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, those that are None left out, with `sets` as texts of the language. Raises Fault."""
-    found = {name: value for name, value in options.items() if value is not None}
-    for name in found.keys() & {"text", "deploy", "model"}:
-        if not isinstance(found[name], str):
-            _refuse(f"`{name}` is a str, not {kind_of(found[name])}")
-    budget = found.get("budget", 0)
+    """Validate the options. Raises Fault.
+
+    Options that are None are left out, and `sets` are converted to text.
+    """
+    validated = {name: value for name, value in options.items() if value is not None}
+    for name in validated.keys() & {"text", "deploy", "model"}:
+        if not isinstance(validated[name], str):
+            _refuse(f"`{name}` is a str, not {kind_of(validated[name])}")
+    budget = validated.get("budget", 0)
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 0:
         _refuse(f"`budget` is a number of seconds, not {budget if isinstance(budget, float) else kind_of(budget)}")
-    if "sets" in found:
-        if not isinstance(found["sets"], Mapping):
-            _refuse(f'`sets` is a dict, as in {{"group": "8"}}, not {kind_of(found["sets"])}')
-        found["sets"] = {_name(name): _text(name, value) for name, value in found["sets"].items()}
-    return found
+    if "sets" in validated:
+        if not isinstance(validated["sets"], Mapping):
+            _refuse(f'`sets` is a dict, as in {{"group": "8"}}, not {kind_of(validated["sets"])}')
+        validated["sets"] = {_name(name): _text(name, value) for name, value in validated["sets"].items()}
+    return validated
 
 
 def _name(name: object) -> str:
@@ -33,7 +36,7 @@ def _name(name: object) -> str:
 
 
 def _text(name: object, value: object) -> str:
-    """A value as it stands in a file."""
+    """Write a value as in a program file."""
     if isinstance(value, str):
         return value
     if isinstance(value, bool):

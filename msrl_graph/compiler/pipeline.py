@@ -1,7 +1,8 @@
-"""The pipeline: text to plan, one list that reads top to bottom.
+"""The compiler's pipeline from text to plan, in order.
 
-Invariant: a plan comes out whole or a Fault tells why; between two passes the plan is verified. The stages `ast`,
-`graph`, `placed` and `plan` can each be the last, so that showing a stage and running it are the same computation.
+Invariant: the result is a complete plan, or a Fault with the reason. The plan is verified between two passes. Each of
+the stages `ast`, `graph`, `placed` and `plan` can be the last, so that showing a stage and running it use the same
+computation.
 """
 
 from __future__ import annotations
@@ -56,38 +57,40 @@ if TYPE_CHECKING:
 STAGES = ("ast", "graph", "placed", "plan")
 
 
-def _misplaced(plan: Plan) -> list[Diagnostic]:
-    """What is wrong with where and how nodes are placed; a statement that is wrong by itself is not told to differ from
-    another."""
-    found = layout.check(plan, ENGINES)
-    found += [
-        d
-        for d in (*sharing.check(plan), *staleness.check(plan), *followers.placed(plan, ENGINES))
-        if d.span not in {f.span for f in found}
+def _check_placement(plan: Plan) -> list[Diagnostic]:
+    """Check the placement of nodes: layouts, sharing, staleness, followers.
+
+    A statement with a mistake of its own is not also compared with other statements.
+    """
+    diagnostics = layout.check(plan, ENGINES)
+    diagnostics += [
+        diagnostic
+        for diagnostic in (*sharing.check(plan), *staleness.check(plan), *followers.placed(plan, ENGINES))
+        if diagnostic.span not in {other.span for other in diagnostics}
     ]
-    return found or lints.check(plan, ENGINES)
+    return diagnostics or lints.check(plan, ENGINES)
 
 
-def _refused(plan: Plan) -> bool:
-    return any(d.severity == "error" for d in _misplaced(plan))
+def _is_rejected(plan: Plan) -> bool:
+    return any(diagnostic.severity == "error" for diagnostic in _check_placement(plan))
 
 
-def _too_much(plan: Plan) -> list[Diagnostic]:
-    """What the rows wait for in vain, or what does not fit."""
+def _check_capacity(plan: Plan) -> list[Diagnostic]:
+    """Report waits that never end, or else phases that do not fit into memory."""
     return liveness.check(plan) or memory.check(plan, partial(ADVICE.nearest, plan))
 
 
 def pipeline(budget: float | None = None) -> Passes:
-    """All passes; `budget` are the seconds after which the search takes the best so far."""
-    return passes(Search(ENGINES, _refused, budget), ENGINES)
+    """Return all passes; after `budget` seconds the search takes the best plan so far."""
+    return passes(Search(ENGINES, _is_rejected, budget), ENGINES)
 
 
 PASSES = pipeline()
 ADVICE = Advice(PASSES, ENGINES, lambda plan: bool(layout.check(plan, ENGINES)))
-# What the user's program may have wrong that only a pass brings to light.
+# Checks for mistakes in the user's program that only show after a pass, by the name of the pass.
 CHECKS: Mapping[str, Callable[[Plan], list[Diagnostic]]] = {
-    "place": _misplaced,
-    "memory": _too_much,
+    "place": _check_placement,
+    "memory": _check_capacity,
     "environment": partial(environments.check, engines=ENGINES),
 }
 # The last pass of a stage.
@@ -95,13 +98,15 @@ LAST = {"placed": "reshard", "plan": "environment"}
 
 
 class BrokenPass(RuntimeError):
-    """A pass made something else than it promises: a mistake of the compiler's."""
+    """A pass broke its promise, which is a bug of the compiler."""
 
 
 @dataclass(frozen=True)
 class Compilation:
-    """What each stage gave, up to the one asked for; `placed` and `plan` are None too where the program has no
-    deploy."""
+    """The results of the stages up to the requested one.
+
+    `placed` and `plan` are also None if the program has no deploy.
+    """
 
     source: ProgramSource
     tree: ast.File
@@ -124,14 +129,14 @@ def compile(
     sets: Mapping[str, str | float] | None = None,
     budget: float | None = None,
 ) -> Plan:
-    """The plan of a program: a path, the NAME of an algorithm of the package, or what was built in Python; `text`
-    stands in for the file's content.
+    """Compile a program to a plan.
 
-    `deploy` chooses among the deploys of a file, `model` names a model where there is none, `sets` are values of params
-    (a str is what would stand in the file), `budget` the seconds after which the search for layouts takes the best so
-    far. Raises Fault; what else there is to tell is a ProgramWarning.
+    `source` is a path, the NAME of an algorithm of the package, or a program built in Python. `text` replaces the
+    content of the file. `deploy` chooses among the deploys of a file. `model` names a model for a program without a
+    deploy. `sets` are values of params; a str is written as in the file. After `budget` seconds the search for layouts
+    takes the best so far. Raises Fault; warnings are ProgramWarnings.
     """
-    result = _told(source, text, deploy=deploy, model=model, sets=sets, budget=budget)
+    result = _compile(source, text, deploy=deploy, model=model, sets=sets, budget=budget)
     if result.plan is None:
         fault = no_deploy()
         fault.text = "\n".join(rendered(None, fault.diagnostics))
@@ -143,15 +148,20 @@ def compile(
 def check(
     source: str | Path | Program | ast.File, *, text: str | None = None, sets: Mapping[str, str | float] | None = None
 ) -> Graph:
-    """The graph of a program (as for `compile`), after all checks that need no plan. Raises Fault, and warns as
-    `compile` does."""
-    graph = _told(source, text, sets=sets, until="graph").graph
+    """Return the graph of a program after all checks that need no plan.
+
+    The arguments, the Fault and the warnings are those of `compile`.
+    """
+    graph = _compile(source, text, sets=sets, until="graph").graph
     assert graph is not None
     return graph
 
 
-def _told(program: str | Path | Program | ast.File, text: str | None, **options: Any) -> Compilation:
-    """The compilation; a Fault that nobody catches shows where its mistakes are, and warnings go Python's way."""
+def _compile(program: str | Path | Program | ast.File, text: str | None, **options: Any) -> Compilation:
+    """Compile a program; warnings go to `warnings.warn`.
+
+    An uncaught Fault shows the source at its mistakes.
+    """
     source = None
     try:
         options = asked({"text": text, **options})
@@ -159,7 +169,9 @@ def _told(program: str | Path | Program | ast.File, text: str | None, **options:
         result = translate(source, **options)
     except Fault as fault:
         if source is not None and source.tree is not None and source.tree is not program:
-            fault.diagnostics = tuple(python_hints.correctable(d, source.tree) for d in fault.diagnostics)
+            fault.diagnostics = tuple(
+                python_hints.correctable(diagnostic, source.tree) for diagnostic in fault.diagnostics
+            )
         fault.text = "\n".join(rendered(source, fault.diagnostics))
         raise
     for note in rendered(source, result.warnings):
@@ -169,18 +181,20 @@ def _told(program: str | Path | Program | ast.File, text: str | None, **options:
 
 def rendered(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) -> list[str]:
     known = texts(source, diagnostics)
-    return [render(d, known) for d in diagnostics]
+    return [render(diagnostic, known) for diagnostic in diagnostics]
 
 
 def no_deploy() -> Fault:
-    help = "add a `deploy`; or plan for the machine at hand: `msrl-compile --model PRESET`"
+    help = "add a `deploy`, or plan for this machine: `msrl-compile --model PRESET`"
     return Fault(Diagnostic("no-deploy", "the program has no deploy, so there is nothing to plan for", help=help))
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the collector of cycles: what a compilation makes has none, and is walked again and again the larger it
-    gets."""
+def _without_gc() -> Iterator[None]:
+    """Disable the garbage collector of reference cycles.
+
+    A compilation creates no cycles, and the collector would traverse its growing objects again and again.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -190,7 +204,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-@_uncollected()
+@_without_gc()
 def translate(
     source: ProgramSource,
     *,
@@ -201,35 +215,41 @@ def translate(
     after: Hook = lambda name, seconds, plan: None,
     budget: float | None = None,
 ) -> Compilation:
-    """Runs the pipeline up to stage `until`; `after(pass, seconds, plan)` is called after each pass; `budget` are the
-    seconds after which the search takes the best so far. Raises Fault."""
+    """Run the pipeline up to the stage `until`. Raises Fault.
+
+    `after(pass, seconds, plan)` is called after each pass. After `budget` seconds the search takes the best so far.
+    """
     tree = source.tree or parse(source.text, source.name)
     if until == "ast":
         return Compilation(source, tree)
     try:
         lowered = lower(tree, context(source, deploy or source.deploy, model, sets))
     except LoweringFault as fault:
-        # What could be read of the graph may have more to tell, in the same run.
-        told = (
+        # The part of the graph that could be read may have more mistakes, which are reported in the same run.
+        diagnostics = (
             checks.check(fault.graph, fault.library, fault.diagnostics, dropped=fault.dropped)
             if fault.graph is not None
             else []
         )
-        raise Fault(*fault.diagnostics, *(d for d in told if d.severity == "error")) from None
+        raise Fault(
+            *fault.diagnostics, *(diagnostic for diagnostic in diagnostics if diagnostic.severity == "error")
+        ) from None
     graph = lowered.graph
-    reported = [c for e in (lowered.deploy.evaluations if lowered.deploy else ()) for c in e.columns]
+    reported = [
+        column for evaluation in (lowered.deploy.evaluations if lowered.deploy else ()) for column in evaluation.columns
+    ]
     warnings = (*lowered.warnings, *checks.check(graph, lowered.library, lowered.warnings, reported, lowered.dropped))
-    if errors := [d for d in warnings if d.severity == "error"]:
+    if errors := [diagnostic for diagnostic in warnings if diagnostic.severity == "error"]:
         raise Fault(*errors)
     if until == "graph" or lowered.cluster is None or lowered.deploy is None:
         return Compilation(source, tree, graph, warnings=warnings)
     plan = Plan(graph, lowered.cluster, lowered.deploy)
     known = at_hand(plan)
-    told = [*tokenizers.check(known), *folders.check(known), *datafiles.check(plan)]
-    if any(d.severity == "error" for d in told):
-        raise Fault(*told)
-    stages, more = _staged(plan, LAST[until], after, budget)
-    warnings, placed = (*warnings, *told, *more), stages[LAST["placed"]]
+    diagnostics = [*tokenizers.check(known), *folders.check(known), *datafiles.check(plan)]
+    if any(diagnostic.severity == "error" for diagnostic in diagnostics):
+        raise Fault(*diagnostics)
+    stages, more = _run_passes(plan, LAST[until], after, budget)
+    warnings, placed = (*warnings, *diagnostics, *more), stages[LAST["placed"]]
     if until == "placed":
         return Compilation(source, tree, graph, placed, None, warnings)
     plan = stages[LAST["plan"]]
@@ -237,21 +257,21 @@ def translate(
     return Compilation(source, tree, graph, placed, plan, warnings)
 
 
-def _staged(
+def _run_passes(
     plan: Plan, last: str, after: Hook = lambda name, seconds, plan: None, budget: float | None = None
 ) -> tuple[dict[str, Plan], list[Diagnostic]]:
-    """What each pass makes of a plan, up to the `last` one, and the warnings. Raises Fault."""
+    """Return the plan after each pass up to `last`, and the warnings. Raises Fault."""
     stages: dict[str, Plan] = {}
     warnings: list[Diagnostic] = []
     for step in pipeline(budget).until(last):
         began = time.perf_counter()
         plan = step.apply(plan)
         after(step.name, time.perf_counter() - began, plan)
-        # A mistake in the program comes before what the pass promises: it promises nothing for a program that is wrong.
-        told = CHECKS[step.name](plan) if step.name in CHECKS else []
-        if any(d.severity == "error" for d in told):
-            raise Fault(*told)
-        warnings += told
+        # Check the program before the promise of the pass, which does not hold for a wrong program.
+        diagnostics = CHECKS[step.name](plan) if step.name in CHECKS else []
+        if any(diagnostic.severity == "error" for diagnostic in diagnostics):
+            raise Fault(*diagnostics)
+        warnings += diagnostics
         if wrong := next(step.verify(plan), ""):
             raise BrokenPass(f"the pass `{step.name}` broke its promise: {wrong}")
         stages[step.name] = plan
@@ -259,19 +279,27 @@ def _staged(
 
 
 def with_hosts(plan: Plan, nodes: int) -> Plan | None:
-    """The same program planned for so many hosts; None where it does not fit, or what its deploy states is for more."""
+    """Plan the same program for `nodes` hosts.
+
+    Return None if it does not fit or its deploy states more hosts.
+    """
     try:
-        found = _staged(Plan(plan.graph, replace(plan.cluster, nodes=nodes), plan.deploy), LAST["plan"])[0][
+        planned = _run_passes(Plan(plan.graph, replace(plan.cluster, nodes=nodes), plan.deploy), LAST["plan"])[0][
             LAST["plan"]
         ]
     except Fault:
         return None
-    return None if unsupported.unready(found) else replace(found, notes=(*found.notes, *unsupported.notes(found)))
+    return (
+        None if unsupported.unready(planned) else replace(planned, notes=(*planned.notes, *unsupported.notes(planned)))
+    )
 
 
 def unstated(plan: Plan, budget: float | None = None) -> SearchRecord | None:
-    """What the search would have found for a plan whose layouts the file states, had it not; None where one is open."""
-    if any(has_open_layout(plan, o) for o in owners(plan, Division(plan.pools))):
+    """Search for layouts although the program states all of them.
+
+    Return None if the program leaves a layout open.
+    """
+    if any(has_open_layout(plan, owner) for owner in owners(plan, Division(plan.pools))):
         return None
     open_ = Plan(plan.graph, plan.cluster, replace(plan.deploy, layouts={}))
     return pipeline(budget)["place"].apply(open_).search
@@ -280,7 +308,7 @@ def unstated(plan: Plan, budget: float | None = None) -> SearchRecord | None:
 def context(
     source: ProgramSource, deploy: str | None = None, model: str | None = None, sets: Mapping[str, str] | None = None
 ) -> LoweringContext:
-    """What lowering may ask of the rest of the package."""
+    """Return what lowering needs from the rest of the package."""
     return LoweringContext(
         load=importer(source.folder),
         library=algorithms.library(),

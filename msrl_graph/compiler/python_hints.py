@@ -1,6 +1,8 @@
-"""What helps add for a program that was built in Python, where a corrected statement may not replace the wrong one.
+"""Additional help for programs built in Python.
 
-Invariant: a message is only added to.
+There a corrected statement may not replace the wrong one.
+
+Invariant: messages are only extended.
 """
 
 from __future__ import annotations
@@ -13,19 +15,24 @@ from ..dsl import ast
 from ..dsl.derive import node_name
 
 
-def correctable(told: Diagnostic, tree: ast.File) -> Diagnostic:
-    """A message, and of an attribute that a change of a node adds, how to take it back: changes add up, so that in a
-    notebook the corrected cell alone leaves it there."""
-    name = dict(_changed(tree)).get(told.span)
-    if told.code != "unknown-attribute" or name is None:
-        return told
-    undo = f'in a notebook take it back, too, since changes add up: `drop("{name}")`'
-    return replace(told, help="\n".join(filter(None, (told.help, undo))))
+def correctable(diagnostic: Diagnostic, tree: ast.File) -> Diagnostic:
+    """Add to a message how to undo an attribute that a change of a node added.
+
+    Changes add up. In a notebook the wrong attribute remains when the corrected cell is executed.
+    """
+    name = dict(_list_changes(tree)).get(diagnostic.span)
+    if diagnostic.code != "unknown-attribute" or name is None:
+        return diagnostic
+    undo = f'in a notebook, undo it, too, since changes add up: `drop("{name}")`'
+    return replace(diagnostic, help="\n".join(filter(None, (diagnostic.help, undo))))
 
 
-def _changed(tree: ast.File) -> Iterator[tuple[Span, str]]:
-    """The attributes of changes of nodes: where each stands, and its name."""
+def _list_changes(tree: ast.File) -> Iterator[tuple[Span, str]]:
+    """Yield the span and the name of each attribute in a change of a node."""
     for item in tree.items:
         for statement in item.body if isinstance(item, ast.AlgorithmDecl) else ():
             if isinstance(statement, ast.NodeDecl) and statement.reads is None:
-                yield from ((a.key.span, f"{node_name(statement)}.{a.key.text}") for a in statement.attrs)
+                yield from (
+                    (attribute.key.span, f"{node_name(statement)}.{attribute.key.text}")
+                    for attribute in statement.attrs
+                )

@@ -1,6 +1,6 @@
-"""Where programs come from: a path, an algorithm of the package, what was built in Python, and what those import.
+"""Sources of programs: files, algorithms of the package, Python, imports.
 
-Invariant: a source has one name, by which spans point into it, and one folder, at which the paths in it begin.
+Invariant: a source has one name, which spans use, and one folder, which the paths in it are relative to.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProgramSource:
-    """A program's text; `folder` is what the paths in it are relative to. With `tree`, the program that a Python file
-    of this text made; `deploy` is the one of it that is meant, where nobody chooses another."""
+    """The text of a program.
+
+    Paths in it are relative to `folder`. If a Python file built the program, `text` is that file and `tree` the
+    program. `deploy` is the deploy to use unless the caller chooses another.
+    """
 
     name: str
     text: str
@@ -37,9 +40,12 @@ class ProgramSource:
 
 
 def read(source: str | Path | Program | ast.File, text: str | None = None) -> ProgramSource:
-    """The source that a path or the name of a package's algorithm stands for, or that a program was built in."""
+    """Read the source of a program.
+
+    It is a path, the name of an algorithm of the package, or a program built in Python.
+    """
     if not isinstance(source, str | Path):
-        tree, meant = (source, None) if isinstance(source, ast.File) else _built(source)
+        tree, meant = (source, None) if isinstance(source, ast.File) else _unpack_built(source)
         path = Path(tree.path)
         folder = path.parent if is_file(path) else Path()
         return ProgramSource(tree.path, "".join(linecache.getlines(tree.path)), folder, tree, meant)
@@ -49,38 +55,46 @@ def read(source: str | Path | Program | ast.File, text: str | None = None) -> Pr
     if not is_file(path) and path.suffix == "" and len(path.parts) == 1:
         path = algorithms.FOLDER / f"{source}.rlg"
         if not is_file(path):
-            known = [p.stem for p in algorithms.FOLDER.glob("*.rlg")]
+            known = [file.stem for file in algorithms.FOLDER.glob("*.rlg")]
             message = f"`{source}` is neither a file nor an algorithm of the package"
             raise Fault(Diagnostic("missing-file", message, help=nearest(str(source), known)))
         return ProgramSource(path.name, program_text.read(path, path.name), path.parent)
     return ProgramSource(str(source), program_text.read(path, str(source)), path.parent)
 
 
-def _built(source: object) -> tuple[ast.File, str | None]:
-    """The tree, and the deploy that is meant by itself: one that extends another has that beside it in the file."""
+def _unpack_built(source: object) -> tuple[ast.File, str | None]:
+    """Return the tree, and the name of the deploy that was built.
+
+    A deploy that extends another one is in the same file as that one.
+    """
     from ..builder import Deploy, Program
 
     if not isinstance(source, Program):
-        raise Fault(Diagnostic("bad-value", f"a program is a path, or what was built in Python, not {kind_of(source)}"))
+        raise Fault(Diagnostic("bad-value", f"a program is a path or built in Python, not {kind_of(source)}"))
     return source.tree(), source.name if isinstance(source, Deploy) else None
 
 
 def importer(folder: Path) -> Callable[[str, bool, Span], ast.File]:
-    """What gives the trees of imported files, each read once, for a program whose paths are relative to a folder."""
-    return partial(_import, folder, {})
+    """Return a function that parses each imported file once.
+
+    Paths are relative to `folder`.
+    """
+    return partial(_import_file, folder, {})
 
 
-def _import(folder: Path, read: dict[Path, ast.File], target: str, of_file: bool, span: Span) -> ast.File:
-    """The tree of an imported file, relative to the file that imports it, or of an algorithm of the package; `read`
-    keeps those that were read already."""
-    beside = Path(span.file).parent if is_file(Path(span.file)) else folder
-    path = beside / target if of_file else algorithms.FOLDER / f"{target}.rlg"
-    # One file has one name, so that an import of itself is seen.
+def _import_file(folder: Path, read: dict[Path, ast.File], target: str, of_file: bool, span: Span) -> ast.File:
+    """Parse an imported file or an algorithm of the package.
+
+    A file is relative to the file that imports it. `read` caches the trees.
+    """
+    importing_folder = Path(span.file).parent if is_file(Path(span.file)) else folder
+    path = importing_folder / target if of_file else algorithms.FOLDER / f"{target}.rlg"
+    # Each file has one name, so that a file that imports itself is detected.
     path = Path(os.path.normpath(path))
     if not of_file and not is_file(path):
-        known = [p.stem for p in algorithms.FOLDER.glob("*.rlg")]
-        there = is_file(beside / f"{target}.rlg")
-        help = f'for the file beside this one write `import "{target}.rlg"`' if there else nearest(target, known)
+        known = [file.stem for file in algorithms.FOLDER.glob("*.rlg")]
+        is_beside = is_file(importing_folder / f"{target}.rlg")
+        help = f'for the file next to this one, write `import "{target}.rlg"`' if is_beside else nearest(target, known)
         raise Fault(Diagnostic("unknown-name", f"no algorithm of the package is called `{target}`", span, help))
     if path not in read:
         read[path] = parse(program_text.read(path, target, span), str(path))
@@ -88,16 +102,22 @@ def _import(folder: Path, read: dict[Path, ast.File], target: str, of_file: bool
 
 
 def texts(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:
-    """The texts that diagnostics point into, by the names that their spans have: the source's, files that it imports,
-    and flags of the command line."""
-    found = {} if source is None else {source.name: source.text}
-    for name in {s.file for d in diagnostics for s in (d.span, *(r for r, _ in d.related))} - found.keys():
+    """Return the texts that diagnostics point into, by the file names of their spans.
+
+    These are the source, files that it imports, and flags of the command line.
+    """
+    contents = {} if source is None else {source.name: source.text}
+    for name in {
+        span.file
+        for diagnostic in diagnostics
+        for span in (diagnostic.span, *(related_span for related_span, _ in diagnostic.related))
+    } - contents.keys():
         if (flag := flag_text(name)) is not None:
-            found[name] = flag
+            contents[name] = flag
             continue
         path = Path(name)
         if is_file(path):
-            found[name] = path.read_text(encoding="utf-8-sig", errors="replace")
+            contents[name] = path.read_text(encoding="utf-8-sig", errors="replace")
         elif lines := linecache.getlines(name):
-            found[name] = "".join(lines)  # a cell of a notebook
-    return found
+            contents[name] = "".join(lines)  # a cell of a notebook
+    return contents

@@ -1,7 +1,7 @@
-"""A plan's graph and deploy as the program that says the same.
+"""Conversion of a plan's graph and deploy back to a program.
 
-Invariant: lowering `restated(plan)` gives the plan's graph and deploy again, for every plan that the compiler makes, so
-that a plan from a file is checked by what checks programs. Left out is what only a search reads: `place` and `apart`.
+Invariant: for every plan that the compiler makes, lowering `restated(plan)` gives the same graph and deploy. So the
+checks of programs can check a plan from a file. `place` and `apart`, which only a search reads, are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from ..sharding.layout import Layout
 
 
 def restated(plan: Plan) -> ast.File:
-    """The program; its models are named by what the workers call them, and its cluster says nothing."""
+    """Return the program of a plan.
+
+    Its models have the names that the workers use. Its cluster has no attributes of the plan's cluster.
+    """
     graph = plan.graph
     deploy = plan.deploy
     items = (
@@ -66,7 +69,8 @@ def _algorithm(graph: Graph) -> ast.AlgorithmDecl:
 def _column(graph: Graph, name: str) -> ast.ColumnDecl:
     column = graph.column(name)
     dims = tuple(
-        ast.Dim(d.ragged, ast.NameExpr(d.like, NOWHERE) if d.like else literal(d.size), NOWHERE) for d in column.dims
+        ast.Dim(dim.ragged, ast.NameExpr(dim.like, NOWHERE) if dim.like else literal(dim.size), NOWHERE)
+        for dim in column.dims
     )
     per = _name(column.per) if column.per else None
     return ast.ColumnDecl(_name(name), ast.Type(_name(column.element), dims, per, NOWHERE), NOWHERE)
@@ -74,16 +78,16 @@ def _column(graph: Graph, name: str) -> ast.ColumnDecl:
 
 def _source(node: Node) -> ast.SourceDecl:
     stated = dict(node.attributes)
-    count = stated.pop("count")  # stands before the block, and may be wrong in a plan from a file
+    count = stated.pop("count")  # written before the block; may be wrong in a plan from a file
     return ast.SourceDecl(expression(count), _names(node.writes), _attrs(stated), NOWHERE)
 
 
 def _node(node: Node) -> ast.NodeDecl:
     label = None if node.name == f"{node.worker}.{node.verb}" else _name(node.name)
-    said = dict(node.attributes) | ({"per": Expr("word", node.per)} if node.per != Node.per else {})
+    stated = dict(node.attributes) | ({"per": Expr("word", node.per)} if node.per != Node.per else {})
     reads = _names((*node.reads, *node.states))
     writes = _names(node.gives or node.writes)
-    return ast.NodeDecl(label, _name(node.worker), _name(node.verb), reads, writes, _attrs(said), NOWHERE, NOWHERE)
+    return ast.NodeDecl(label, _name(node.worker), _name(node.verb), reads, writes, _attrs(stated), NOWHERE, NOWHERE)
 
 
 def _edge(edge: Edge) -> ast.EdgeDecl:
@@ -91,11 +95,11 @@ def _edge(edge: Edge) -> ast.EdgeDecl:
     return ast.EdgeDecl(edge.kind, groups, _attrs(edge.attributes), NOWHERE)
 
 
-def _attrs(said: Mapping[str, Expr]) -> tuple[ast.Attr, ...]:
-    return tuple(ast.Attr(_name(key), expression(value), NOWHERE) for key, value in said.items())
+def _attrs(stated: Mapping[str, Expr]) -> tuple[ast.Attr, ...]:
+    return tuple(ast.Attr(_name(key), expression(value), NOWHERE) for key, value in stated.items())
 
 
-# Where and how it runs.
+# The deploy.
 
 
 def _deploy(graph: Graph, deploy: Deployment, cluster: str) -> ast.DeployDecl:
@@ -108,9 +112,9 @@ def _deploy(graph: Graph, deploy: Deployment, cluster: str) -> ast.DeployDecl:
     body += [_engine(node, engine) for node, engine in deploy.engines.items()]
     options: tuple[tuple[Literal["dock", "reshard", "run"], DockOptions | ReshardOptions | Run], ...]
     options = (("dock", deploy.dock), ("reshard", deploy.reshard), ("run", deploy.run))
-    body += [ast.OptionsDecl(kind, _attrs(dict(_said(type(value), value))), NOWHERE) for kind, value in options]
+    body += [ast.OptionsDecl(kind, _attrs(dict(_list_stated(type(value), value))), NOWHERE) for kind, value in options]
     for evaluation in deploy.evaluations:
-        stated = dict(_said(EvaluateOptions, evaluation))
+        stated = dict(_list_stated(EvaluateOptions, evaluation))
         if not evaluation.name:
             del stated["data"]
         body.append(ast.EvaluateDecl(_name(evaluation.task), _attrs(stated), NOWHERE))
@@ -118,17 +122,17 @@ def _deploy(graph: Graph, deploy: Deployment, cluster: str) -> ast.DeployDecl:
 
 
 def _layout(node: str, layout: Layout) -> ast.LayoutDecl:
-    return ast.LayoutDecl((ast.Ref(node, NOWHERE),), _attrs(dict(_said(LayoutOptions, layout))), NOWHERE)
+    return ast.LayoutDecl((ast.Ref(node, NOWHERE),), _attrs(dict(_list_stated(LayoutOptions, layout))), NOWHERE)
 
 
 def _engine(node: str, engine: EngineChoice) -> ast.EngineDecl:
-    # Not what it is by default: an engine has not all of these options.
-    given = {key: _value(EngineOptions.kinds()[key], value) for key, value in engine.options.items()}
-    return ast.EngineDecl((ast.Ref(node, NOWHERE),), _name(engine.name), _attrs(given), NOWHERE)
+    # Options at their defaults are left out: no engine has all of these options.
+    stated = {key: _value(EngineOptions.kinds()[key], value) for key, value in engine.options.items()}
+    return ast.EngineDecl((ast.Ref(node, NOWHERE),), _name(engine.name), _attrs(stated), NOWHERE)
 
 
-def _said(declared: type[DeclaredAttributes], values: Any) -> Iterator[tuple[str, Expr]]:
-    """What a statement has to state for a part: values that are not as by default, and those that it must."""
+def _list_stated(declared: type[DeclaredAttributes], values: Any) -> Iterator[tuple[str, Expr]]:
+    """Yield required attributes and those that differ from their defaults."""
     for key, attribute in declared.declared().items():
         if (value := getattr(values, key)) != attribute.default or attribute.must:
             yield key, _value(attribute.kind, value)
@@ -153,7 +157,7 @@ def _value(kind: ValueKind, value: Any) -> Expr:
 
 
 def expression(expr: Expr) -> ast.Expr:
-    """An evaluated expression as it stands in a program."""
+    """Return the syntax of an evaluated expression."""
     if expr.kind in ("word", "column", "state"):
         return ast.NameExpr(str(expr.value), NOWHERE)
     if expr.kind == "list":
@@ -181,7 +185,7 @@ def _call(expr: Expr) -> ast.Expr:
 
 
 def literal(value: Any, unit: str = "") -> ast.Expr:
-    """A number, a text or a truth value as it stands in a program."""
+    """Return the syntax of a number, a text or a truth value."""
     if isinstance(value, bool):
         return ast.Literal_("bool", value, NOWHERE)
     if isinstance(value, str):
