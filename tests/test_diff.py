@@ -191,7 +191,7 @@ def test_an_old_plan_that_is_none(tmp_path: Path, capsys: Capture, monkeypatch: 
         (replace(plan, format_version=7).to_json(), "its format is 7, this version reads 1"),
         ('{"format_version": 7}', "its format is 7, this version reads 1"),
         ("algorithm", "JSON is malformed: invalid character (byte 0)"),
-        (json.dumps({**json.loads(plan.to_json()), "schedule": []}), "what the pass `schedule` fills is not whole"),
+        (json.dumps({**json.loads(plan.to_json()), "schedule": []}), "the part of the pass `schedule` is incomplete"),
     ):
         Path("old.json").write_text(data)
         capsys.readouterr()

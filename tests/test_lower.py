@@ -14,8 +14,9 @@ from msrl_graph.dsl.lower import LoweredProgram
 from msrl_graph.hardware.cluster import DEVICES, Figure
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Dimension, Edge, Expr, Graph
+from msrl_graph.ir.metric_names import METRICS
 from msrl_graph.ir.options import DockOptions, ReshardOptions, Run
-from msrl_graph.ir.plan import METRICS, EngineChoice
+from msrl_graph.ir.plan import EngineChoice
 from msrl_graph.ir.signatures import signatures
 from msrl_graph.sharding.layout import Layout
 

@@ -187,13 +187,13 @@ def moved(steps: list[Any], first: int, to: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("program", "pool", "order", "told"),
     [
-        ("grpo_page", 0, lambda s: moved(s, 0, 1), "run `actor.generate` where its weights are not there"),
-        ("grpo_page", 0, lambda s: moved(s, 1, 2), "run `actor.generate` where its weights are not there"),
+        ("grpo_page", 0, lambda s: moved(s, 0, 1), "run `actor.generate` while its weights are not on the devices"),
+        ("grpo_page", 0, lambda s: moved(s, 1, 2), "run `actor.generate` while its weights are not on the devices"),
         (
             "grpo_page",
             0,
             lambda s: [x for x in s if x[0] not in ("SWAP_IN", "WAIT")],
-            "run `actor.infer` where its weights are not there",
+            "run `actor.infer` while its weights are not on the devices",
         ),
         ("grpo_page", 0, lambda s: [x for x in s if x[0] != "SWAP_IN"], "wait for the weights of `actor.update`"),
         (
@@ -268,16 +268,16 @@ def test_only_a_generation_numbers_its_replicas_as_neighbours() -> None:
         changed = replace(one, layout=replace(one.layout, inner=inner))
         placed = tuple(changed if p is one else p for p in plan.placements)
         found = [*verify.placements(replace(plan, placements=placed))]
-        assert found == [f"the replicas of `{node}` cannot lie next to each other in {inner}s"] * faults
+        assert found == [f"the replicas of `{node}` cannot be next to each other in groups of {inner}"] * faults
 
 
 def test_a_controller_hears_of_what_its_node_reads() -> None:
     plan = compile(ROOT / "tests" / "programs" / "small.rlg")
     first, *others = plan.docks.controllers
     for wrong, told in (
-        (replace(first, columns=(*first.columns, "reward")), "does not hear of what the node reads, and nothing else"),
+        (replace(first, columns=(*first.columns, "reward")), "does not have exactly the columns of its node"),
         (replace(first, groups=first.groups + 1), "does not have as many groups as the node"),
-        (replace(first, host=plan.cluster.nodes), "is on no host of the cluster"),
+        (replace(first, host=plan.cluster.nodes), "is not on a host of the cluster"),
     ):
         (why,) = verify.docks(replace(plan, docks=replace(plan.docks, controllers=(wrong, *others))))
         assert told in why

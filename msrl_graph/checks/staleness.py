@@ -9,10 +9,11 @@ for a plan whose nodes are placed.
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
-from ..ir.async_schedule import aged, by_state, hindered, in_turns, late_states
+from ..ir.async_schedule import aged, late_states
 from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, shared_staleness
+from ..ir.pools_in_step import by_state, hindered, in_turns
 from ..ir.sequences import heating, of_response
 from ..planner.pools import open_to_staleness
 from .columns import Library

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from ..diagnostics import Diagnostic
 from ..ir.attributes import GenerateAttributes
 from ..ir.graph import ELEMENTS, Column, Graph, Node
-from ..ir.plan import METRICS, reported
+from ..ir.metric_names import METRICS
+from ..ir.plan import reported
 from ..ir.sequences import is_tokens, of_response, sequences, tempered, whole
 from .columns import Library
 from .scope import kind_of

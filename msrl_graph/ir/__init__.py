@@ -1,2 +1,4 @@
-"""The intermediate representation: the graph of an algorithm, the plan, and what both are made of. Plain data,
-immutable."""
+"""The intermediate representation: the graph of an algorithm and the plan.
+
+Invariant: both are plain, immutable data.
+"""

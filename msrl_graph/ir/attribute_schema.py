@@ -1,10 +1,10 @@
-"""How a statement declares what it may say: a frozen dataclass, whose fields are its attributes.
+"""Declarations of attributes, as the fields of a frozen dataclass per statement.
 
     epochs: int = attr(COUNT, 1, "How often each row is learnt from in an iteration.")
 
-Invariant: the kind of an attribute (with its unit), its default and its meaning stand in its field and nowhere else.
-The checks of a program, `--explain`, docs/language.md and whoever uses the value read them there. A field without
-`attr` is no attribute.
+Invariant: the kind of an attribute (with its unit), its default and its meaning are in its field and nowhere else. The
+checks of a program, `--explain`, docs/language.md and all code that uses the value read them there. A field without
+`attr` is not an attribute.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _KEY = "attribute"
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:
-    """What an attribute takes, what it is without being stated, and what it means.
+    """The kind, the default and the meaning of an attribute.
 
-    `shown` are the words for a default that no program can state ("all rows"). `must`: there is no default, and who
-    leaves the attribute out is shown this value. `head`: it stands before the braces, not among what is between them.
-    `named`: an engine keeps to it that names it among what it `heeds` (backends/spec.py), and no other.
+    - `shown`: the words for a default that no program can state ("all rows").
+    - `must`: there is no default; this value is suggested if the attribute is missing.
+    - `head`: it is written before the braces, not between them.
+    - `named`: only an engine that names it in `heeds` (backends/spec.py) supports it.
     """
 
     kind: ValueKind
@@ -50,68 +51,74 @@ def attr(
     head: bool = False,
     named: bool = False,
 ) -> T:
-    """A field that is an attribute, declared as `Attribute` says."""
+    """Declare a field that is an attribute.
+
+    The arguments are the fields of `Attribute`.
+    """
     metadata = {_KEY: Attribute(kind, default, doc, shown, must, head, named)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 class DeclaredAttributes:
-    """What a statement says, typed; `declared` is what it may say."""
+    """Typed values of the attributes of a statement.
+
+    `declared` returns the attributes that it may have.
+    """
 
     @classmethod
     @functools.cache
     def _fields(cls) -> Mapping[str, Attribute]:
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-        return MappingProxyType({f.name: f.metadata[_KEY] for f in fields if _KEY in f.metadata})
+        return MappingProxyType({field.name: field.metadata[_KEY] for field in fields if _KEY in field.metadata})
 
     @classmethod
     @functools.cache
     def declared(cls) -> Mapping[str, Attribute]:
-        """The attributes between the braces, by name, in the order in which they are told."""
-        return MappingProxyType({name: a for name, a in cls._fields().items() if not a.head})
+        """Return the attributes between the braces by name, in documentation order."""
+        return MappingProxyType({name: attribute for name, attribute in cls._fields().items() if not attribute.head})
 
     @classmethod
     @functools.cache
     def kinds(cls) -> Mapping[str, ValueKind]:
-        return MappingProxyType({name: a.kind for name, a in cls.declared().items()})
+        return MappingProxyType({name: attribute.kind for name, attribute in cls.declared().items()})
 
     @classmethod
     def values(cls, stated: Mapping[str, Expr]) -> dict[str, Any]:
-        """The Python values of what is stated, by name."""
+        """Return the Python values of stated attributes by name."""
         known = cls._fields()
-        found = dict[str, Any]()
+        values = dict[str, Any]()
         for name, expr in stated.items():
             if name in known and (value := known[name].kind.value(expr)) is not None:
-                found[name] = value
-        return found
+                values[name] = value
+        return values
 
     @classmethod
     def of_stated(cls, stated: Mapping[str, Expr]) -> Self:
-        """What a statement says by these attributes."""
+        """Return the values of a statement that states these attributes."""
         values = cls.values(stated) if stated else None
-        return cls(**values) if values else cls._silent()
+        return cls(**values) if values else cls._defaults()
 
     @classmethod
     @functools.cache
-    def _silent(cls) -> Self:
-        """What is said where nothing is stated: one for all of a large graph."""
+    def _defaults(cls) -> Self:
+        """Return the defaults, one object for all nodes of a large graph."""
         return cls()
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """Those of some attributes that are not what they are by default."""
+        """Return the attributes among `names` that differ from their defaults."""
         declared = self.declared()
         return [name for name in names if name in declared and getattr(self, name) != declared[name].default]
 
 
 class NodeAttributes(DeclaredAttributes):
-    """What a node says."""
+    """Attributes of a node."""
 
     @classmethod
     def of(cls, node: Node) -> Self:
-        """Worked out once for each node: a planner asks millions of times."""
+        """Return the values of a node, cached: a planner asks for them millions of times."""
         views = node.views
-        found: Self = views[cls] if cls in views else views.setdefault(cls, cls._of(node))
-        return found
+        view: Self = views[cls] if cls in views else views.setdefault(cls, cls._of(node))
+        return view
 
     @classmethod
     def _of(cls, node: Node) -> Self:
@@ -119,10 +126,10 @@ class NodeAttributes(DeclaredAttributes):
 
 
 class EdgeAttributes(DeclaredAttributes):
-    """What an edge says."""
+    """Attributes of an edge."""
 
     @classmethod
     def of(cls, edge: Edge) -> Self:
         views = edge.views
-        found: Self = views[cls] if cls in views else views.setdefault(cls, cls.of_stated(edge.attributes))
-        return found
+        view: Self = views[cls] if cls in views else views.setdefault(cls, cls.of_stated(edge.attributes))
+        return view

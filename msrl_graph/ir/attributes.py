@@ -1,11 +1,11 @@
-"""What nodes, edges and workers may say: a declaration for each, and the rules that follow from what is said.
+"""Attributes of nodes, edges and workers, and the rules that follow from them.
 
-Invariant: whoever uses an attribute reads its typed value, as `Update.of(node).mini_batch`. The expression that the
-program states (`node.stated("mini_batch")`) is for messages about it. A declaration may be asked of any node: of one
-with another verb it has its defaults.
+Invariant: code reads the typed value of an attribute, such as `UpdateAttributes.of(node).mini_batch`. The expression
+that the program states (`node.stated("mini_batch")`) is only for messages about it. A declaration can be applied to any
+node: for a node with another verb it has its defaults.
 
-A new attribute of `update` is a field of `Update`, and a line where a pass or an engine reads it. One that only some
-engines keep to is `named`, and stands in what these `heed`; a run refuses it of all others.
+To add an attribute of `update`, add a field to `UpdateAttributes` and a line where a pass or an engine reads it. An
+attribute that only some engines support is `named` and listed in their `heeds`; a run rejects it for all others.
 """
 
 from __future__ import annotations
@@ -40,16 +40,14 @@ from .kinds import (
 )
 
 N = TypeVar("N", int, float)
-# What stands for an attribute that must be given and is not: only in a program with a mistake, which was told.
+# The value of a required attribute that is missing: only in a program with a mistake, which is reported.
 ABSENT = Expr("absent")
-
-
-LOOKS = 8  # as often as this a rollout that may cut looks at its responses, until the longest there can be has ended
+LOOKS = 8  # how often a partial rollout checks its responses before the longest possible one ends
 
 
 @dataclass(frozen=True)
 class WorkerAttributes(DeclaredAttributes):
-    """`worker NAME : KIND { … }`, of a kind with weights."""
+    """`worker NAME : KIND { … }`, for kinds with weights."""
 
     model: str = attr(
         NameKind(), "", "The name that the deploy's `model` statement gives weights to.", "the kind's name"
@@ -57,16 +55,16 @@ class WorkerAttributes(DeclaredAttributes):
     follows: str = attr(
         NameKind(),
         "",
-        "Of a `frozen` worker: the trained worker whose weights it takes over after an iteration. Its own begin as "
-        "those of its model.",
+        "For a `frozen` worker: the trained worker whose weights it takes over after an iteration. Its initial weights "
+        "are those of its model.",
         "none: its weights never change",
     )
-    every: int = attr(COUNT, 1, "With `follows`: it takes them after every so many-th iteration.")
+    every: int = attr(COUNT, 1, "With `follows`: it takes them over every `every` iterations.")
     decay: float = attr(
         NumericKind(0, 1),
         0.0,
-        "With `follows`: its weights become decay times their own and (1 - decay) times those that it follows, an "
-        "exponential moving average. 0 copies them.",
+        "With `follows`: its weights become decay times themselves plus (1 - decay) times those of the worker that it "
+        "follows, an exponential moving average. 0 copies them.",
     )
 
 
@@ -74,147 +72,152 @@ class WorkerAttributes(DeclaredAttributes):
 class SourceAttributes(NodeAttributes):
     """`source(COUNT) -> columns { … }`."""
 
-    count: int = attr(COUNT, 1, "How many rows of the data begin an iteration.", head=True)
+    count: int = attr(COUNT, 1, "The number of data rows per iteration.", head=True)
     weights: Expr | None = attr(
         CALL,
         None,
-        "How likely each row is to be drawn: a function of columns that the data fill and of states, which gives "
-        "one number of 0 or more a row of the data. Columns come as under `per = batch`, of all usable rows at "
-        "once. Each iteration draws from all of them: within one no row comes twice before all have come, over several "
-        "a row comes as often as it is drawn. Rows of weight 0 are drawn when no others are left, which the run says. "
-        "Where all are 0, it ends.",
-        "each row alike",
+        "The sampling weight of each row: a function of columns of the data and of states that returns one number of 0 "
+        "or more per row of the data. It gets the columns of all usable rows at once, as with `per = batch`. Each "
+        "iteration draws from all rows: within an iteration no row repeats before all have been drawn, over several "
+        "iterations a row comes as often as it is drawn. Rows of weight 0 are drawn only when no others are left, "
+        "which the run reports. If all weights are 0, the run ends.",
+        "equal weights",
     )
 
 
 @dataclass(frozen=True)
 class GenerateAttributes(NodeAttributes):
-    """A node that draws responses."""
+    """A node that samples responses."""
 
-    samples: int = attr(COUNT, 1, "Responses to each prompt: the rows of the iteration are the source's times this.")
+    samples: int = attr(COUNT, 1, "Responses per prompt: an iteration has this many times the rows of the source.")
     temperature: Expr = attr(
         TEMPERATURE,
         Expr("number", 1.0),
         "Divides the logits; 0 takes the likeliest token. See [Temperatures](#temperatures).",
     )
     top_p: float = attr(SHARE, 1.0, "Draws from the likeliest tokens that together have this probability.")
-    top_k: int = attr(COUNT, 0, "Draws from so many likeliest tokens.", "all")
+    top_k: int = attr(COUNT, 0, "Draws from this number of likeliest tokens.", "all")
     stop: tuple[str, ...] = attr(
         StringKind(several=True),
         (),
         (
-            "Strings that end a response, beside the end token: as soon as its text, special tokens too, holds one, "
-            "which stays part of it."
+            "Strings that end a response, in addition to the end token: it ends as soon as its text, special tokens "
+            "included, contains one. The string stays part of the response."
         ),
         "none",
     )
     max_tokens: int | None = attr(
         COUNT,
         None,
-        "How long a response may get, end token included.",
+        "The maximum length of a response, end token included.",
         "the bound of the response",
     )
     partial: float = attr(
         NumericKind(0, 1),
         0.0,
-        "Partial rollout: so many more prompts are under way than an iteration takes, as a share of these. With 0.5, "
-        "of 192 where the source begins 128, it takes the first 128 whose responses have all ended. The others go on "
-        "in the next iteration, from their tokens, with its weights.",
-        "0: each response is generated whole",
+        "Partial rollout: the number of additional prompts in progress, as a share of those that an iteration takes. "
+        "With 0.5 and a source of 128, 192 prompts are in progress, and the iteration takes the first 128 whose "
+        "responses have all ended. The others continue in the next iteration, from their tokens, with its weights.",
+        "0: each response is generated completely",
     )
     cuts: int = attr(
         COUNT,
         4,
-        "With `partial`: how often a prompt's responses may be cut. A token is at most `staleness` + `cuts` versions "
-        "old.",
+        "With `partial`: how often the responses of a prompt may be cut. A token is at most `staleness` + `cuts` "
+        "versions old.",
     )
     overdue: str = attr(
         WordsKind(("wait", "drop_group")),
         "wait",
-        "With `partial`: what becomes of a prompt that was cut as often as it may be. `wait`: the iteration goes on "
-        "until its responses have all ended, however few they are that others wait for. `drop_group`: where they "
-        "have not when the iteration has enough, all of them leave: nothing is learnt from them, and the prompt is "
-        "not drawn again before its turn in the data comes. They are [counted](metrics.md).",
+        "With `partial`: what happens to a prompt that has been cut `cuts` times. `wait`: the iteration continues "
+        "until its responses have all ended, even if the others wait for only a few. `drop_group`: if they have not "
+        "ended when the iteration has enough prompts, all of them are dropped: nothing is learned from them, and the "
+        "prompt is not drawn again before its turn in the data. They are [counted](metrics.md).",
     )
     environment: Expr | None = attr(
         ENVIRONMENT,
         None,
-        "A class of yours with `reset` and `step`, which speak in text or in messages: several turns with tools "
-        "([how](functions.md)). The response holds all of them, and its bound is that of all together; what else is "
-        "written comes from the environment.",
+        "Your class with `reset` and `step`, which exchange text or messages: several turns with tools "
+        "([how](functions.md)). The response contains all turns, and its bound applies to their sum; the other columns "
+        "that are written come from the environment.",
         "none",
     )
     agent: Expr | None = attr(
         AGENT,
         None,
-        "A function of yours that asks the policy by itself, over an endpoint as OpenAI's that the run serves "
-        "([how](agents.md)). The response holds its conversation; what else is written is what the function returns.",
+        "Your function that calls the policy by itself, over an OpenAI-compatible endpoint of the run "
+        "([how](agents.md)). The response contains its conversation; the other columns that are written are what the "
+        "function returns.",
         "none",
     )
     tool_calls: Expr | None = attr(
         TOOL_CALLS,
         None,
-        "With `agent`: how the policy writes calls of tools; a function of yours takes a text, and gives what is said "
-        "beside the calls and a list of them, each a name and its arguments.",
-        "as the model's chat template teaches it",
+        "With `agent`: the format in which the policy writes tool calls. Your function takes a text and returns the "
+        "text without the calls and a list of calls, each a name and its arguments.",
+        "that of the model's chat template",
     )
     turns: int | None = attr(
         COUNT,
         None,
-        "With `environment` or `agent`: how many answers of the policy a row has at most.",
-        "as many as the response holds",
+        "With `environment` or `agent`: the maximum number of answers of the policy per row.",
+        "limited by the response only",
     )
     conversations: int = attr(
         COUNT,
         1,
-        "With `agent`: of how many of its conversations a row is trained on at most, the latest that fit into the "
-        "response ([how](agents.md)). Each is a sequence of its own; the plan counts memory for all of them.",
+        "With `agent`: the maximum number of conversations per row to train on, the latest that fit into the response "
+        "([how](agents.md)). Each is a sequence of its own; the plan counts memory for all of them.",
     )
     timeout: float = attr(
         TIME,
         math.inf,
-        "How long one step of an `environment` may take, or an `agent` for a row; what takes longer has failed.",
+        "The time limit of one step of an `environment`, or of an `agent` for a row; after it, the call has failed.",
         "none",
     )
     on_failure: str = attr(
         WordsKind(("stop", "drop_row", "drop_group")),
         "stop",
-        "What becomes of a row whose `environment` or `agent` raises, takes too long or returns what does not belong "
-        "there. `stop` ends the run; with `drop_row` the row leaves the iteration, with `drop_group` all "
-        "responses to its prompt. They are [counted and told](metrics.md).",
+        "What happens to a row whose `environment` or `agent` raises, takes too long or returns an invalid value. "
+        "`stop` ends the run; `drop_row` drops the row from the iteration, `drop_group` all responses to its prompt. "
+        "They are [counted and reported](metrics.md).",
     )
     memory: int = attr(
         SIZE,
         2 * 10**9,
-        "With `on_failure`: the most that a process of the environment's rows may take beside what its file takes.",
+        "With `on_failure`: the memory limit of a process with rows of the environment, on top of the memory that "
+        "loading its file takes.",
     )
 
     def under_way(self, prompts: int) -> int:
-        """How many prompts are under way at once, of so many that an iteration takes."""
+        """Return the number of prompts in progress if an iteration takes `prompts`."""
         return prompts + (max(1, round(self.partial * prompts)) if self.partial else 0)
 
     @property
     def waits(self) -> bool:
-        """Whether an iteration waits for prompts that were cut as often as they may be."""
+        """Whether an iteration waits for prompts that were cut `cuts` times."""
         return self.overdue == "wait"
 
     def stretch(self, longest: int) -> int:
-        """With `partial`: after so many more tokens of each response it is looked whether enough prompts are whole."""
+        """Return after how many tokens per response `partial` checks for complete prompts."""
         return max(1, math.ceil(longest / LOOKS))
 
     @property
     def partner(self) -> Expr | None:
-        """Its environment or its agent: who else writes in the response, and gives what else is written."""
+        """Its environment or agent.
+
+        It also writes in the response, and provides the other columns that are written.
+        """
         return self.environment or self.agent
 
     def longest(self, bound: int) -> int:
-        """The most tokens of a response whose column holds `bound`."""
+        """Return the most tokens of a response whose column holds `bound`."""
         return bound if self.max_tokens is None else min(bound, self.max_tokens)
 
 
 @dataclass(frozen=True)
 class InferAttributes(NodeAttributes):
-    """A node that computes with weights as they are."""
+    """A node that computes with weights and does not change them."""
 
 
 @dataclass(frozen=True)
@@ -224,55 +227,56 @@ class UpdateAttributes(NodeAttributes):
     loss: Expr = attr(
         LOSS,
         ABSENT,
-        "Terms, of the package or a file, with `+`, `-` and `*`, as `clip(0.2) + 0.001 * kl()`: see [Losses](#losses).",
+        "Terms of the package or a file, combined with `+`, `-` and `*`, such as `clip(0.2) + 0.001 * kl()`: see "
+        "[Losses](#losses).",
         must="clip(0.2)",
     )
     optimizer: Expr = attr(
-        OPTIMIZER, ABSENT, "As `adamw(lr = 1e-6)`: see [Optimizers](#optimizers).", must="adamw(lr = 1e-6)"
+        OPTIMIZER, ABSENT, "Such as `adamw(lr = 1e-6)`: see [Optimizers](#optimizers).", must="adamw(lr = 1e-6)"
     )
     reduce: Expr = attr(
         REDUCE,
         Expr("word", "tokens"),
-        "How the losses of tokens become one: `tokens` is their mean over the mini-batch; `sequences` the mean "
-        "over rows of each row's mean; `constant(n)` the mean over rows of each row's sum / n.",
+        "How the losses of tokens are reduced to one: `tokens` is their mean over the mini-batch; `sequences` is the "
+        "mean over rows of each row's mean; `constant(n)` is the mean over rows of each row's sum / n.",
     )
     masked_rows: str = attr(
         WordsKind(("count", "skip")),
         "count",
-        "With `sequences` or `constant(n)`: the rows of which no token is in the loss, since a mask leaves all of them "
-        "out or the row is empty. `count`: each counts as a row with the loss 0. `skip`: the mean is over the other "
-        "rows, as in verl.",
+        "With `sequences` or `constant(n)`: rows without a token in the loss, since a mask excludes all of them or the "
+        "row is empty. `count`: each counts as a row with the loss 0. `skip`: the mean is over the other rows, as in "
+        "verl.",
     )
     mini_batch: int | None = attr(
         COUNT,
         None,
         (
-            "Rows of an optimizer step. Which rows belong to which step is drawn from the seed, anew in each epoch, "
-            "never by arrival. All rows are learnt from: where it does not divide them, the last step of an epoch has "
-            "the rest, so 32 rows with `mini_batch = 12` make steps of 12, 12 and 8 rows. The dp of the layout has to "
-            "divide it."
+            "Rows per optimizer step. The seed decides which rows belong to which step, newly in each epoch; the order "
+            "of arrival never does. All rows are used: if it does not divide them, the last step of an epoch has the "
+            "rest. So 32 rows with `mini_batch = 12` make steps of 12, 12 and 8 rows. The dp of the layout must divide "
+            "it."
         ),
         "all rows",
     )
-    epochs: int = attr(COUNT, 1, "How often each row is learnt from in an iteration.")
-    clip_grad: float = attr(NumericKind(0, above=True), 1.0, "The 2-norm that the gradient is cut to.")
+    epochs: int = attr(COUNT, 1, "Passes over the rows of an iteration.")
+    clip_grad: float = attr(NumericKind(0, above=True), 1.0, "The 2-norm to which the gradient is clipped.")
     after: int = attr(COUNT_OR_0, 0, "The first iteration in which it runs.")
-    every: int = attr(COUNT, 1, "It runs in every so many-th iteration.")
+    every: int = attr(COUNT, 1, "It runs every `every` iterations.")
 
     def step_rows(self, rows: N) -> int | N:
-        """Rows of an optimizer step, of so many that an iteration has."""
+        """Return the rows of an optimizer step if an iteration has `rows`."""
         return rows if self.mini_batch is None else self.mini_batch
 
     def steps(self, rows: int) -> int:
-        """Optimizer steps of an iteration that has so many rows."""
+        """Return the optimizer steps of an iteration with `rows` rows."""
         return -(-rows // max(1, self.step_rows(rows))) * self.epochs
 
     def due(self, iteration: int) -> bool:
-        """Whether it runs in an iteration; a node of another verb runs in each."""
+        """Return whether it runs in an iteration; a node of another verb runs in each."""
         return iteration >= self.after and (iteration - self.after) % self.every == 0
 
     def steps_in_run(self, rows: int, iterations: int) -> int:
-        """Optimizer steps of a run, at most: filters may leave fewer rows."""
+        """Return the most optimizer steps of a run: filters may leave fewer rows."""
         return self.steps(rows) * max(0, -(-(iterations - self.after) // self.every))
 
     @property
@@ -283,76 +287,77 @@ class UpdateAttributes(NodeAttributes):
 
 @dataclass(frozen=True)
 class CallAttributes(NodeAttributes):
-    """A node of a `function` worker, which calls Python, or is a filter."""
+    """A node of a `function` worker, which calls Python or is a filter."""
 
     call: Expr | None = attr(
         CALL,
         None,
-        "The function. Columns bind to its parameters by name; `f(reward = score)` binds another one. Options "
-        "stand in the call by order or by name.",
-        "must be given, but in a filter",
+        "The function. Columns bind to its parameters by name; `f(reward = score)` binds another one. Options are "
+        "passed in the call by position or by name.",
+        "required, except in a filter",
     )
     per: str = attr(
         PER,
         Node.per,
-        "What one call sees: `row`; a column, so all rows that share that column's row (`prompt`: the group of a "
-        "prompt); `batch`: every row of the iteration that is left.",
+        "What one call gets: `row`: one row; a column: all rows that share the row of that column (`prompt`: the group "
+        "of a prompt); `batch`: all remaining rows of the iteration.",
     )
     keep: Expr | None = attr(
         KEEP,
         None,
-        "A filter: rows for which it is not true leave the iteration. With `per` groups, whole groups leave or a "
-        "group gets smaller as one.",
+        "A filter: rows for which it is not true leave the iteration. With `per`, a call filters one group: the whole "
+        "group or some of its rows leave.",
         "every row",
     )
     select: Expr | None = attr(
         CALL,
         None,
-        "A filter: the function gives the places of the rows that stay, in order; a place may come more than "
-        "once, up to 1,024 times or as often as there are rows.",
+        "A filter: the function returns the indices of the rows that stay, in order. An index may be repeated up to "
+        "1,024 times, or as often as there are rows if that is more.",
         "every row",
     )
     refill: int = attr(
         COUNT,
         0,
-        "With a filter: at most so many more rounds of prompts until as many groups stay as the source begins. "
-        "What is over is cut in the source's order. If that does not suffice the run ends with an error.",
+        "With a filter: the maximum number of additional rounds of prompts, until as many groups remain as the source "
+        "has rows. Excess groups are cut in the order of the source. If the rounds do not suffice, the run ends with "
+        "an error.",
         "no refill",
     )
     adaptive: bool = attr(
         FlagKind(),
         False,
-        "With `refill` and `per` a column of the source: each iteration draws as many prompts at once as are likely to "
-        "suffice, by the share that passed in the iterations before, and no more prompts in all than `refill` allows.",
+        "With `refill` and with `per` a column of the source: each iteration draws the number of prompts that likely "
+        "suffices at once, according to the share that passed in previous iterations. In all, it draws no more prompts "
+        "than `refill` allows.",
     )
     on_failure: str = attr(
         WordsKind(("stop", "leave")),
         "stop",
-        "With `call`: what becomes of what a call was for, the row or with `per` the group, where the function raises "
-        "or returns what does not belong there. `stop` ends the run; with `leave` it leaves the iteration, "
-        "[counted and told](metrics.md).",
+        "With `call`: what happens to the row (with `per`: the group) of a call if the function raises or returns an "
+        "invalid value. `stop` ends the run; with `leave` it leaves the iteration, [counted and reported](metrics.md).",
     )
 
     @classmethod
     def _of(cls, node: Node) -> CallAttributes:
-        return cls(**cls.values(node.attributes), per=node.per)  # which a node has as a field of its own
+        return cls(**cls.values(node.attributes), per=node.per)  # `per` is a field of the node itself
 
     @property
     def functions(self) -> tuple[Expr, ...]:
-        """What it calls; of a filter it may be a comparison."""
+        """The calls of the node; that of a filter may be a comparison."""
         return tuple(called for called in (self.call, self.keep, self.select) if called is not None)
 
 
 @dataclass(frozen=True)
 class SampleEdgeAttributes(EdgeAttributes):
-    """`A -> B { … }`: rows go from A to B."""
+    """`A -> B { … }`: rows are sent from A to B."""
 
     stream: int | None = attr(
         COUNT,
         None,
         (
-            "B may begin when so many units (rows, or groups under `per`) are ready, and takes them batch by batch: "
-            "stages overlap."
+            "B may begin when this number of units (rows, or groups with `per`) is ready, and takes them batch by "
+            "batch, so that stages overlap."
         ),
         "all rows at once",
     )
@@ -360,53 +365,56 @@ class SampleEdgeAttributes(EdgeAttributes):
         COUNT,
         None,
         (
-            "As `stream`, when the units that are ready hold so many tokens: batches take alike, whatever their rows' "
-            "lengths. Of both, what comes first."
+            "Like `stream`, but counts the tokens of the units that are ready: batches take equal time for rows of any "
+            "length. With both, the limit that is reached first applies."
         ),
         "all rows at once",
     )
     balance: str = attr(
         WordsKind(("tokens",)),
         "",
-        "`tokens` shares rows among the ranks of B by their length.",
+        "`tokens` distributes rows among the ranks of B by length.",
         "by number",
     )
 
 
 @dataclass(frozen=True)
 class ReshardingEdgeAttributes(EdgeAttributes):
-    """`A => B { … }`: the weights of A's worker go to B."""
+    """`A => B { … }`: the weights of A's worker are sent to B."""
 
     staleness: int = attr(
         COUNT_OR_0,
         0,
         (
-            "So many versions B may be behind: 0 is synchronous. On devices of its own B goes on while A learns. On "
-            "the same devices it is one behind: it generates for the next iteration before A learns from this one, "
-            "whose rewards are computed meanwhile. Each row keeps the version that made it."
+            "The bound on the age of B's weights, in versions: 0 is synchronous. On devices of its own, B continues "
+            "while A trains. On the same devices it is one version behind: it generates for the next iteration before "
+            "A trains on the current one, whose rewards are computed meanwhile. Each row records the version that "
+            "generated it."
         ),
     )
     every: int = attr(
         COUNT,
         1,
-        "Sends every so many-th version, and those that checkpoints are made of and that evaluations take: B generates "
-        "with what it has until the next comes. Of `n` the rows between need `staleness = n - 1` at least.",
+        "Sends only every `every`-th version, and the versions of checkpoints and evaluations. B generates with its "
+        "current weights until the next version arrives. `every = n` needs at least `staleness = n - 1`.",
     )
 
 
-# The attributes that name what is called, in the order in which one that fails is looked for.
+# The attributes that name a call, in the order in which a failing call is looked up.
 CALLED = {
     name: attribute.kind
-    for said in (CallAttributes, SourceAttributes, GenerateAttributes, UpdateAttributes)
-    for name, attribute in said.declared().items()
+    for declaration in (CallAttributes, SourceAttributes, GenerateAttributes, UpdateAttributes)
+    for name, attribute in declaration.declared().items()
     if attribute.kind in (CALL, KEEP, ENVIRONMENT, AGENT, LOSS, OPTIMIZER)
 }
 
 
 def place_of_call(node: Node) -> str:
-    """Where what a node calls is stated, for running text; where it calls nothing, the node itself.
+    """Return the place of a node's call in the program, as text.
 
-    Of a node that extends another one's these are different lines, often of different files.
+    If the node calls nothing, it is the place of the node itself.
+
+    If the node extends another one, these are different lines, often in different files.
     """
     calls = (call.span for key in CALLED if (call := node.stated(key)) is not None)
     return next((span.place for span in calls if span.line), node.span.place)

@@ -1,4 +1,4 @@
-"""How many calls of a function node a host makes at the same time.
+"""The number of concurrent calls of a function node on a host.
 
 Invariant: results do not depend on this number, so it belongs to the deployment and not to the algorithm.
 """
@@ -29,7 +29,10 @@ def concurrent_calls(node: Node, workers: int, signature: Signature | None) -> i
 
 
 def read_signature(node: Node) -> Signature | None:
-    """Read the signature of the user's function that a node calls; None if its file cannot be read here."""
+    """Read the signature of the user's function that a node calls.
+
+    Return None if its file cannot be read here.
+    """
     path, _, name = str(CallAttributes.of(node).functions[0].value).rpartition(":")
     try:
         return called_as("function", Path(path).read_text(encoding="utf-8-sig")).get(name)

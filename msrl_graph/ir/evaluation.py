@@ -1,6 +1,6 @@
-"""An evaluation as a plan has it.
+"""Evaluations of a plan.
 
-Invariant: its fields are those of `EvaluateOptions`, resolved, with its name and where it is stated.
+Invariant: an evaluation has the fields of `EvaluateOptions`, resolved, with its name and its span in the program.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from .graph import Graph, Node
 
 @dataclass(frozen=True)
 class Draw:
-    """How a generation draws in an evaluation: so many `samples` (0: as many as in training) at a `temperature` (None:
-    that of training)."""
+    """Sampling settings of a generation in an evaluation.
+
+    It draws `samples` responses (0: the number of training) at a `temperature` (None: that of training).
+    """
 
     generation: str
     samples: int = 0
@@ -24,14 +26,15 @@ class Draw:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Runs the nodes upstream of the reported columns on all of `data`: before, after, and at every `every`-th
-    iteration (0: never). Generations that read prompts draw `samples` responses (0: as many as each does in training)
-    at a `temperature` (None: its own); `draws` are of generations that have settings of their own. `name` "": that of
-    the data.
+    """An evaluation: the nodes upstream of the reported columns run on all of `data`.
 
-    `at` are the k of pass@k, where a response passes from `passing` on, of best@k, and of maj@k by the column `vote`.
-    `by` is the column whose values part the rows. `best` is the figure by which the best checkpoint is kept ("": none
-    is), and `patience` how many evaluations in a row may give no better one (0: any number).
+    It runs before and after training, and after each `every`-th iteration (0: never). Generations that read prompts
+    draw `samples` responses (0: the number of training) at a `temperature` (None: that of training). `draws` are the
+    settings of single generations. A `name` of "" is that of the data.
+
+    `at` are the k of pass@k, best@k and, by the column `vote`, maj@k. A response passes from `passing` on. `by` is the
+    column by whose values rows are split. `best` is the figure by which the best checkpoint is kept ("": none is), and
+    `patience` the number of evaluations in a row that may not improve it (0: any number).
     """
 
     data: str
@@ -39,7 +42,7 @@ class Evaluation:
     report: tuple[str, ...]
     samples: int
     temperature: float | None
-    label: str = ""  # what a person calls the first of the reported figures
+    label: str = ""  # the title of the first reported figure
     span: Span = NOWHERE
     name: str = ""
     at: tuple[int, ...] = ()
@@ -53,22 +56,25 @@ class Evaluation:
 
     @property
     def task(self) -> str:
-        """The name of its tasks, which streams and metrics have."""
+        """The name of its tasks in streams and metrics."""
         return self.name or self.data
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that it reads: its nodes are those that these need."""
+        """The columns that it reads, which determine its nodes."""
         return (*self.report, *filter(None, (self.vote, self.by)))
 
     @property
     def needs_rows(self) -> bool:
-        """Whether its figures are computed from rows that processes have together, not from their sums."""
+        """Whether its figures need the rows of all processes, not only their sums."""
         return bool(self.at or self.by)
 
     def draw(self, graph: Graph, node: Node) -> Draw:
-        """How a generation draws: what its own settings leave open is as the evaluation says of those that read
-        prompts, and as in training of those that read another's text."""
+        """Return the sampling settings of a generation.
+
+        Where its own settings leave something open, a generation that reads prompts uses those of the evaluation. One
+        that reads the text of another generation draws as in training.
+        """
         own = next((draw for draw in self.draws if draw.generation == node.name), Draw(node.name))
         reads_prompts = graph.level(node) == 0
         return Draw(
@@ -78,16 +84,19 @@ class Evaluation:
         )
 
     def samples_of(self, graph: Graph) -> dict[str, int]:
-        """By generation the responses to each row that it reads, where these are not as many as in training."""
+        """Return the responses per row of each generation that differs from training."""
         draws = [self.draw(graph, node) for node in graph.verb("generate")]
         return {draw.generation: draw.samples for draw in draws if draw.samples}
 
     @property
     def figures(self) -> tuple[str, ...]:
-        """The keys of its figures in the metrics, without those of the parts that `by` makes."""
+        """The keys of its figures in the metrics, without those of the groups of `by`."""
         kinds = ("pass", "best", *(("maj",) if self.vote else ()))
-        return (*self.report, *(f"{column}/{kind}@{k}" for column in self.report for k in self.at for kind in kinds))
+        return (
+            *self.report,
+            *(f"{column}/{kind}@{count}" for column in self.report for count in self.at for kind in kinds),
+        )
 
     def title(self, column: str) -> str:
-        """What a person calls a figure."""
+        """Return the title of a figure."""
         return self.label if self.label and column == self.report[0] else f"{column} on {self.task}"

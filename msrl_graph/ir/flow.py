@@ -1,8 +1,7 @@
-"""The flow of rows: which nodes come after which along the sample edges, in what order, and which columns each edge
-carries.
+"""The flow of rows along sample edges: order of nodes, columns of edges.
 
-Invariant: torch-free and without networkx, whose import would be a quarter of each start of the compiler; only who has
-made a circle of edges pays for it, and who asks for a `digraph`.
+Invariant: no import of torch, and none of networkx, which would take a quarter of each start of the compiler. networkx
+is only imported for a cycle of edges, and for `digraph`.
 """
 
 from __future__ import annotations
@@ -19,105 +18,120 @@ if TYPE_CHECKING:
 
 
 class Flow:
-    """The sample edges of a graph, whose nodes stand in dependency order."""
+    """The sample edges of a graph, whose nodes are in dependency order."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
 
     def after(self, node: str) -> set[str]:
-        """The nodes that a path of sample edges leads to from a node, itself left out."""
-        return _reached(node, lambda name: (e.dst for e in self.graph.out_of(name)))
+        """Return the nodes that sample edges lead to from a node, without itself."""
+        return _collect_reachable(node, lambda name: (edge.dst for edge in self.graph.out_of(name)))
 
     def before(self, node: str) -> set[str]:
-        """The nodes from which a path of sample edges leads to a node, itself left out."""
-        return _reached(node, lambda name: (e.src for e in self.graph.into(name)))
+        """Return the nodes from which sample edges lead to a node, without itself."""
+        return _collect_reachable(node, lambda name: (edge.src for edge in self.graph.into(name)))
 
     def leads(self, src: str, dst: str) -> bool:
-        """Whether a path of sample edges, of none perhaps, leads from one node to another."""
+        """Return whether a path of sample edges, perhaps empty, leads from `src` to `dst`."""
         return src == dst or dst in self.after(src)
 
     def digraph(self) -> nx.DiGraph[str]:
-        """The nodes and the sample edges between them, by name."""
+        """Return the nodes and the sample edges, by name, as a graph of networkx."""
         import networkx as nx
 
-        made: nx.DiGraph[str] = nx.DiGraph()
-        made.add_nodes_from(n.name for n in self.graph.nodes)
-        made.add_edges_from((e.src, e.dst) for e in self.graph.samples())
-        return made
+        digraph: nx.DiGraph[str] = nx.DiGraph()
+        digraph.add_nodes_from(node.name for node in self.graph.nodes)
+        digraph.add_edges_from((edge.src, edge.dst) for edge in self.graph.samples())
+        return digraph
 
     @cached_property
     def knots(self) -> list[list[str]]:
-        """Nodes that sample edges lead from and back to, those of each knot by name. An algorithm has none, as a check
-        sees to."""
-        place = {n.name: i for i, n in enumerate(self.graph.nodes)}
-        return [] if all(place[e.src] < place[e.dst] for e in self.graph.samples()) else knots(self.digraph())
+        """The nodes of each knot, by name.
+
+        These are nodes that sample edges lead from and back to.
+
+        A check makes sure that an algorithm has none.
+        """
+        place = {node.name: index for index, node in enumerate(self.graph.nodes)}
+        return [] if all(place[edge.src] < place[edge.dst] for edge in self.graph.samples()) else knots(self.digraph())
 
     @cached_property
-    def _joined(self) -> set[tuple[str, str]]:
-        return {(e.src, e.dst) for e in self.graph.samples()}
+    def _edge_pairs(self) -> set[tuple[str, str]]:
+        return {(edge.src, edge.dst) for edge in self.graph.samples()}
 
     @cached_property
-    def _above(self) -> tuple[dict[str, int], dict[str, int]]:
-        """A bit for each writer that a reader has no edge from, and for each node the bits of those from which a path
-        leads there."""
+    def _writers_above(self) -> tuple[dict[str, int], dict[str, int]]:
+        """The writers above each node, as bits.
+
+        Only writers that some reader has no edge from have a bit. The second item has, for each node, the bits of the
+        writers from which a path leads to it.
+        """
         graph = self.graph
-        joined = self._joined
-        writers = {c: n for n in graph.nodes for c in n.writes}
-        apart = (
-            writers[c].name
-            for n in graph.nodes
-            for c in n.reads
-            if c in writers and (writers[c].name, n.name) not in joined
+        joined = self._edge_pairs
+        writers = {column: node for node in graph.nodes for column in node.writes}
+        indirect = (
+            writers[column].name
+            for node in graph.nodes
+            for column in node.reads
+            if column in writers and (writers[column].name, node.name) not in joined
         )
-        bits = {name: 1 << i for i, name in enumerate(dict.fromkeys(apart))}
+        bits = {name: 1 << index for index, name in enumerate(dict.fromkeys(indirect))}
         above: dict[str, int] = {}
-        # In dependency order, knots as a whole: what is above a node is known when its turn comes.
-        parts: Sequence[Collection[str]] = [[n.name] for n in graph.nodes]
+        # In dependency order, each knot as a unit: all that is above a node is known when its turn comes.
+        parts: Sequence[Collection[str]] = [[node.name] for node in graph.nodes]
         if self.knots:
             import networkx as nx
 
             parts = list(nx.strongly_connected_components(self.digraph()))[::-1]
         for part in parts:
-            found = 0
+            bits_above = 0
             for name in part:
                 for edge in graph.into(name):
-                    found |= above.get(edge.src, 0) | bits.get(edge.src, 0)
-            above |= dict.fromkeys(part, found)
+                    bits_above |= above.get(edge.src, 0) | bits.get(edge.src, 0)
+            above |= dict.fromkeys(part, bits_above)
         return bits, above
 
     def arrives(self, column: str, node: str) -> bool:
-        """Whether a path of sample edges leads to a node from the writer of a column that some node reads."""
-        writer, (bits, above) = self.graph.writer(column).name, self._above
-        return (writer, node) in self._joined or bool(above[node] & bits.get(writer, 0))
+        """Return whether sample edges lead from the writer of a column to a node.
+
+        Some node must read the column.
+        """
+        writer, (bits, above) = self.graph.writer(column).name, self._writers_above
+        return (writer, node) in self._edge_pairs or bool(above[node] & bits.get(writer, 0))
 
     @cached_property
     def carried(self) -> dict[tuple[str, str], tuple[str, ...]]:
-        """The columns that each sample edge carries: of those that its end reads, each on the edge from its writer,
-        else on the first that leads there from the writer."""
+        """The columns that each sample edge carries.
+
+        A column that the end of the edge reads is carried by the edge from its writer, else by the first edge to the
+        reader that a path leads to from the writer.
+        """
         graph = self.graph
-        found: dict[tuple[str, str], list[str]] = {(e.src, e.dst): [] for e in graph.samples()}
+        columns_of: dict[tuple[str, str], list[str]] = {(edge.src, edge.dst): [] for edge in graph.samples()}
         for node in graph.nodes:
             for column in node.reads:
                 ends = graph.writer(column).name, node.name
-                if ends not in found:
-                    ends = next(((e.src, e.dst) for e in graph.into(node.name) if self.arrives(column, e.src)), ends)
-                if ends in found:
-                    found[ends].append(column)
-        return {ends: tuple(columns) for ends, columns in found.items()}
+                if ends not in columns_of:
+                    ends = next(
+                        ((edge.src, edge.dst) for edge in graph.into(node.name) if self.arrives(column, edge.src)), ends
+                    )
+                if ends in columns_of:
+                    columns_of[ends].append(column)
+        return {ends: tuple(columns) for ends, columns in columns_of.items()}
 
 
-def _reached(node: str, neighbours: Callable[[str], Iterable[str]]) -> set[str]:
-    found = {node}
-    left = [node]
-    while left:
-        new = set(neighbours(left.pop())) - found
-        found |= new
-        left += new
-    return found - {node}
+def _collect_reachable(node: str, neighbours: Callable[[str], Iterable[str]]) -> set[str]:
+    reached = {node}
+    pending = [node]
+    while pending:
+        new = set(neighbours(pending.pop())) - reached
+        reached |= new
+        pending += new
+    return reached - {node}
 
 
 def knots(flow: nx.DiGraph[str]) -> list[list[str]]:
-    """The nodes of each circle of edges, by name; those of circles that touch are one knot."""
+    """Return the nodes of each knot by name; cycles that share a node are one knot."""
     import networkx as nx
 
     parts: list[list[str]] = [sorted(part) for part in nx.strongly_connected_components(flow)]
@@ -125,7 +139,10 @@ def knots(flow: nx.DiGraph[str]) -> list[list[str]]:
 
 
 def dependency_order(nodes: Collection[str], edges: Collection[Edge]) -> list[str]:
-    """The nodes in dependency order, the source first, ties by name; those of a cycle last."""
+    """Return the nodes in dependency order.
+
+    The source is first, ties are ordered by name, and nodes of a cycle are last.
+    """
     waits: dict[str, set[str]] = {name: set() for name in nodes}
     for edge in edges:
         if edge.kind == "sample" and edge.dst in waits and edge.src in waits:

@@ -1,7 +1,7 @@
-"""Instructions: what the processes of a pool are told to do, the closed set of them, and the one walk through them.
+"""Instructions for the processes of a pool, and the walk through their streams.
 
-Invariant: whoever does, times or checks what streams say is a `Walker`, with a method for each instruction, and goes
-through them by a `Walk`. To be in the set an instruction must be in `Op`; mypy then names what does not know it yet.
+Invariant: all code that executes, times or checks streams is a `Walker`, with a method per instruction, and uses a
+`Walk`. A new instruction is added to `Op`; mypy then names the code that does not handle it yet.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ Op = Literal["RESHARD", "RUN", "RELEASE", "SWAP_IN", "WAIT", "AGAIN"]
 
 @dataclass(frozen=True)
 class Instruction:
-    """What to do with a node; `Walker` says what each means. Two have an `other`: RESHARD is about the edge `node` =>
-    `other`, and AGAIN goes back to `other`."""
+    """An instruction about a node; `Walker` has the meaning of each `op`.
+
+    Two have an `other`: RESHARD is about the edge `node` => `other`, and AGAIN goes back to `other`.
+    """
 
     op: Op
     node: str
@@ -29,7 +31,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class InstructionStream:
-    """What the processes of a pool do, in order; `task` is `train` or the name of an evaluation."""
+    """The instructions of a pool; `task` is `train` or the name of an evaluation."""
 
     pool: str
     task: str
@@ -37,14 +39,20 @@ class InstructionStream:
 
 
 class Walker(ABC):
-    """Who goes through streams: what each instruction is to it. `pool` is whose stream the instruction stands in."""
+    """A visitor of streams, with a method per instruction of the stream of `pool`."""
 
     def ready(self, pool: str, node: str, /) -> bool:
-        """Whether RUN of a node can be done now. Who can only wait for its rows says that it is, and waits."""
+        """Return whether RUN of a node can be done now.
+
+        A walker that can only wait for the rows returns True and waits in `run`.
+        """
         return True
 
     def given(self, pool: str, src: str, dst: str, /) -> bool:
-        """Whether a RESHARD can be done now. Who can only wait for the weights says that it can, and waits."""
+        """Return whether a RESHARD can be done now.
+
+        A walker that can only wait for the weights returns True and waits in `reshard`.
+        """
         return True
 
     @abstractmethod
@@ -53,7 +61,10 @@ class Walker(ABC):
 
     @abstractmethod
     def reshard(self, pools: Sequence[str], src: str, dst: str, /) -> None:
-        """RESHARD: the weights of the update `src` go to the generation `dst`; once for all `pools` that take part."""
+        """RESHARD: the weights of the update `src` go to the generation `dst`.
+
+        It is called once for all `pools` that take part.
+        """
 
     @abstractmethod
     def release(self, pool: str, node: str, /) -> None:
@@ -61,58 +72,60 @@ class Walker(ABC):
 
     @abstractmethod
     def swap_in(self, pool: str, node: str, /) -> None:
-        """SWAP_IN: the weights of an update start on their way back from the host's memory."""
+        """SWAP_IN: the weights of an update start to return from host memory."""
 
     @abstractmethod
     def wait(self, pool: str, node: str, /) -> None:
-        """WAIT: until they are back."""
+        """WAIT: wait until these weights are back on the devices."""
 
     @abstractmethod
     def again(self, pool: str, node: str, rounds: int, /) -> bool:
-        """AGAIN: whether after so many rounds of prompts the filter `node` needs one more."""
+        """AGAIN: return whether the filter needs another round of prompts after `rounds`."""
 
 
 class Walk:
-    """How far the streams of a task are walked, by pool, all side by side; a process walks its own alone. A RESHARD is
-    done when all pools that have it are at it."""
+    """Progress through the streams of a task, by pool, in parallel.
+
+    A process walks only its own stream. A RESHARD is done when all pools that have it have reached it.
+    """
 
     def __init__(self, streams: Mapping[str, Sequence[Instruction]], begin: int = 0) -> None:
-        """`begin`: how many instructions of each were done before."""
+        """Begin a walk; `begin` instructions of each stream are already done."""
         self.streams = streams
-        self._at = dict.fromkeys(streams, begin)
+        self._position = dict.fromkeys(streams, begin)
         self._rounds = dict.fromkeys(streams, 1)
-        self._meet: dict[tuple[str, str], list[str]] = {}
+        self._reshard_pools: dict[tuple[str, str], list[str]] = {}
         for pool, stream in streams.items():
-            for x in stream:
-                if x.op == "RESHARD":
-                    pools = self._meet.setdefault((x.node, x.other), [])
+            for instruction in stream:
+                if instruction.op == "RESHARD":
+                    pools = self._reshard_pools.setdefault((instruction.node, instruction.other), [])
                     pools += [pool] if pool not in pools else []
 
     def step(self, pool: str) -> Instruction | None:
-        """What a pool does next; None at the end of its stream."""
+        """Return the next instruction of a pool; None at the end of its stream."""
         stream = self.streams[pool]
-        at = self._at[pool]
-        return stream[at] if at < len(stream) else None
+        index = self._position[pool]
+        return stream[index] if index < len(stream) else None
 
     def advance(self, pool: str, walker: Walker) -> bool:
-        """Takes the next step of a pool; whether it could be taken."""
+        """Take the next step of a pool; return whether that was possible."""
         stream = self.streams[pool]
-        at = self._at[pool]
-        if at == len(stream):
+        index = self._position[pool]
+        if index == len(stream):
             return False
-        step = stream[at]
+        step = stream[index]
         match step.op:
             case "RUN":
                 if not walker.ready(pool, step.node):
                     return False
                 walker.run(pool, step.node)
             case "RESHARD":
-                pools = self._meet[step.node, step.other]
-                if any(self.step(p) != step for p in pools) or not walker.given(pool, step.node, step.other):
+                pools = self._reshard_pools[step.node, step.other]
+                if any(self.step(member) != step for member in pools) or not walker.given(pool, step.node, step.other):
                     return False
                 walker.reshard(pools, step.node, step.other)
                 for other in pools:
-                    self._at[other] += other != pool
+                    self._position[other] += other != pool
             case "RELEASE":
                 walker.release(pool, step.node)
             case "SWAP_IN":
@@ -122,30 +135,47 @@ class Walk:
             case "AGAIN":
                 if walker.again(pool, step.node, self._rounds[pool]):
                     self._rounds[pool] += 1
-                    self._at[pool] = back(stream, at)
+                    self._position[pool] = back(stream, index)
                     return True
             case _:
                 assert_never(step.op)
-        self._at[pool] = at + 1
+        self._position[pool] = index + 1
         return True
 
     def finish(self, walker: Walker) -> bool:
-        """Takes all steps that can be taken; whether no pool waits for another at the end."""
+        """Take all possible steps; return whether all streams have ended."""
         while any(self.advance(pool, walker) for pool in self.streams):
             pass
         return all(self.step(pool) is None for pool in self.streams)
 
 
-def back(stream: Sequence[Instruction], at: int) -> int:
-    """Where a walk goes on when the AGAIN at a place asks for another round of prompts: at the RUN of the round's first
-    node, or the RESHARD before it where the weights that it needs were released since."""
-    other = stream[at].other
-    begin = [i for i, x in enumerate(stream[:at]) if (x.op, x.node) == ("RUN", other)]
-    weights = [i for i, x in enumerate(stream[:at]) if (x.op, x.other) == ("RESHARD", other)]
-    released = not begin or Instruction("RELEASE", other) in stream[begin[0] : at]
+def back(stream: Sequence[Instruction], index: int) -> int:
+    """Return the index where a walk continues after an AGAIN at `index`.
+
+    It is that of the RUN of the round's first node, or of the RESHARD before it if the weights that the node needs have
+    been released since.
+    """
+    other = stream[index].other
+    begin = [
+        place
+        for place, instruction in enumerate(stream[:index])
+        if (instruction.op, instruction.node) == ("RUN", other)
+    ]
+    weights = [
+        place
+        for place, instruction in enumerate(stream[:index])
+        if (instruction.op, instruction.other) == ("RESHARD", other)
+    ]
+    released = not begin or Instruction("RELEASE", other) in stream[begin[0] : index]
     return weights[0] if weights and released else begin[0]
 
 
 def nodes_run(streams: Iterable[InstructionStream], task: str = "train") -> list[str]:
-    """The nodes that the streams of a task run, stream by stream."""
-    return [x.node for s in streams if s.task == task for x in s.instructions if x.op == "RUN"]
+    """Return the nodes that the streams of a task run, stream by stream."""
+    return [
+        instruction.node
+        for stream in streams
+        if stream.task == task
+        for instruction in stream.instructions
+        if instruction.op == "RUN"
+    ]

@@ -1,8 +1,8 @@
-"""What the value of an attribute may be, as plain data: numbers, words, strings, quantities, and forms of their own.
+"""Kinds of attribute values: numbers, words, strings, quantities, special forms.
 
-Invariant: the `str` of a kind says in words what it takes. `value` gives the Python value of an expression that was
-read as this kind; None where the expression is no such value, which only a plan that was edited by hand has. How text
-is read as a kind stands in dsl/attributes.py.
+Invariant: the `str` of a kind describes what it accepts. `value` returns the Python value of an expression that was
+read as this kind, or None if the expression has another kind, which only a plan edited by hand has. dsl/attributes.py
+reads text as a kind.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from .evaluation import Draw
 from .graph import Expr
 
-# Beyond this no count means anything, and products of two still fit the integers of every format.
+# The largest meaningful count. The product of two still fits the integers of every format.
 MOST = 10**8
 UNIT_NAMES = {
     "": "a plain number",
@@ -27,7 +27,7 @@ UNIT_NAMES = {
 
 
 class ValueKind(Protocol):
-    """What an attribute takes."""
+    """The kind of an attribute's values."""
 
     def value(self, expr: Expr) -> Any: ...
 
@@ -39,21 +39,21 @@ class NumericKind:
     low: float = -math.inf
     high: float = math.inf
     whole: bool = False
-    above: bool = False  # `low` itself is out
+    above: bool = False  # `low` itself is excluded
 
     def value(self, expr: Expr) -> int | float | None:
         return _number(expr, self.whole)
 
     def __str__(self) -> str:
-        what = "a whole number" if self.whole else "a number"
+        noun = "a whole number" if self.whole else "a number"
         if self.low == -math.inf:
-            return what
+            return noun
         if self.high < MOST:
             return (
-                f"{what} {'above' if self.above else 'from'} {self.low:g} {'and at most' if self.above else 'to'} "
+                f"{noun} {'above' if self.above else 'from'} {self.low:g} {'and at most' if self.above else 'to'} "
                 f"{self.high:g}"
             )
-        return f"{what} above {self.low:g}" if self.above else f"{what} of {self.low:g} or more"
+        return f"{noun} above {self.low:g}" if self.above else f"{noun} of {self.low:g} or more"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,10 @@ class WordsKind:
 
 @dataclass(frozen=True)
 class StringKind:
-    """A string; with `several`, a list of them too. `known`: those that one may write without quotes by mistake."""
+    """A string; with `several`, also a list of strings.
+
+    `known` are strings that users may write without quotes by mistake.
+    """
 
     several: bool = False
     known: tuple[str, ...] = ()
@@ -96,7 +99,7 @@ class StringKind:
 
 @dataclass(frozen=True)
 class NameKind:
-    """A bare word that the statement looks up itself; with `several`, a list of them too."""
+    """A bare word that the statement looks up; with `several`, also a list of them."""
 
     several: bool = False
 
@@ -109,7 +112,7 @@ class NameKind:
 
 @dataclass(frozen=True)
 class QuantityKind:
-    """A number above 0 with a unit; `whole`: parts of the unit do not count."""
+    """A number above 0 with a unit; with `whole`, fractions of the unit are dropped."""
 
     unit: str
     example: str
@@ -135,13 +138,13 @@ class CountsKind:
 
 @dataclass(frozen=True)
 class DrawsKind:
-    """A list of calls of `draw`, each with a generation and how it draws."""
+    """A list of calls of `draw`, each with a generation and its sampling settings."""
 
     def value(self, expr: Expr) -> tuple[Draw, ...]:
         return tuple(self._draw(call) for call in expr.args if call.args)
 
     def expr(self, draws: tuple[Draw, ...]) -> Expr:
-        """The expression that `value` gives these draws of."""
+        """Return the expression from which `value` makes these draws."""
         calls = []
         for draw in draws:
             stated = {"samples": draw.samples or None, "temperature": draw.temperature}
@@ -152,9 +155,9 @@ class DrawsKind:
 
     def _draw(self, call: Expr) -> Draw:
         generation, *numbers = call.args
-        given = dict(zip(call.keys[1:], numbers, strict=True))
-        samples = _number(given["samples"], whole=True) if "samples" in given else 0
-        temperature = _number(given["temperature"], whole=False) if "temperature" in given else None
+        stated = dict(zip(call.keys[1:], numbers, strict=True))
+        samples = _number(stated["samples"], is_whole=True) if "samples" in stated else 0
+        temperature = _number(stated["temperature"], is_whole=False) if "temperature" in stated else None
         return Draw(str(generation.value), int(samples or 0), temperature, call.span)
 
     def __str__(self) -> str:
@@ -163,8 +166,10 @@ class DrawsKind:
 
 @dataclass(frozen=True, eq=False)
 class FormKind:
-    """An expression that is read with the node that it stands in (dsl/node_calls.py); `word`: what comes of it is
-    one."""
+    """An expression that is read together with its node (dsl/node_calls.py).
+
+    With `word`, the result is a word.
+    """
 
     takes: str
     word: bool = False
@@ -199,13 +204,13 @@ REDUCE = FormKind("`tokens`, `sequences` or `constant(n)`")
 
 
 def either(words: tuple[str, ...], last: str = " or ") -> str:
-    """Words of the language, named one after another: `a`, `b` or `c`."""
-    quoted = [f"`{w}`" for w in words]
+    """List words of the language: `a`, `b` or `c`."""
+    quoted = [f"`{word}`" for word in words]
     return last.join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else "".join(quoted)
 
 
-def _number(expr: Expr, whole: bool) -> int | float | None:
-    return None if not isinstance(expr.value, int | float) else int(expr.value) if whole else float(expr.value)
+def _number(expr: Expr, is_whole: bool) -> int | float | None:
+    return None if not isinstance(expr.value, int | float) else int(expr.value) if is_whole else float(expr.value)
 
 
 def _text(expr: Expr) -> str | None:

@@ -1,6 +1,7 @@
-"""Which node is likely meant to write a column: what helps say of columns with no writer, or with two.
+"""Guesses of the node that was meant to write a column with no writer or with two.
 
-Invariant: one node is named only where nothing speaks for another; else there is none, or all that may be meant.
+Invariant: a single node is returned only if nothing speaks for another. Otherwise the result is no node, or all
+possible ones.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from .graph import Graph, Node
 
 
 def is_named_after(graph: Graph, node: Node, column: str) -> bool:
-    """Whether a word of a column's name begins a word of the node's name, or the other way round.
+    """Return whether a column seems to be named after a node.
 
-    What a frozen worker writes is often called `ref_…`, and what the trained one does `old_…`.
+    That is: a word of one name begins with a word of the other.
+
+    Columns of a frozen worker are often called `ref_…`, and those of the trained one `old_…`.
     """
     words = _words(node)
-    worker = next((w for w in graph.workers if w.name == node.worker), None)
+    worker = next((candidate for candidate in graph.workers if candidate.name == node.worker), None)
     if worker is not None and worker.kind != "function":
         words.add("reference" if worker.frozen else "old")
     parts = column.split("_")
@@ -30,31 +33,36 @@ def is_named_after(graph: Graph, node: Node, column: str) -> bool:
 
 
 def choose_writer(graph: Graph, writers: Iterable[Node], column: str, other: str) -> list[Node]:
-    """Of two writers of `column`, the one that is meant to write `other`; both where nothing tells them apart."""
-    # The one that reads the other column comes after it.
-    able = [w for w in writers if other not in w.reads]
+    """Choose the writers of `column` that may be meant to write `other`.
+
+    It is one of the two, or both if nothing tells them apart.
+    """
+    # A writer that reads the other column comes after it.
+    able = [writer for writer in writers if other not in writer.reads]
     if len(able) < 2:
         return able
-    rest = [w for w in able if not is_named_after(graph, w, column)]
-    fits = [w for w in able if is_named_after(graph, w, other)]
-    votes = {n.name: n for some in (rest, fits) if len(some) == 1 for n in some}
+    rest = [writer for writer in able if not is_named_after(graph, writer, column)]
+    fits = [writer for writer in able if is_named_after(graph, writer, other)]
+    votes = {node.name: node for candidates in (rest, fits) if len(candidates) == 1 for node in candidates}
     return list(votes.values()) if len(votes) == 1 else able
 
 
 def without_arrow(graph: Graph, column: str) -> Node | None:
-    """The function node that computes something and writes nothing, and is likely meant to write this column: it is
-    named after it, or hands its rows to a node that reads it."""
+    """Find the function node without outputs that should likely write a column.
+
+    It calls a function and writes nothing. It is named after the column, or its rows go to a node that reads it.
+    """
     idle = [
-        n
-        for n in graph.nodes
-        if CallAttributes.of(n).call is not None and not n.writes and not n.sets and column not in n.reads
+        node
+        for node in graph.nodes
+        if CallAttributes.of(node).call is not None and not node.writes and not node.sets and column not in node.reads
     ]
-    named = [n for n in idle if _words(n) & {*column.split("_")}]
-    readers = {n.name for n in graph.nodes if column in n.reads}
-    some = named or [n for n in idle if any(e.dst in readers for e in graph.out_of(n.name))]
-    return some[0] if len(some) == 1 else None
+    named = [node for node in idle if _words(node) & {*column.split("_")}]
+    readers = {node.name for node in graph.nodes if column in node.reads}
+    candidates = named or [node for node in idle if any(edge.dst in readers for edge in graph.out_of(node.name))]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _words(node: Node) -> set[str]:
-    """The words of a node's label, worker and verb."""
+    """Return the words of a node's label, worker and verb."""
     return {*re.split(r"[._]", node.name), *node.worker.split("_"), *node.verb.split("_")}

@@ -1,6 +1,7 @@
-"""What an optimizer is: by which rule which tensors step, and what it keeps of them.
+"""Optimizers: the update rule of each tensor and the state that it keeps.
 
-Invariant: torch-free, and a function of the call in the program: the planner counts by it, and engines step by it.
+Invariant: no import of torch, and a function of the call in the program. The planner counts memory by it and engines
+step by it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from typing import Any
 
 from ..sharding.layout import Tensor, TensorKind, TensorKinds
 
-MASTER = 4  # bytes of the float32 copy of a weight of another type, by which any optimizer steps
-# An optimizer whose states lie in host memory steps by so many parts (MindSpeed's --swap-optimizer-times): one is on
-# the device, and the next one on its way.
+MASTER = 4  # bytes of the float32 copy of a weight of another type, which any optimizer updates
+# An optimizer with states in host memory steps in this number of parts (MindSpeed's --swap-optimizer-times). AT_ONCE
+# parts are on the device: the current one, and the next one on its way.
 PARTS = 16
 AT_ONCE = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """How tensors step: as the class `name` of torch.optim does, with `options` beside the learning rate. `keeps` are
-    its states, each as large as the weights: bytes an element, by name. `whole`: a step needs the whole matrix; else
-    elements step one by one."""
+    """The update rule of tensors: the class `name` of torch.optim with `options`.
+
+    The learning rate is not among the options. `keeps` are its states, in bytes per element by name; each is as large
+    as the weights. `whole`: a step needs the whole matrix, otherwise elements are updated independently.
+    """
 
     name: str
     options: Mapping[str, Any]
@@ -32,18 +35,23 @@ class Rule:
 
     @property
     def bytes(self) -> float:
-        """Of its states, an element."""
+        """Bytes of its states per element."""
         return sum(self.keeps.values())
 
     def beside(self, master: bool) -> float:
-        """Of its states, and of float32 masters where weights are of another type, an element."""
+        """Return the bytes per element of its states and float32 copies.
+
+        With `master`, weights are of another type and have such a copy.
+        """
         return self.bytes + MASTER * master
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerSpec:
-    """The rule of all tensors, or of all but the `matrices` of the layers. What does not run can be planned; `why`
-    tells."""
+    """The rule of all tensors, or of all but the `matrices` of the layers.
+
+    If it does not run (`runs`), it can be planned only, and `why` is the reason.
+    """
 
     rule: Rule
     matrices: Rule | None = None
@@ -51,19 +59,24 @@ class OptimizerSpec:
     why: str = ""
 
     def of(self, tensor: Tensor) -> Rule:
-        """The rule of a tensor: embedding, head, norms and biases are no matrices of layers; of experts each is one."""
+        """Return the rule of a tensor.
+
+        Embedding, head, norms and biases are not matrices of layers. Each expert is a matrix of its own.
+        """
         matrix = 0 <= tensor.layer < tensor.layers and len(tensor.shape) - tensor.experts == 2
         return self.matrices if self.matrices is not None and matrix else self.rule
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """Each rule, in the order in which an engine steps by them."""
+        """The rules, in the order in which an engine applies them."""
         return (self.rule,) if self.matrices is None else (self.rule, self.matrices)
 
 
 @lru_cache(maxsize=1 << 10)
 def parted(optimizer: OptimizerSpec, kinds: tuple[TensorKind, ...]) -> tuple[tuple[Rule, tuple[TensorKind, ...]], ...]:
-    """Each rule of an optimizer, and the kinds of a model's tensors that step by it."""
+    """Return each rule of an optimizer with the kinds of tensors that it updates."""
     if len(optimizer.rules) == 1:
         return ((optimizer.rule, kinds),)
-    return tuple((rule, TensorKinds(k for k in kinds if optimizer.of(k.tensor) is rule)) for rule in optimizer.rules)
+    return tuple(
+        (rule, TensorKinds(kind for kind in kinds if optimizer.of(kind.tensor) is rule)) for rule in optimizer.rules
+    )

@@ -1,8 +1,8 @@
-"""The plan: everything that running needs, and everything that was worked out about it.
+"""The plan: everything that a run needs, and everything computed about it.
 
-Invariant: a plan is plain data; `to_json` and `from_json` are inverse (files are where they were, whatever their paths
-begin at), and compiling twice gives the same bytes. Passes fill it from top to bottom: placements, docks, reshards,
-schedule, then traffic, memory and estimate.
+Invariant: a plan is plain data. `to_json` and `from_json` are inverse up to the form of paths, and compiling twice
+gives the same bytes. Passes fill the plan from top to bottom: placements, docks, reshards, schedule, then traffic,
+memory and estimate.
 """
 
 from __future__ import annotations
@@ -26,72 +26,35 @@ from .search_record import SearchRecord
 from .views import PlanViews
 
 FORMAT_VERSION = 1
-# The names of the pool that has all devices, and of the hosts' processes that call functions.
+# The names of the pool with all devices, and of the pool of the hosts' processes that call functions.
 DEVICES = "devices"
 FUNCTIONS = "functions"
-# What every run reports by itself: the keys of a line of metrics.jsonl. A column that a run reports too has another
-# name.
-METRICS = frozenset(
-    {
-        *(
-            "iteration",
-            "seconds",
-            "rows",
-            "loss",
-            "grad_norm",
-            "updates",
-            "response_length",
-            "prompt_tokens",
-            "response_tokens",
-        ),
-        *(
-            "tokens_per_second",
-            "throughput_eq5",
-            "prompts",
-            "phases",
-            "dock_bytes",
-            "dock_messages",
-            "imbalance",
-            "reshard_bytes",
-            "evaluation",
-            "after_iterations",
-            "changed",
-        ),
-        *("refills", "prompts_drawn", "prompts_kept", "turns", "policy_tokens", "environment_tokens", "failed"),
-        *("left_out_answers", "left_out_tokens", "strayed", "conversations"),
-        *(
-            "response_length_max",
-            "distinct_prompt_tokens",
-            "distinct_tokens",
-            "distinct_rows",
-            "skipped",
-            "carried_over",
-            "overdue",
-            "logp_drift",
-            "logp_drift_max",
-        ),
-        *("lr", "entropy", "response_truncated", "staleness", "staleness_max"),
-    }
-)
 
 
 def shared_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
-    """Edges with `staleness` whose ends take turns on the devices of one pool."""
+    """Return the edges with `staleness` whose ends share the devices of one pool."""
     return [
-        e for e in graph.reshards() if ReshardingEdgeAttributes.of(e).staleness and pool_of(e.src) == pool_of(e.dst)
+        edge
+        for edge in graph.reshards()
+        if ReshardingEdgeAttributes.of(edge).staleness and pool_of(edge.src) == pool_of(edge.dst)
     ]
 
 
 def reported(graph: Graph, column: str) -> bool:
-    """Whether a run tells the mean of a column: a scalar that is no field of the data."""
+    """Return whether a run reports the mean of a column.
+
+    It does so for scalars that are not fields of the data.
+    """
     kind = graph.column(column)
     return graph.writer(column).verb != "source" and kind.element in ("f32", "bf16") and not kind.dims
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """A data file and which of its fields fills which column; `stated` is where the program names the field of a
-    column."""
+    """A data file and its fields, by column.
+
+    `stated` has the spans where the program names fields.
+    """
 
     name: str
     path: str
@@ -110,13 +73,16 @@ class EngineChoice:
     span: Span = NOWHERE
 
     def shared(self) -> dict[str, Value]:
-        """The options that nodes of the same weights have in common: all but the micro-batch."""
-        return {k: v for k, v in self.options.items() if k != "micro_batch"}
+        """Return the options that nodes with shared weights share: not the micro-batch."""
+        return {key: value for key, value in self.options.items() if key != "micro_batch"}
 
 
 @dataclass(frozen=True)
 class Pool(DeviceRange):
-    """Nodes that have a stretch of devices to themselves. In a deploy `devices` 0 leaves the stretch to the planner."""
+    """Nodes with a range of devices of their own.
+
+    In a deploy, `devices` 0 leaves the range to the planner.
+    """
 
     nodes: tuple[str, ...]
     first: int = 0
@@ -129,7 +95,7 @@ class Pool(DeviceRange):
 
 @dataclass(frozen=True)
 class Deployment:
-    """The where and how of a program, as the file states it."""
+    """The deploy of a program: where and how it runs, as the file states it."""
 
     name: str
     models: dict[str, Model]  # by the name that workers use
@@ -142,21 +108,27 @@ class Deployment:
     run: Run = field(default_factory=Run)
     span: Span = NOWHERE
     pools: tuple[Pool, ...] = ()  # as `place` and `apart` state them
-    together: tuple[tuple[str, ...], ...] = ()  # nodes that stay together, wherever that is
+    together: tuple[tuple[str, ...], ...] = ()  # nodes that stay in one pool, whichever it is
 
     @property
     def saves(self) -> tuple[int, ...]:
-        """The intervals, in iterations, at which a checkpoint is written, or may be."""
-        return (*filter(None, (self.run.save,)), *(e.every for e in self.evaluations if e.best))
+        """The intervals, in iterations, at which checkpoints are or may be written."""
+        return (
+            *filter(None, (self.run.save,)),
+            *(evaluation.every for evaluation in self.evaluations if evaluation.best),
+        )
 
     def evaluation(self, task: str) -> Evaluation | None:
-        """The evaluation whose tasks are called so; None for training."""
-        return next((e for e in self.evaluations if e.task == task), None)
+        """Return the evaluation with this name of tasks; None for training."""
+        return next((evaluation for evaluation in self.evaluations if evaluation.task == task), None)
 
 
 @dataclass(frozen=True)
 class Placement(DeviceRange):
-    """A node on the devices of a pool (the first `layout.devices`), or on the hosts' CPUs (pool `functions`)."""
+    """The place of a node: the first `layout.devices` of a pool, or the hosts' CPUs.
+
+    Nodes on CPUs are in the pool `functions`.
+    """
 
     node: str
     pool: str
@@ -170,19 +142,19 @@ class Placement(DeviceRange):
 
 @dataclass(frozen=True)
 class ControllerSpec:
-    """The controller of a node: hears only of the columns that the node reads."""
+    """The controller of a node, which tracks only the columns that the node reads."""
 
     node: str
     host: int
     columns: tuple[str, ...]
-    groups: int  # data-parallel groups that ask it
-    chunk: int  # units handed out at once; 0: it does not count them
-    chunk_tokens: int  # those that hold so many tokens are handed out at once, if fewer; 0: it does not count them
+    groups: int  # data-parallel groups that request rows
+    chunk: int  # units of a batch; 0: not limited
+    chunk_tokens: int  # tokens of a batch, if they are reached with fewer units; 0: not limited
     lockstep: bool  # a collective spans the groups: all get the same number of micro-batches
 
     @property
     def streams(self) -> bool:
-        """Whether batches are cut from what is ready."""
+        """Whether batches are taken from the rows that are ready."""
         return self.chunk > 0 or self.chunk_tokens > 0
 
 
@@ -190,7 +162,7 @@ class ControllerSpec:
 class DockPlan:
     mode: str
     controllers: tuple[ControllerSpec, ...]
-    warehouses: tuple[int, ...]  # the host of each, one a host
+    warehouses: tuple[int, ...]  # the host of each; one per host
     deadline: float
     capacity: int = 0
     imbalance: float = 1.0
@@ -198,7 +170,7 @@ class DockPlan:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a reshard: bytes and seconds a device."""
+    """A step of a reshard, with bytes and seconds per device."""
 
     name: str
     bytes: int
@@ -207,12 +179,12 @@ class Step:
 
 @dataclass(frozen=True)
 class ReshardRoute:
-    """How weights of a kind (`of`: weights, embeddings or experts) come to the ranks that generate with them: `how`
-    is in place, all-gather, all-to-all or send.
+    """The way of weights of a kind to the ranks that generate with them.
 
-    `block` consecutive ranks take part together; with `block` 2, the ranks 0 and 1, 2 and 3, and so on. Where layers
-    change their pipeline stage the move goes `across` stages: the same block of every stage takes part, so that
-    `ranks` do in all. `bytes` is what the busiest device receives.
+    `of` is the kind: weights, embeddings or experts. `how` is in place, all-gather, all-to-all or send. `block`
+    consecutive ranks take part together: with `block` 2 the ranks 0 and 1, 2 and 3, and so on. If layers change their
+    pipeline stage, the move is `across` stages: the same block of every stage takes part, `ranks` in all. `bytes` is
+    what the busiest device receives.
     """
 
     of: str
@@ -225,8 +197,11 @@ class ReshardRoute:
 
 @dataclass(frozen=True)
 class Reshard:
-    """An allgather-swap, or between two pools a send (mode `send`): from a copy that the update makes as it begins,
-    `copied`, where the other pool may be ahead of it. Bytes are a device's, at its busiest."""
+    """An allgather-swap, or (mode `send`) a send between two pools.
+
+    If the other pool may be ahead, weights are sent from a copy that the update makes as it begins (`copied`). Bytes
+    are those of the busiest device.
+    """
 
     src: str
     dst: str
@@ -247,16 +222,19 @@ class Reshard:
 
     @property
     def name(self) -> str:
-        """As the program writes the edge; ranks count its bytes under this name."""
+        """The edge as in the program; ranks count its bytes under this name."""
         return f"{self.src} => {self.dst}"
 
     @property
     def received_bytes_per_device(self) -> int:
-        """Each time that weights come."""
-        return next((s.bytes for s in self.steps if s.name.endswith("by bucket")), 0)
+        """Bytes received each time that weights are sent."""
+        return next((step.bytes for step in self.steps if step.name.endswith("by bucket")), 0)
 
     def way(self, tensor: Tensor) -> ReshardRoute:
-        """How a tensor comes: embeddings go as all other weights do, where they have no way of their own."""
+        """Return the route of a tensor.
+
+        Embeddings without a route of their own use that of weights.
+        """
         kind = "experts" if tensor.experts else "embeddings" if tensor.padded else "weights"
         ways = {way.of: way for way in self.ways}
         return ways[kind if kind in ways else "weights"]
@@ -264,7 +242,7 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a sample edge moves in an iteration, at the columns' bounds."""
+    """The traffic of a sample edge in an iteration, at the bounds of its columns."""
 
     src: str
     dst: str
@@ -278,7 +256,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What a phase holds on one device, or one host, at its peak."""
+    """The memory of a phase on one device or one host, at its peak."""
 
     place: str  # device or host
     pool: str
@@ -303,9 +281,9 @@ class Phase:
 class StalenessEstimate:
     """The effect of `staleness` on an iteration, in the long run.
 
-    - `mean`: the age of the weights that generate, on average, in versions.
-    - `bound`: the most versions that a row can be old (`ir.ahead.row_age_bound`).
-    - `in_step_seconds`: an iteration's seconds with the same pools in step.
+    - `mean`: the average age of the weights that generate, in versions.
+    - `bound`: the largest age of a row, in versions (`async_schedule.row_age_bound`).
+    - `in_step_seconds`: the seconds of an iteration with the same pools in step.
     """
 
     mean: Figure
@@ -315,7 +293,7 @@ class StalenessEstimate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """`staleness`: None if all pools are in step."""
+    """The estimated time of an iteration; no `staleness` if all pools are in step."""
 
     phases: tuple[Phase, ...]
     iteration_seconds: Figure
@@ -325,8 +303,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """What the processes of a pool begin in: the environment variables that they are given, unless the user has set
-    them, and the interpreter that runs them, "" for the run's own."""
+    """The environment of the processes of a pool.
+
+    `settings` are environment variables, set unless the user has set them. `python` is the interpreter, "" for that of
+    the run.
+    """
 
     pool: str
     settings: tuple[Setting, ...]
@@ -347,7 +328,7 @@ class Plan(PlanViews):
     cluster: ClusterSpec
     deploy: Deployment
     format_version: int = FORMAT_VERSION
-    pools: tuple[Pool, ...] = ()  # of devices, none of which is in two
+    pools: tuple[Pool, ...] = ()  # of devices; no device is in two pools
     placements: tuple[Placement, ...] = ()
     docks: DockPlan = DockPlan("distributed", (), (), 600.0)
     reshards: tuple[Reshard, ...] = ()
@@ -361,57 +342,66 @@ class Plan(PlanViews):
 
     @cached_property
     def _by_node(self) -> tuple[dict[str, Placement], dict[str, ControllerSpec]]:
-        return {p.node: p for p in self.placements}, {c.node: c for c in self.docks.controllers}
+        return {placement.node: placement for placement in self.placements}, {
+            controller.node: controller for controller in self.docks.controllers
+        }
 
     def placement(self, node: str) -> Placement:
         return self._by_node[0][node]
 
     def pool(self, name: str) -> Pool:
-        return next(p for p in self.pools if p.name == name)
+        return next(pool for pool in self.pools if pool.name == name)
 
     def pool_of(self, device: int) -> Pool | None:
-        """None: it is idle."""
-        each = self.cluster.devices_per_node
-        return next((p for p in self.pools if 0 <= p.rank(device, each) < p.devices), None)
+        """Return the pool of a device; None if it is idle."""
+        per_host = self.cluster.devices_per_node
+        return next((pool for pool in self.pools if 0 <= pool.rank(device, per_host) < pool.devices), None)
 
     def on_hosts(self, pool: str) -> list[int]:
-        """How many devices of a pool each host has."""
-        found = self.pool(pool)
-        each = self.cluster.devices_per_node
-        held = [0] * self.cluster.nodes
-        for first, stop in runs(found.first, found.devices, found.each, each):
-            for host in range(first // each, min(self.cluster.nodes, -(-stop // each))):
-                held[host] += min(stop, (host + 1) * each) - max(first, host * each)
-        return held
+        """Return the number of devices of a pool on each host."""
+        placed = self.pool(pool)
+        per_host = self.cluster.devices_per_node
+        counts = [0] * self.cluster.nodes
+        for first, stop in runs(placed.first, placed.devices, placed.each, per_host):
+            for host in range(first // per_host, min(self.cluster.nodes, -(-stop // per_host))):
+                counts[host] += min(stop, (host + 1) * per_host) - max(first, host * per_host)
+        return counts
 
     def group_hosts(self, node: str) -> list[int]:
-        """The host of each data-parallel group of a node, where its first rank is; a function has one group a host."""
+        """Return the host of the first rank of each data-parallel group of a node.
+
+        A function has one group per host.
+        """
         placement = self.placement(node)
-        each = self.cluster.devices_per_node
+        per_host = self.cluster.devices_per_node
         if placement.pool == FUNCTIONS:
             return [*range(self.cluster.nodes)]
         layout = placement.layout
-        return [placement.device(layout.rank(tp=0, dp=group), each) // each for group in range(layout.dp)]
+        return [placement.device(layout.rank(tp=0, dp=group), per_host) // per_host for group in range(layout.dp)]
 
-    def around(self, at: int | str) -> ProcessEnvironment:
-        """What the processes of a pool begin in, or the process of a device."""
-        pool = self.pool_of(at) if isinstance(at, int) else self.pool(at)
-        found = (s for s in self.surroundings if pool is not None and s.pool == pool.name)
-        return next(found, ProcessEnvironment(pool.name if pool is not None else "", ()))
+    def around(self, place: int | str) -> ProcessEnvironment:
+        """Return the environment of the processes of a pool or of a device."""
+        pool = self.pool_of(place) if isinstance(place, int) else self.pool(place)
+        environments = (
+            environment for environment in self.surroundings if pool is not None and environment.pool == pool.name
+        )
+        return next(environments, ProcessEnvironment(pool.name if pool is not None else "", ()))
 
     def controller(self, node: str) -> ControllerSpec:
         return self._by_node[1][node]
 
     def model(self, node: str) -> Model:
-        """The model of a node's worker."""
+        """Return the model of a node's worker."""
         worker = self.graph.worker(self.graph.node(node).worker)
         model = self.deploy.models[worker.model]
         return model.scoring if worker.kind in ("value", "reward_model") else model
 
 
 def from_json(text: str | bytes) -> Plan:
-    """The plan of a JSON text; msgspec.ValidationError or DecodeError where it is none. Whether it is right, verify.py
-    says."""
+    """Decode a plan from JSON; verify.py checks it.
+
+    Raises msgspec.ValidationError or DecodeError.
+    """
     import msgspec
 
     return msgspec.json.decode(text, type=Plan)

@@ -1,8 +1,7 @@
-"""Where the files of a plan are, said so that it runs from anywhere.
+"""Paths of a plan's files, rewritten so that it runs from any folder.
 
-Invariant: nothing but paths changes: of data, models, functions in files, interpreters, and the run that is gone on
-with. What lies
-at a URL is said by it wherever the plan is; each process reads the copy of its own host.
+Invariant: only paths change: those of data, models, functions in files, interpreters, and of the run to resume. Files
+at a URL keep the URL on all hosts; each process reads the copy on its own host.
 """
 
 from __future__ import annotations
@@ -24,77 +23,96 @@ T = TypeVar("T", Model, DataSource)
 
 
 def absolute(plan: Plan) -> Plan:
-    """With absolute paths: Ray's processes have a working directory of their own."""
-    return _moved(plan, lambda path: path if urls.is_url(path) else str(Path(path).absolute()))
+    """Make all paths absolute: processes of Ray have another working directory."""
+    return _map_paths(plan, lambda path: path if urls.is_url(path) else str(Path(path).absolute()))
 
 
 def pinned(plan: Plan) -> Plan:
-    """With the version in each URL that lies there now, so that all who read take the same. Raises Fault."""
-    return _fetched(plan, lambda m: urls.pinned(m.path, True, m.span), lambda d: urls.pinned(d.path, span=d.span))
+    """Pin each URL to its current version. Raises Fault.
+
+    So all readers use the same version.
+    """
+    return _replace_urls(
+        plan,
+        lambda model: urls.pinned(model.path, True, model.span),
+        lambda data: urls.pinned(data.path, span=data.span),
+    )
 
 
 def here(plan: Plan, data: bool = True) -> Plan:
-    """With this host's copies in place of URLs, of models or of `data` too; they are fetched where they are not there
-    yet. Raises Fault."""
-    return _fetched(
+    """Replace URLs by copies on this host, fetched if missing. Raises Fault.
+
+    URLs of models are always replaced, those of data if `data` is true.
+    """
+    return _replace_urls(
         plan,
-        lambda m: str(urls.copy(m.path, True, span=m.span)),
-        lambda d: str(urls.copy(d.path, span=d.span)) if data else d.path,
+        lambda model: str(urls.copy(model.path, True, span=model.span)),
+        lambda source: str(urls.copy(source.path, span=source.span)) if data else source.path,
     )
 
 
 def at_hand(plan: Plan) -> Plan:
-    """With copies of what the compiler has read of models at URLs."""
-    return _fetched(plan, lambda m: str(urls.copy(m.path, True, SHAPE, m.span)), lambda d: d.path)
+    """Replace URLs of models by copies of the files that the compiler reads."""
+    return _replace_urls(
+        plan, lambda model: str(urls.copy(model.path, True, SHAPE, model.span)), lambda data: data.path
+    )
 
 
 def remote(plan: Plan) -> bool:
-    """Whether something of the plan lies at a URL."""
-    paths = [*(m.path for m in plan.deploy.models.values()), *(d.path for d in plan.deploy.data.values())]
+    """Return whether a model or data file of the plan is at a URL."""
+    paths = [*(model.path for model in plan.deploy.models.values()), *(data.path for data in plan.deploy.data.values())]
     return any(map(urls.is_url, paths))
 
 
-def _fetched(plan: Plan, model: Callable[[Model], str], data: Callable[[DataSource], str]) -> Plan:
+def _replace_urls(plan: Plan, model: Callable[[Model], str], data: Callable[[DataSource], str]) -> Plan:
     deploy = plan.deploy
-    told = list[Diagnostic]()
+    diagnostics = list[Diagnostic]()
 
     def moved(items: Mapping[str, T], to: Callable[[T], str]) -> dict[str, T]:
-        found = dict(items)
+        moved_items = dict(items)
         for name, item in items.items():
             try:
                 if urls.is_url(item.path):
-                    found[name] = replace(item, path=to(item))
+                    moved_items[name] = replace(item, path=to(item))
             except Fault as fault:
-                told.extend(fault.diagnostics)
-        return found
+                diagnostics.extend(fault.diagnostics)
+        return moved_items
 
     moved_deploy = replace(deploy, models=moved(deploy.models, model), data=moved(deploy.data, data))
-    if told:
-        raise Fault(*told)
+    if diagnostics:
+        raise Fault(*diagnostics)
     return replace(plan, deploy=moved_deploy)
 
 
 def located(plan: Plan) -> Plan:
-    """With absolute paths of what is there; what is not yet on this machine keeps the path that was written."""
-    return _moved(
+    """Make paths of existing files absolute.
+
+    Files that are not on this machine yet keep their paths.
+    """
+    return _map_paths(
         plan, lambda path: str(Path(path).absolute()) if is_file(Path(path)) or is_folder(Path(path)) else path
     )
 
 
-def _moved(plan: Plan, to: Callable[[str], str]) -> Plan:
-    def expression(e: Expr) -> Expr:
-        path, colon, name = str(e.value).rpartition(":")
-        value = f"{to(path)}:{name}" if e.kind == "call" and colon else e.value
-        return replace(e, value=value, args=tuple(map(expression, e.args)))
+def _map_paths(plan: Plan, to: Callable[[str], str]) -> Plan:
+    def expression(expr: Expr) -> Expr:
+        path, colon, name = str(expr.value).rpartition(":")
+        value = f"{to(path)}:{name}" if expr.kind == "call" and colon else expr.value
+        return replace(expr, value=value, args=tuple(map(expression, expr.args)))
 
-    def node(n: Node) -> Node:
-        return replace(n, attributes={key: expression(e) for key, e in n.attributes.items()})
+    def node(node: Node) -> Node:
+        return replace(node, attributes={key: expression(expr) for key, expr in node.attributes.items()})
 
     deploy = plan.deploy
-    data = {name: replace(d, path=to(d.path)) for name, d in deploy.data.items()}
-    models = {name: replace(m, path=to(m.path)) if m.path else m for name, m in deploy.models.items()}
+    data = {name: replace(source, path=to(source.path)) for name, source in deploy.data.items()}
+    models = {
+        name: replace(model, path=to(model.path)) if model.path else model for name, model in deploy.models.items()
+    }
     run = replace(deploy.run, resume=to(deploy.run.resume)) if deploy.run.resume else deploy.run
     graph = replace(plan.graph, nodes=tuple(map(node, plan.graph.nodes)))
-    around = tuple(replace(s, python=to(s.python)) if s.python else s for s in plan.surroundings)
+    environments = tuple(
+        replace(environment, python=to(environment.python)) if environment.python else environment
+        for environment in plan.surroundings
+    )
     deploy = replace(deploy, data=data, models=models, run=run)
-    return replace(plan, graph=graph, deploy=deploy, surroundings=around)
+    return replace(plan, graph=graph, deploy=deploy, surroundings=environments)

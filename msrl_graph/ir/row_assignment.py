@@ -1,7 +1,8 @@
-"""Which data-parallel group gets which units of a round.
+"""Assignment of the units of a round to data-parallel groups.
 
-Invariant: a function of its arguments alone, and each unit is dealt once. A unit stays on the host that has most of it,
-and beside the others of its prompt, as far as no group's share grows beyond `imbalance` times an even one.
+Invariant: the result depends only on the arguments, and each unit is assigned once. A unit stays on the host that has
+most of it, and together with the others of its prompt, unless a group's share would exceed `imbalance` times an even
+one.
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Units:
-    """What is dealt. Of each unit: its prompt, the host that has most of it (-1: no host with a group), how much it
-    weighs (None: all alike), and how much would move to another host."""
+    """The units to assign.
+
+    Each unit has a prompt, the host that has most of it (-1: no host with a group), a weight (None: all are equal), and
+    the size that would move to another host.
+    """
 
     prompts: Sequence[int]
     homes: Sequence[int]
@@ -37,33 +41,39 @@ class Units:
         return sum(map(self.weight, units))
 
 
-def deal(units: Units, at: Sequence[int], imbalance: float = 1.0, had: Sequence[float] = ()) -> list[list[int]]:
-    """Of each group the positions of its units, ascending. `at` is each group's host, `had` what it got before: of the
-    shares of a host the heaviest goes to the group that had least.
+def deal(units: Units, hosts: Sequence[int], imbalance: float = 1.0, had: Sequence[float] = ()) -> list[list[int]]:
+    """Return the positions of the units of each group, ascending.
 
-    Of 8 units of one weight, 6 of them on host 0, and a group on each of two hosts, 2 go over to host 1; with
-    `imbalance = 1.5` none does.
+    `hosts` is the host of each group, `had` the load that it got before: the heaviest share of a host goes to the group
+    that had least.
+
+    Example: there are 8 units of equal weight, 6 of them on host 0, and a group on each of two hosts. Then 2 units move
+    to host 1; with `imbalance = 1.5` none does.
     """
     everyone = range(len(units.prompts))
-    even = units.load(everyone) / len(at)
+    even = units.load(everyone) / len(hosts)
     most = max(math.ceil(even), math.floor(even * imbalance)) if units.weights is None else even * imbalance
     of_host: dict[int, list[int]] = {}
-    for group, host in enumerate(at):
+    for group, host in enumerate(hosts):
         of_host.setdefault(host, []).append(group)
-    found: list[list[int]] = [[] for _ in at]
+    assigned: list[list[int]] = [[] for _ in hosts]
     for groups, own in zip(
-        of_host.values(), _over_hosts(units, {h: most * len(g) for h, g in of_host.items()}), strict=True
+        of_host.values(),
+        _assign_to_hosts(units, {index: most * len(members) for index, members in of_host.items()}),
+        strict=True,
     ):
-        parts = _within(units, own, len(groups), most)
+        parts = _assign_to_groups(units, own, len(groups), most)
         loads = [units.load(part) for part in parts]
-        heaviest = sorted(range(len(parts)), key=lambda p: (-loads[p], p))
-        for part, group in zip(heaviest, sorted(groups, key=lambda g: (had[g] if had else 0, g)), strict=True):
-            found[group] = sorted(parts[part])
-    return found
+        heaviest = sorted(range(len(parts)), key=lambda index: (-loads[index], index))
+        for part, group in zip(
+            heaviest, sorted(groups, key=lambda member: (had[member] if had else 0, member)), strict=True
+        ):
+            assigned[group] = sorted(parts[part])
+    return assigned
 
 
-def _over_hosts(units: Units, room: dict[int, float]) -> list[list[int]]:
-    """The units of each host, none with more than its room as far as that can be."""
+def _assign_to_hosts(units: Units, room: dict[int, float]) -> list[list[int]]:
+    """Return the units of each host, if possible none with more than its room."""
     bins: dict[int, list[int]] = {host: [] for host in room}
     homeless: dict[int, list[int]] = {}
     for unit, home in enumerate(units.homes):
@@ -72,56 +82,61 @@ def _over_hosts(units: Units, room: dict[int, float]) -> list[list[int]]:
         else:
             homeless.setdefault(units.prompts[unit], []).append(unit)
     if homeless:
-        left = {host: room[host] - units.load(own) for host, own in bins.items()}
+        remaining = {host: room[host] - units.load(own) for host, own in bins.items()}
         for own in sorted(homeless.values(), key=lambda own: (-units.load(own), own)):
-            host = max(left, key=lambda h: left[h])
+            host = max(remaining, key=lambda candidate: remaining[candidate])
             bins[host] += own
-            left[host] -= units.load(own)
-    return _level(units, [*bins.values()], [*room.values()]) if len(bins) > 1 else [*bins.values()]
+            remaining[host] -= units.load(own)
+    return _balance(units, [*bins.values()], [*room.values()]) if len(bins) > 1 else [*bins.values()]
 
 
-def _within(units: Units, own: list[int], groups: int, most: float) -> list[list[int]]:
-    """Shares units of one host among its groups: by number in even stretches, else by Karmarkar and Karp."""
+def _assign_to_groups(units: Units, own: list[int], groups: int, most: float) -> list[list[int]]:
+    """Partition the units of one host among its groups.
+
+    Units of equal weight are split into even ranges, others by the method of Karmarkar and Karp.
+    """
     if units.weights is None:
-        return split(sorted(own, key=lambda u: (units.prompts[u], u)), groups)
-    whole = _together(own, lambda u: units.prompts[u])
-    parts = partition([units.load(some) for some in whole], groups)
-    return _level(units, [[u for i in part for u in whole[i]] for part in parts], [most] * groups)
+        return split(sorted(own, key=lambda unit: (units.prompts[unit], unit)), groups)
+    prompts = _group_by_key(own, lambda unit: units.prompts[unit])
+    parts = partition([units.load(group) for group in prompts], groups)
+    return _balance(units, [[unit for index in part for unit in prompts[index]] for part in parts], [most] * groups)
 
 
-def _together(units: Iterable[int], key: Callable[[int], int]) -> list[list[int]]:
-    """Units of one key together."""
-    found: dict[int, list[int]] = {}
+def _group_by_key(units: Iterable[int], key: Callable[[int], int]) -> list[list[int]]:
+    """Group units by their keys."""
+    grouped: dict[int, list[int]] = {}
     for unit in units:
-        found.setdefault(key(unit), []).append(unit)
-    return [*found.values()]
+        grouped.setdefault(key(unit), []).append(unit)
+    return [*grouped.values()]
 
 
-def _level(units: Units, bins: list[list[int]], room: Sequence[float]) -> list[list[int]]:
-    """Moves units out of bins that have more than their room: whole prompts first, then units, each time the largest
-    that fits. None moves twice."""
-    over = [units.load(own) - most for own, most in zip(bins, room, strict=True)]
+def _balance(units: Units, bins: list[list[int]], room: Sequence[float]) -> list[list[int]]:
+    """Move units out of bins that exceed their room.
+
+    Whole prompts move first, then units, each time the largest that fits. None moves twice.
+    """
+    excess = [units.load(own) - most for own, most in zip(bins, room, strict=True)]
     moved: list[list[int]] = [[] for _ in bins]
-    for whole in (True, False):
-        if max(over) <= 0:
+    for by_prompt in (True, False):
+        if max(excess) <= 0:
             break
-        key: Callable[[int], int] = units.prompts.__getitem__ if whole else int
-        # Ascending by weight; of those that weigh alike the one of which least moves stands last.
+        key: Callable[[int], int] = units.prompts.__getitem__ if by_prompt else int
+        # Ascending by weight; of equal weights, the one that moves least is last.
         items = [
-            sorted(_Item(units.load(some), sum(map(units.size, some)), some) for some in _together(own, key))
+            sorted(_Item(units.load(group), sum(map(units.size, group)), group) for group in _group_by_key(own, key))
             for own in bins
         ]
-        while (worst := max(over)) > 0:
-            giver = over.index(worst)
-            taker = over.index(min(over))
-            at = bisect_right(items[giver], min(worst, -over[taker]), key=lambda item: item.weight) - 1
-            if at < 0:  # the lightest may go where that is better for the worse of the two
-                if whole or not items[giver] or over[taker] + items[giver][0].weight >= worst:
+        while (worst := max(excess)) > 0:
+            giver = excess.index(worst)
+            taker = excess.index(min(excess))
+            position = bisect_right(items[giver], min(worst, -excess[taker]), key=lambda item: item.weight) - 1
+            if position < 0:  # the lightest may move if that improves the worse of the two bins
+                if by_prompt or not items[giver] or excess[taker] + items[giver][0].weight >= worst:
                     break
-                at = 0
-            item = items[giver].pop(at)
+                position = 0
+            item = items[giver].pop(position)
             moved[taker] += item.units
-            over[giver], over[taker] = over[giver] - item.weight, over[taker] + item.weight
+            excess[giver], excess[taker] = excess[giver] - item.weight, excess[taker] + item.weight
         bins = [[unit for item in own for unit in item.units] for own in items]
     return [own + more for own, more in zip(bins, moved, strict=True)]
 
@@ -137,12 +152,15 @@ class _Item:
 
 
 def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
-    """Shares items among so many parts by the largest differencing method (Karmarkar and Karp 1982), in ascending
-    order: two partial solutions that differ most become one, the heaviest part of one beside the lightest of the other.
-    The parts differ by no more than the heaviest item."""
+    """Partition items by the largest differencing method (Karmarkar and Karp 1982).
+
+    The two partial solutions that differ most are merged, the heaviest part of one with the lightest of the other.
+    Items of a part are in ascending order. The loads of the parts differ by no more than the heaviest item.
+    """
     if parts == 1 or not weights:
         return [[*range(len(weights))], *([] for _ in range(parts - 1))]
-    # (- the difference of heaviest and lightest, which, the parts' loads descending, their items as nested pairs)
+    # Entries: minus the difference of the heaviest and the lightest part; a number that breaks ties; the loads of the
+    # parts, descending, each with its items as nested pairs.
     heap: list[tuple[float, int, list[tuple[float, Any]]]] = [
         (-weight, item, [(weight, item), *[(0.0, None)] * (parts - 1)]) for item, weight in enumerate(weights)
     ]
@@ -157,18 +175,18 @@ def partition(weights: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def _leaves(items: Any) -> Iterator[int]:
-    """The items in nested pairs, which may be as deep as there are many."""
+    """Yield the items in nested pairs, whose depth may be the number of items."""
     todo = [items]
     while todo:
-        found = todo.pop()
-        if isinstance(found, tuple):
-            todo += found
-        elif found is not None:
-            yield found
+        item = todo.pop()
+        if isinstance(item, tuple):
+            todo += item
+        elif item is not None:
+            yield item
 
 
 def split(items: Sequence[T], parts: int) -> list[list[T]]:
-    """Even stretches, the longer ones first."""
-    each, over = divmod(len(items), parts)
-    ends = [i * each + min(i, over) for i in range(parts + 1)]
-    return [list(items[a:b]) for a, b in pairwise(ends)]
+    """Split items into even ranges, the longer ones first."""
+    size, rest = divmod(len(items), parts)
+    ends = [part * size + min(part, rest) for part in range(parts + 1)]
+    return [list(items[start:end]) for start, end in pairwise(ends)]

@@ -1,9 +1,9 @@
-"""rowsets: the rows that nodes work on, which of them belong to which, and which filters they have passed.
+"""Sets of rows that nodes work on: parents, numbers, and passed filters.
 
-Invariant: the sets of a graph are a tree: a generation makes one under that of the rows it generates from, a `select`
-one under that of the rows it chooses from. A row's number tells the rows above it, so that nobody has to be asked:
-response r of fan N belongs to prompt r // N, and the k-th repeat of row r is row r + k * (as many rows as there can
-be). Rows that a filter drops leave gaps.
+Invariant: the sets of a graph are a tree. A generation makes a set under that of the rows it generates from, a `select`
+one under that of the rows it chooses from. The number of a row gives the rows above it, without communication: response
+r of fan N belongs to prompt r // N, and the k-th repeat of row r is row r + k * (the largest possible number of rows).
+Rows that a filter drops leave gaps.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ if TYPE_CHECKING:
     Rows = NDArray[np.int64]
 
 
-REPEATS = 1024  # a `select` may let a row go on so often, or as often as there are rows where these are more
-NUMBERS = 1 << 62  # below this is every row's number: fewer repeats where many `select` follow each other
+REPEATS = 1024  # the most times that a `select` may repeat a row, or the number of rows if that is larger
+NUMBERS = 1 << 62  # a limit for the numbers of rows: fewer repeats are possible after several `select`
 
 
 @dataclass(frozen=True)
 class Rowset:
-    """Rows of a level. `above` is the set that they came from (-1: they are the source's), `fan` how many a
-    `generation` makes of each of those; `repeats`: a `select` chose them, so that some may be repeats of others."""
+    """A set of rows of a level.
+
+    `above` is the set that they came from (-1: they are the source's). `fan` is the number of rows that a `generation`
+    makes of each of those. `repeats`: a `select` chose them, so some may be repeats of others.
+    """
 
     level: int
     above: int = -1
@@ -41,9 +44,11 @@ class Rowset:
 
 @dataclass(frozen=True)
 class Sieve:
-    """A filter: the set that it chooses from, and that of the rows which it leaves, the same one unless rows may
-    repeat; `refill`: how many more rounds of prompts it may ask for. `failures`: it is no filter, but a generation or
-    a function which rows that fail leave, in evaluations too; `generates`: it is a generation.
+    """A node where rows leave the iteration.
+
+    `rows` is the set that a filter chooses from, `left` the set of the rows that remain, the same one unless rows may
+    repeat. `refill` is the number of extra rounds of prompts that it may request. `failures`: the node is not a filter,
+    but a generation or a function whose failed rows leave, also in evaluations. `generates`: it is a generation.
     """
 
     node: str
@@ -55,20 +60,20 @@ class Sieve:
 
     @property
     def column(self) -> str:
-        """The dock's name for how often each row goes on."""
+        """The name in the dock of the column with the repeats of each row."""
         return f"{self.node}.times"
 
 
 @dataclass
 class Rowsets:
-    """Which rows each column and node of a graph is about, as indices into `sets`.
+    """The sets of rows of each column and node of a graph, as indices into `sets`.
 
-    - `nodes`: the set that a node works on; `units`: the set of what it is handed at once, with `per = prompt` that
-      of prompts.
-    - `sieves`: the graph's filters; `passed`: those before each node, in the order of the graph. At most one is
-      `refilling`, as a check sees to.
-    - `apart`: nodes that would need rows of two sets of which neither lies above the other, with the two. A check
-      refuses them.
+    - `nodes`: the set that a node works on. `units`: the set of the units that it gets; with `per = prompt` that of
+      prompts.
+    - `sieves`: the filters of the graph. `passed`: the filters before each node, in the order of the graph. A check
+      makes sure that at most one is `refilling`.
+    - `apart`: nodes that would need rows of two sets of which neither is above the other, with the two sets. A check
+      rejects them.
     """
 
     sets: list[Rowset] = field(default_factory=lambda: [Rowset(0)])
@@ -81,71 +86,92 @@ class Rowsets:
 
     @property
     def refilling(self) -> Sieve | None:
-        return next((s for s in self.sieves.values() if s.refill), None)
+        return next((sieve for sieve in self.sieves.values() if sieve.refill), None)
 
     def up(self, rows: int, level: int) -> int:
-        """The deepest set of a level that is, or is above, a set; the source's where there is none."""
-        return next((s for s in chain(self.sets, rows) if self.sets[s].level == level), 0)
+        """Return the deepest set of a level that is `rows` or above it, or else 0.
+
+        0 is the set of the source.
+        """
+        return next((index for index in chain(self.sets, rows) if self.sets[index].level == level), 0)
 
     def add(self, graph: Graph, node: Node) -> None:
-        """Takes a node whose predecessors were taken before."""
-        before = {s.node: s for e in graph.into(node.name) for s in (*self.passed.get(e.src, ()), *self._sieve(e.src))}
-        passed = tuple(s for name, s in self.sieves.items() if name in before) if before else ()
+        """Add a node whose predecessors have been added."""
+        before = {
+            sieve.node: sieve
+            for edge in graph.into(node.name)
+            for sieve in (*self.passed.get(edge.src, ()), *self._sieve(edge.src))
+        }
+        passed = tuple(sieve for name, sieve in self.sieves.items() if name in before) if before else ()
         level = graph.level(node)
-        needed = {self.columns[c] for c in node.reads if c in self.columns} | {0}
-        needed |= {s.left for s in passed if s.left != s.rows and self._under(graph, level, self.sets[s.left].level)}
-        rows = max(sorted(needed), key=lambda s: len(chain(self.sets, s)))
+        needed = {self.columns[column] for column in node.reads if column in self.columns} | {0}
+        needed |= {
+            sieve.left
+            for sieve in passed
+            if sieve.left != sieve.rows and self._is_under(graph, level, self.sets[sieve.left].level)
+        }
+        rows = max(sorted(needed), key=lambda index: len(chain(self.sets, index)))
         for other in sorted(needed):
             if common(self.sets, rows, other) != other:
                 self.apart.setdefault(node.name, (rows, other))
         self.nodes[node.name] = rows
         self.passed[node.name] = passed
         self.units[node.name] = self.up(rows, graph.unit_level(node))
-        made = rows
+        written = rows
         if node.verb == "generate":
-            made = len(self.sets)
+            written = len(self.sets)
             self.sets.append(
                 Rowset(graph.row_level(node), rows, GenerateAttributes.of(node).samples, generation=node.name)
             )
         for column in node.writes:
-            self.columns[column] = made if node.verb == "generate" else self.up(rows, graph.column(column).level)
-        said = CallAttributes.of(node)
+            self.columns[column] = written if node.verb == "generate" else self.up(rows, graph.column(column).level)
+        attributes = CallAttributes.of(node)
         generates = node.verb == "generate"
-        if node.filters and said.keep is None and said.select is None:
-            self.sieves[node.name] = Sieve(node.name, made, made, failures=node.fails, generates=generates)
+        if node.filters and attributes.keep is None and attributes.select is None:
+            self.sieves[node.name] = Sieve(node.name, written, written, failures=node.fails, generates=generates)
         elif node.filters:
-            left = rows
-            if said.select is not None:
-                left = len(self.sets)
+            remaining = rows
+            if attributes.select is not None:
+                remaining = len(self.sets)
                 self.sets.append(Rowset(level, rows, repeats=True))
-            self.sieves[node.name] = Sieve(node.name, rows, left, said.refill)
+            self.sieves[node.name] = Sieve(node.name, rows, remaining, attributes.refill)
 
     def _sieve(self, node: str) -> tuple[Sieve, ...]:
         return (self.sieves[node],) if node in self.sieves else ()
 
-    def _under(self, graph: Graph, level: int, above: int) -> bool:
+    def _is_under(self, graph: Graph, level: int, above: int) -> bool:
         return graph.common(level, above) == above
 
 
 def rowsets(graph: Graph) -> Rowsets:
-    """Of a graph whose names are resolved and whose sample edges make no cycle."""
-    found = Rowsets()
+    """Return the sets of rows of a graph.
+
+    Its names are resolved and its sample edges make no cycle.
+    """
+    sets = Rowsets()
     for node in graph.nodes:
-        found.add(graph, node)
-    return found
+        sets.add(graph, node)
+    return sets
 
 
 def looping(graph: Graph) -> tuple[str, frozenset[str]]:
-    """The filter that refills, and it with all nodes before it: those that work round by round of prompts; "" and none
-    without one."""
-    filter = next((n.name for n in graph.nodes if CallAttributes.of(n).refill), "")
+    """Return the filter that refills, and the nodes that work in rounds of prompts.
+
+    These are the filter and all nodes before it. Without such a filter the result is "" and an empty set.
+    """
+    filter = next((node.name for node in graph.nodes if CallAttributes.of(node).refill), "")
     return filter, frozenset((filter, *graph.flow.before(filter))) if filter else frozenset()
 
 
 def upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
-    """The nodes that columns need: their writers, and the writers of what those read; and the source, which gives the
-    states of a row. A column that nobody writes, which a check refuses, needs none."""
-    needed = {n.name for n in graph.verb("source")}
+    """Return the nodes that columns need.
+
+    These are their writers and, recursively, the writers of what those read.
+
+    The source, which provides the states of a row, is always one of them. A column without a writer, which a check
+    rejects, needs none.
+    """
+    needed = {source.name for source in graph.verb("source")}
     todo = [*columns]
     while todo:
         for node in graph.writers.get(todo.pop(), ()):
@@ -156,25 +182,27 @@ def upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
 
 
 def chain(sets: Sequence[Rowset], rows: int) -> list[int]:
-    """A set and all above it, the deepest first."""
-    found = [rows]
-    while (above := sets[found[-1]].above) >= 0:
-        found.append(above)
-    return found
+    """Return a set and all sets above it, the deepest first."""
+    ancestors = [rows]
+    while (above := sets[ancestors[-1]].above) >= 0:
+        ancestors.append(above)
+    return ancestors
 
 
 def common(sets: Sequence[Rowset], one: int, other: int) -> int:
-    """The deepest set that is, or is above, both of two."""
+    """Return the deepest set that both sets are equal to or under."""
     above = {*chain(sets, one)}
-    return next(s for s in chain(sets, other) if s in above)
+    return next(index for index in chain(sets, other) if index in above)
 
 
 class Numbers:
-    """How the rows of one pass over a graph are numbered: of so many prompts, all rounds of them.
+    """The numbering of rows in one pass over a graph.
 
-    `samples` is how many rows a generation makes of each, where these are not as many as the program says. `size` are
-    the rows that each set can have, repeats aside, and its numbers are below `space`; a `select` may let a row of a set
-    go on `repeats` times.
+    `prompts` is the number of prompts in all rounds.
+
+    `samples` is the number of rows that a generation makes of each, where it differs from the program. `size` is the
+    number of rows that each set can have without repeats. The numbers of a set are below `space`. A `select` may repeat
+    a row of a set `repeats` times.
     """
 
     def __init__(self, sets: Sequence[Rowset], prompts: int, samples: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -195,9 +223,12 @@ class Numbers:
             self.repeats.append(min(max(self.size[-1], REPEATS), NUMBERS // max(self.space[-1], 1)))
 
     def above(self, rows: Rows, start: int, end: int) -> Rows:
-        """The row of set `end` that each row of set `start`, which is under it, came from."""
+        """Return the rows of the set `end` that rows of the set `start` came from.
+
+        `start` is under `end`.
+        """
         while start != end:
-            found = self.sets[start]
-            rows = rows % self.space[found.above] if found.repeats else rows // self.fans[start]
-            start = found.above
+            rowset = self.sets[start]
+            rows = rows % self.space[rowset.above] if rowset.repeats else rows // self.fans[start]
+            start = rowset.above
         return rows

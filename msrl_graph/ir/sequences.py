@@ -1,7 +1,7 @@
-"""sequences: which columns of tokens a worker state with weights computes on.
+"""The token columns that a node with weights computes on.
 
-Invariant: of each row that it works on a node makes one sequence for each column that it scores: the context, then that
-column; where it scores none, the context alone. What a generation writes stands where another node has what it scores.
+Invariant: a node makes one sequence per row for each column that it scores: the context, then that column. If it scores
+none, the sequence is the context alone. The columns that a generation writes count as the columns that it scores.
 """
 
 from __future__ import annotations
@@ -11,199 +11,267 @@ from dataclasses import dataclass, replace
 from .attributes import GenerateAttributes
 from .graph import Expr, Graph, Node, Worker
 
-# Tokens of a text that nothing is known of.
+# Tokens of a text of unknown length.
 TEXT_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """`context` in the order of the reads, then one of `scored`."""
+    """The columns of a node's sequences: all of `context`, then one of `scored`.
+
+    `context` is in the order of the reads.
+    """
 
     context: tuple[str, ...]
     scored: tuple[str, ...]
 
     @property
     def count(self) -> int:
-        """Sequences of a row."""
+        """The number of sequences per row."""
         return max(1, len(self.scored))
 
 
 def sequences(graph: Graph, node: Node) -> Sequences:
-    """Of a node with weights. What is scored: of an infer the columns whose length it writes; of an update those whose
-    length a column that it reads has and those whose scores a term takes, else what was generated, else its last column
-    of tokens."""
-    tokens = [c for c in node.reads if _is_read(graph, node, c)]
+    """Return the sequences of a node with weights.
+
+    An infer scores the columns whose length its outputs have. An update scores the columns whose length a column that
+    it reads has, and those whose scores a term uses; otherwise the generated columns, otherwise its last column of
+    tokens.
+    """
+    tokens = [column for column in node.reads if _is_read(graph, node, column)]
     if node.verb == "generate":
-        return Sequences(tuple(tokens), tuple(c for c in node.writes if is_tokens(graph, c)))
-    beside = node.reads if node.verb == "update" else node.writes
-    scored = {*node.scores, *(d.like for c in beside for d in graph.column(c).dims)} & {*tokens}
+        return Sequences(tuple(tokens), tuple(column for column in node.writes if is_tokens(graph, column)))
+    columns = node.reads if node.verb == "update" else node.writes
+    scored = {*node.scores, *(dim.like for column in columns for dim in graph.column(column).dims)} & {*tokens}
     if node.verb == "update" and not scored:
-        generated = {c for n in graph.verb("generate") for c in n.writes}
+        generated = {column for generation in graph.verb("generate") for column in generation.writes}
         scored = generated & {*tokens} or {*tokens[-1:]}
-    return Sequences(tuple(c for c in tokens if c not in scored), tuple(c for c in tokens if c in scored))
+    return Sequences(
+        tuple(column for column in tokens if column not in scored),
+        tuple(column for column in tokens if column in scored),
+    )
 
 
 def scores_texts(graph: Graph, node: Node) -> bool:
-    """Whether a number of a token is the score of the text that ends with it, as a reward model's is: the last one is
-    that of the row. Else it is of the state before the token: a policy's prediction of it, a value worker's value."""
+    """Return whether the number of a token is the score of the text up to it.
+
+    A reward model gives such scores, and the last one is that of the row. Otherwise the number belongs to the state
+    before the token: the prediction of a policy, the value of a value worker.
+    """
     return graph.worker(node.worker).kind == "reward_model"
 
 
 def is_tokens(graph: Graph, column: str) -> bool:
-    """Whether a column holds tokens, of a length of its own."""
-    found = graph.column(column)
-    return found.element in ("i32", "i64") and len(found.dims) == 1 and not found.dims[0].like
+    """Return whether a column holds tokens and has a length of its own."""
+    kind = graph.column(column)
+    return kind.element in ("i32", "i64") and len(kind.dims) == 1 and not kind.dims[0].like
 
 
 def weighs(graph: Graph, node: Node) -> dict[str, int]:
-    """The columns by whose lengths a node's rows are as long as they are, and how often each counts: the tokens that it
-    computes on; of a function those that it reads, or where it reads none all that it does."""
+    """Return the columns that determine the length of a node's rows.
+
+    Each has the number of times that it counts.
+
+    These are the tokens that the node computes on. For a function they are the token columns that it reads, or all
+    columns that it reads if there are none.
+    """
     if graph.worker(node.worker).kind != "function":
-        found = sequences(graph, node)
-        scored = found.scored if node.verb != "generate" else ()  # are not there yet
-        context = found.context or (() if scored else node.reads)  # an agent or an environment may be all who reads
+        read = sequences(graph, node)
+        scored = read.scored if node.verb != "generate" else ()  # they do not exist yet
+        context = read.context or (() if scored else node.reads)  # only an agent or an environment may read
         return dict.fromkeys(context, max(1, len(scored))) | dict.fromkeys(scored, 1)
-    return dict.fromkeys([c for c in node.reads if is_tokens(graph, c)] or node.reads, 1)
+    return dict.fromkeys([column for column in node.reads if is_tokens(graph, column)] or node.reads, 1)
 
 
 def of_response(graph: Graph, node: Node, element: str) -> str:
-    """The first column of an element that a generation writes of each token of its response: its log-probabilities, its
-    mask; "" where it writes none."""
-    responses = [c for c in node.writes if is_tokens(graph, c)]
-    columns = (c for c in map(graph.column, node.writes) if c.element == element)
-    return next((c.name for c in columns if [d.like for d in c.dims] == responses[:1]), "")
+    """Return the column of an element type that a generation writes for each token.
+
+    It is the column of log-probabilities (f32), of the mask (bool) or of versions (i32); "" if there is none.
+    """
+    responses = [column for column in node.writes if is_tokens(graph, column)]
+    columns = (column for column in map(graph.column, node.writes) if column.element == element)
+    return next((column.name for column in columns if [dim.like for dim in column.dims] == responses[:1]), "")
 
 
 def temperature(graph: Graph, column: str) -> Expr:
-    """What the tokens of a column were drawn at: a number, or the column or state that holds each row's; 1 where they
-    were not drawn."""
-    drawn = (GenerateAttributes.of(n).temperature for n in graph.writers.get(column, ()) if n.verb == "generate")
+    """Return the temperature at which the tokens of a column were sampled.
+
+    It is a number, or the column or state that holds the temperature of each row; 1 if they were not sampled.
+    """
+    drawn = (
+        GenerateAttributes.of(writer).temperature
+        for writer in graph.writers.get(column, ())
+        if writer.verb == "generate"
+    )
     return next(drawn, GenerateAttributes.temperature)
 
 
 def tempered(graph: Graph, node: Node) -> tuple[Expr, ...]:
-    """The columns and states that say at which temperatures a node draws, or a policy scores what was drawn."""
+    """Return the columns and states with the temperatures of a node's samples.
+
+    The node samples with them, or scores what was sampled with them.
+    """
     if node.verb == "generate":
-        found = [GenerateAttributes.of(node).temperature]
+        exprs = [GenerateAttributes.of(node).temperature]
     elif node.verb in ("infer", "update") and graph.worker(node.worker).kind == "policy":
-        found = [temperature(graph, c) for c in sequences(graph, node).scored]
+        exprs = [temperature(graph, name) for name in sequences(graph, node).scored]
     else:
-        found = []
-    return tuple(e for e in found if e.kind in ("column", "state"))
+        exprs = []
+    return tuple(expr for expr in exprs if expr.kind in ("column", "state"))
 
 
 def as_drawn(state: str) -> str:
-    """The name of a state's value as the rows of an iteration were drawn by it, which may be older than the one that
-    the iteration before left."""
+    """Return the name of the value of a state with which rows were drawn.
+
+    It may be older than the value that the previous iteration left.
+    """
     return f"{state}/drawn"
 
 
 def heat(stated: Expr) -> str:
-    """The name of the values of a temperature that a column or a state holds."""
+    """Return the name of the values of a temperature that a column or a state holds."""
     return as_drawn(str(stated.value)) if stated.kind == "state" else str(stated.value)
 
 
 def heating(graph: Graph, node: Node) -> tuple[str, ...]:
-    """The states that a node takes temperatures from, as its rows were drawn."""
-    return tuple(dict.fromkeys(str(e.value) for e in tempered(graph, node) if e.kind == "state"))
+    """Return the states from which a node takes the temperatures of its rows."""
+    return tuple(dict.fromkeys(str(expr.value) for expr in tempered(graph, node) if expr.kind == "state"))
 
 
 def latest(graph: Graph, node: Node) -> tuple[str, ...]:
-    """The states of which a node reads what the iteration before left. Models before the update read none but
-    temperatures, and the source none but for its weights: these draw rows, which may be done ahead."""
+    """Return the states that a node reads as the previous iteration left them.
+
+    Models before the update read only temperatures from states, and the source only weights. Both draw rows, which may
+    happen ahead of the updates.
+    """
     return () if node.verb in ("source", "generate", "infer") else node.states
 
 
 def whole(graph: Graph, node: Node) -> bool:
-    """Whether what a node computes on begins with nothing, since it is the conversation of an agent or an environment,
-    which has what stands before the policy's first word in it."""
+    """Return whether a node computes on conversations without a context.
+
+    The conversation of an agent or an environment contains the text before the policy's first token.
+    """
     read = sequences(graph, node)
-    partnered = [n for n in graph.verb("generate") if GenerateAttributes.of(n).partner is not None]
-    spoken = {c for n in partnered for c in sequences(graph, n).scored if not sequences(graph, n).context}
+    partnered = [
+        generation for generation in graph.verb("generate") if GenerateAttributes.of(generation).partner is not None
+    ]
+    spoken = {
+        column
+        for generation in partnered
+        for column in sequences(graph, generation).scored
+        if not sequences(graph, generation).context
+    }
     return not read.context and bool(read.scored) and {*read.scored} <= spoken
 
 
 def conversations(graph: Graph, column: str) -> int:
-    """How many conversations a response may hold, each of which is a sequence of its own."""
+    """Return how many conversations, each a sequence, a response may hold."""
     return max(
-        (GenerateAttributes.of(n).conversations for n in graph.writers.get(column, ()) if n.verb == "generate"),
+        (
+            GenerateAttributes.of(writer).conversations
+            for writer in graph.writers.get(column, ())
+            if writer.verb == "generate"
+        ),
         default=1,
     )
 
 
 def beginnings(graph: Graph, node: Node) -> dict[str, str]:
-    """The columns that a node scores and that may hold several conversations, each with the column that only the dock
-    knows: at which tokens these begin."""
-    found = (c for c in sequences(graph, node).scored if is_tokens(graph, c) and conversations(graph, c) > 1)
-    return {column: f"{column}.begins" for column in found}
+    """Return scored columns with several conversations, and their begins columns.
+
+    That column, known only to the dock, has the tokens at which the conversations begin.
+    """
+    columns = (
+        name for name in sequences(graph, node).scored if is_tokens(graph, name) and conversations(graph, name) > 1
+    )
+    return {column: f"{column}.begins" for column in columns}
 
 
 def speaker(graph: Graph) -> Worker | None:
-    """The worker whose tokenizer the source's tokens are of: a policy, else another with weights, and of these the
-    first that is trained, else the first."""
-    trained = {n.worker for n in graph.verb("update")}
-    found = [w for w in graph.workers if w.kind != "function"]
-    return min(found, key=lambda w: (w.kind != "policy", w.name not in trained), default=None)
+    """Return the worker whose tokenizer made the tokens of the source.
+
+    It is a policy, or else another worker with weights; of these the first trained one, or else the first.
+    """
+    trained = {node.worker for node in graph.verb("update")}
+    candidates = [worker for worker in graph.workers if worker.kind != "function"]
+    return min(candidates, key=lambda worker: (worker.kind != "policy", worker.name not in trained), default=None)
 
 
 def models(graph: Graph) -> list[Node]:
-    """The nodes with weights."""
-    kinds = {w.name: w.kind for w in graph.workers}
-    return [n for n in graph.nodes if kinds.get(n.worker, "function") != "function"]
+    """Return the nodes with weights."""
+    kinds = {worker.name: worker.kind for worker in graph.workers}
+    return [node for node in graph.nodes if kinds.get(node.worker, "function") != "function"]
 
 
 def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """The source's columns that some node scores and none has before what it scores: a response that was not generated.
-    Each with the source's columns that stand before it."""
-    found = [sequences(graph, n) for n in models(graph)]
-    given = {c for n in graph.verb("source") for c in n.writes}
-    before = {c for s in found for c in s.context}
-    return {c: tuple(x for x in s.context if x in given) for s in found for c in s.scored if c in given - before}
+    """Return the responses of the source, with the columns before each.
+
+    These are columns of the source that some node scores and no node has as context.
+    """
+    read = [sequences(graph, node) for node in models(graph)]
+    source_columns = {column for node in graph.verb("source") for column in node.writes}
+    before = {column for sequence in read for column in sequence.context}
+    return {
+        column: tuple(name for name in sequence.context if name in source_columns)
+        for sequence in read
+        for column in sequence.scored
+        if column in source_columns - before
+    }
 
 
 def preceding(graph: Graph) -> dict[str, tuple[str, ...]]:
-    """The columns that no node reads first, each with the columns before it in a sequence."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return columns that are never first in a sequence, with the columns before each."""
+    columns_before: dict[str, tuple[str, ...]] = {}
     first = set[str]()
-    for read in (sequences(graph, n) for n in models(graph)):
+    for read in (sequences(graph, node) for node in models(graph)):
         first |= {*read.context[:1]} or {*read.scored}
-        found |= {c: read.context[:i] for i, c in enumerate(read.context)} | dict.fromkeys(read.scored, read.context)
-    return {c: before for c, before in found.items() if c not in first}
+        columns_before |= {column: read.context[:index] for index, column in enumerate(read.context)} | dict.fromkeys(
+            read.scored, read.context
+        )
+    return {column: before for column, before in columns_before.items() if column not in first}
 
 
 def token_columns(graph: Graph) -> list[str]:
-    """All columns of tokens, and the texts that models read."""
-    read = {c for n in models(graph) for c in sequences(graph, n).context}
-    return [c.name for c in graph.columns if is_tokens(graph, c.name) or c.name in read]
+    """Return all columns of tokens, and the texts that models read."""
+    read = {column for node in models(graph) for column in sequences(graph, node).context}
+    return [column.name for column in graph.columns if is_tokens(graph, column.name) or column.name in read]
 
 
 def _is_read(graph: Graph, node: Node, column: str) -> bool:
-    """Whether a node's model reads a column: tokens, or text that is tokenised; environments and agents read their own
-    text."""
+    """Return whether a node's model reads a column: tokens, or text that is tokenized.
+
+    Environments and agents read their text themselves.
+    """
     return is_tokens(graph, column) or (
         graph.column(column).element == "text" and GenerateAttributes.of(node).partner is None
     )
 
 
 def bound(graph: Graph, column: str) -> int:
-    """The most tokens of a column. Of a text that states none: as many as all that its writer reads, which is known of
-    tokens and of text that states them, TEXT_TOKENS at least."""
-    found = graph.column(column)
-    if found.element != "text" or found.dims:
+    """Return the most tokens of a column.
+
+    A text without a stated bound has as many tokens as all columns together that its writer reads and whose bound is
+    known, at least TEXT_TOKENS.
+    """
+    kind = graph.column(column)
+    if kind.element != "text" or kind.dims:
         return graph.bound(column)
     known = (
-        c
-        for c in map(graph.column, graph.writer(column).reads)
-        if is_tokens(graph, c.name) or (c.element == "text" and c.dims)
+        source
+        for source in map(graph.column, graph.writer(column).reads)
+        if is_tokens(graph, source.name) or (source.element == "text" and source.dims)
     )
-    return max(TEXT_TOKENS, sum(bound(graph, c.name) for c in known))
+    return max(TEXT_TOKENS, sum(bound(graph, source.name) for source in known))
 
 
 def reads_tempered(graph: Graph, node: Node) -> Node:
-    """The node, which reads the temperatures that what it scores was drawn at, too: what it computes depends on
-    them."""
+    """Add the temperatures of its samples to the reads of a node.
+
+    Its results depend on them.
+    """
     if node.verb == "source":
         return node
-    reads = dict.fromkeys((*node.reads, *(str(e.value) for e in tempered(graph, node) if e.kind == "column")))
-    states = dict.fromkeys((*node.states, *(str(e.value) for e in tempered(graph, node) if e.kind == "state")))
+    reads = dict.fromkeys((*node.reads, *(str(expr.value) for expr in tempered(graph, node) if expr.kind == "column")))
+    states = dict.fromkeys((*node.states, *(str(expr.value) for expr in tempered(graph, node) if expr.kind == "state")))
     return replace(node, reads=tuple(reads), states=tuple(states))

@@ -1,40 +1,44 @@
-"""What the compiler knows of a Python function that a program calls: its parameters, never its body.
+"""Signatures of the Python functions that programs call: parameters, never bodies.
 
-Invariant: signatures are read from the source, which is never run: the package's functions and a user's file take the
-same path.
+Invariant: signatures are read from the source, which is never run. Functions of the package and of users' files are
+read alike.
 
-Marks: `@function(scope=…)` says whether a function needs all rows of a group or of the batch at once, and
-`@function(parallel=False)` that only one process may call it; `@loss_term`
-makes it a term of a loss, `@loss_term(scope="mini_batch")` one that needs all rows of the mini-batch at once,
-`@optimizer` an optimizer, `@schedule` a learning rate; `@option` makes it a value of those options that are annotated
-with what it returns.
+Marks:
 
-Positional parameters bind columns by name (one with a default may be missing), `*columns` all others that the node
-reads, in its order. Keyword-only parameters are options, given in the call by order or by name; one annotated
-`Sequence[float]` takes all the numbers. Plain types are checked, and what registry.py names: `Count`, `Positive`,
+- `@function(scope=…)`: whether a function needs all rows of a group or of the batch at once.
+- `@function(parallel=False)`: only one process may call it.
+- `@loss_term`: a term of a loss; `@loss_term(scope="mini_batch")`: one that needs all rows of the mini-batch at once.
+- `@optimizer`: an optimizer. `@schedule`: a learning rate.
+- `@option`: a value of the options that are annotated with its return type.
+
+Positional parameters bind columns by name; one with a default may be missing. `*columns` binds all other columns that
+the node reads, in its order. Keyword-only parameters are options, given in the call by order or by name; one annotated
+`Sequence[float]` takes all the numbers. Plain types are checked, and the types of registry.py: `Count`, `Positive`,
 `NotNegative`, `Share`, `Below`, `Betas`, `Rate`.
 
-Filled by the runtime are `rng`, `tokenizer` and `iteration`; of a loss term `rng` where its scope is the mini-batch
-(what a micro-batch drew would depend on its size), and these, for the rows of a micro-batch, or of the mini-batch, one
-after another:
+The runtime fills `rng`, `tokenizer` and `iteration`. For a loss term it fills `rng` only if its scope is the mini-batch
+(the draws of a micro-batch would depend on its size). It also fills these parameters of a loss term, with the rows of a
+micro-batch, or of the mini-batch, concatenated:
 
-- `logp`, the log-probability of each response token under the weights being updated, and `entropy`, that of its
-  distribution, in nats;
-- `values`, a value worker's prediction before each response token, or a reward model's score of the text that ends with
-  it;
-- `lengths`, the response tokens of each row, and `NAME_lengths`, those of the column that the parameter NAME binds;
-- `rounding`, a number: by how many nats two forward passes of the same weights may differ in a token's `logp`, since
-  they round in another order. Where a term has a kink at equal log-probabilities, a smaller difference has no sign.
+- `logp`: the log-probability of each response token under the weights being updated. `entropy`: that of its
+  distribution, in nats.
+- `values`: a value worker's prediction before each response token, or a reward model's score of the text that ends with
+  it.
+- `lengths`: the number of response tokens of each row. `NAME_lengths`: that of the column that the parameter NAME
+  binds.
+- `rounding`: a number, by how many nats the `logp` of a token may differ between two forward passes with the same
+  weights, since they round in another order. If a term has a kink at equal log-probabilities, a smaller difference has
+  no sign.
 
-Of an agent they are also `base_url`, `api_key` and `model`, by which it asks the policy.
+For an agent it also fills `base_url`, `api_key` and `model`, with which the agent calls the policy.
 
-Of a schedule they are `step`, the number of the optimizer step from 1, and `last`, that of the run's last one; other
+For a schedule it fills `step`, the number of the optimizer step from 1, and `last`, that of the run's last step; other
 positional parameters bind states.
 
 A parameter annotated `LogProbs` binds a column of token ids and receives their log-probabilities under the weights
-being updated. One annotated `Scores` binds a column of token ids and receives one number a row: the score that the
-reward model being updated gives the row's context with this column's tokens behind it, nan where there are none. A
-term that returns `Rows` gives one number a row, others one a token.
+being updated. One annotated `Scores` binds a column of token ids and receives one number per row: the score that the
+reward model being updated gives the row's context followed by this column's tokens, nan if there are none. A term that
+returns `Rows` gives one number per row, others give one per token.
 """
 
 from __future__ import annotations
@@ -52,7 +56,7 @@ SCOPES: dict[str, tuple[Scope, ...]] = {"function": ("row", "group", "batch"), "
 PLAIN: tuple[Plain, ...] = get_args(Plain)
 MARKS: dict[str, CallKind] = {"loss_term": "loss", "optimizer": "optimizer", "schedule": "schedule", "option": "option"}
 FILLED = ("logp", "entropy", "values", "lengths")
-# What a term of a loss may take of the weights being updated, and the kinds of workers whose weights give it.
+# The inputs of a loss term that depend on the weights being updated, and the kinds of workers that provide them.
 GIVEN_BY = {
     "logp": ("policy",),
     "entropy": ("policy",),
@@ -62,14 +66,17 @@ GIVEN_BY = {
 }
 ROUNDING = "rounding"
 OF_STEP = ("step", "last")
-GIVEN = ("rng", "tokenizer", "iteration")  # to all but terms of a loss and schedules
-ENDPOINT = ("base_url", "api_key", "model")  # to agents
+GIVEN = ("rng", "tokenizer", "iteration")  # filled for all but loss terms and schedules
+ENDPOINT = ("base_url", "api_key", "model")  # filled for agents
 
 
 @dataclass(frozen=True)
 class Option:
-    """A keyword-only parameter: `words` are its option words, if it takes words, `calls` the functions that it takes a
-    call of; `kind` is the plain type that it is annotated with, `several` whether it takes a list of numbers."""
+    """A keyword-only parameter.
+
+    `words` are the words that it accepts. `calls` are the functions of which it accepts a call. `kind` is its annotated
+    plain type. `several`: it takes a list of numbers.
+    """
 
     name: str
     required: bool = False
@@ -81,13 +88,17 @@ class Option:
 
 @dataclass(frozen=True)
 class Signature:
-    """`columns` are the parameters that bind columns, `optional` those of them that may be missing, `text` those that
-    receive decoded text, `logps` those that receive the log-probabilities of the column that they bind, `scores` those
-    that receive the score of each row up to it; `rest` the one that takes all other columns. Of the parameters in
-    `together`, options too, a call gives all or none. `fills` are the parameters that the runtime fills, `rows` says
-    that a term gives one number a row, `scope` what it must see at once. `gives` are a function's results as its
-    annotation has them: an array a row (`list[Array]`), a number a row, or "": unknown. `waits`: it is `async`.
-    `parallel`: several processes may call it at once."""
+    """The signature of a function.
+
+    - `columns`: the parameters that bind columns. `optional`: those of them that may be missing. `text`: those that
+      receive decoded text. `logps`: those that receive the log-probabilities of their column. `scores`: those that
+      receive the score of each row up to the end of their column. `rest`: the parameter for all other columns.
+    - `together`: parameters, options too, of which a call passes all or none.
+    - `fills`: the parameters that the runtime fills.
+    - `rows`: a term gives one number per row. `scope`: the rows that it needs at once.
+    - `gives`: the results by the annotation: an array per row (`list[Array]`), a number per row, or "" (unknown).
+    - `waits`: it is `async`. `parallel`: several processes may call it at once.
+    """
 
     name: str
     kind: CallKind
@@ -108,12 +119,12 @@ class Signature:
 
     @property
     def seeded(self) -> bool:
-        """Whether it begins an episode as gymnasium has it: by `seed` and `options`, which are given by name."""
-        return {"seed", "options"} <= {o.name for o in self.options}
+        """Whether it has the keywords `seed` and `options` of gymnasium's `reset`."""
+        return {"seed", "options"} <= {option.name for option in self.options}
 
     def unfit(self, kind: str) -> list[str]:
-        """What a term takes that the weights of a worker of this kind do not give: names of GIVEN_BY."""
-        bound = [name for name, some in (("LogProbs", self.logps), ("Scores", self.scores)) if some]
+        """Return the inputs that weights of this kind do not provide: names of GIVEN_BY."""
+        bound = [name for name, parameters in (("LogProbs", self.logps), ("Scores", self.scores)) if parameters]
         return [name for name, kinds in GIVEN_BY.items() if name in (*self.fills, *bound) and kind not in kinds]
 
     @property
@@ -121,12 +132,14 @@ class Signature:
         return "rng" in self.fills
 
     def option(self, name: str) -> Option | None:
-        return next((o for o in self.options if o.name == name), None)
+        return next((option for option in self.options if option.name == name), None)
 
 
 def signatures(source: str) -> dict[str, Signature]:
-    """The signatures of the top-level functions of a Python source, by name; SyntaxError where it is not Python. Only
-    what function nodes call may be `async`."""
+    """Read the signatures of the top-level functions of a Python source, by name.
+
+    Only functions for function nodes may be `async`. Raises SyntaxError.
+    """
     items = [item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
     items = [item for item in items if isinstance(item, ast.FunctionDef) or _kind(item) == "function"]
     makers = {item.name: _names(item.returns) for item in items if _kind(item) == "option"}
@@ -134,8 +147,12 @@ def signatures(source: str) -> dict[str, Signature]:
 
 
 def called_as(kind: CallKind, source: str) -> dict[str, Signature]:
-    """The signatures of the top-level functions of a user's file as terms of a loss, or schedules: which they are by
-    where they are called. As functions, by their marks."""
+    """Read the signatures of the functions of a user's file that are called as `kind`.
+
+    These are its top-level functions.
+
+    Loss terms and schedules need no mark: the place of the call decides. Functions are read by their marks.
+    """
     if kind == "function":
         return signatures(source)
     return {
@@ -144,12 +161,15 @@ def called_as(kind: CallKind, source: str) -> dict[str, Signature]:
 
 
 def coroutines(source: str) -> set[str]:
-    """The names of the top-level functions of a Python source that are `async def`."""
+    """Return the names of the top-level `async def` functions of a Python source."""
     return {item.name for item in ast.parse(source).body if isinstance(item, ast.AsyncFunctionDef)}
 
 
 def describe_binding(source: str, name: str) -> str:
-    """Return what a top-level name that is not a function is: "a class", "assigned", "imported" or ""."""
+    """Describe a top-level name that is not a function.
+
+    Return "a class", "assigned", "imported" or "".
+    """
     for item in ast.parse(source).body:
         if isinstance(item, ast.ClassDef) and item.name == name:
             return "a class"
@@ -164,75 +184,95 @@ def describe_binding(source: str, name: str) -> str:
 
 
 def agents(source: str) -> dict[str, Signature]:
-    """The signatures of the top-level functions of a Python source as agents, those with `async` too."""
-    found = (item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
-    return {item.name: _signature(item, {}, "function", (*GIVEN, *ENDPOINT)) for item in found}
+    """Read the signatures of the top-level functions, async ones too, as agents."""
+    functions = (item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {item.name: _signature(item, {}, "function", (*GIVEN, *ENDPOINT)) for item in functions}
 
 
 def classes(source: str) -> dict[str, dict[str, Signature]]:
-    """The signatures of the methods of the top-level classes of a Python source, those inherited within it too, without
-    the instance; by class and name. SyntaxError where it is not Python."""
-    found: dict[str, dict[str, Signature]] = {}
+    """Read the signatures of the methods of top-level classes, by class and name.
+
+    Methods inherited within the source are included. The instance parameter is left out. Raises SyntaxError.
+    """
+    signatures_of: dict[str, dict[str, Signature]] = {}
     for item in (item for item in ast.parse(source).body if isinstance(item, ast.ClassDef)):
         methods = [method for method in item.body if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)]
-        bases = [found[name] for base in reversed(item.bases) for name in _names(base) if name in found]
-        found[item.name] = {k: v for methods_of in bases for k, v in methods_of.items()}
+        bases = [signatures_of[name] for base in reversed(item.bases) for name in _names(base) if name in signatures_of]
+        signatures_of[item.name] = {key: signature for methods_of in bases for key, signature in methods_of.items()}
         for method in methods:
             arguments = method.args
             (arguments.posonlyargs or arguments.args)[:1] = []
             method.name, name = f"{item.name}.{method.name}", method.name
-            found[item.name][name] = _signature(method, {})
-    return found
+            signatures_of[item.name][name] = _signature(method, {})
+    return signatures_of
 
 
 def _signature(
-    item: Def, makers: dict[str, set[str]], kind: CallKind | None = None, given: tuple[str, ...] = GIVEN
+    item: Def, makers: dict[str, set[str]], kind: CallKind | None = None, runtime_names: tuple[str, ...] = GIVEN
 ) -> Signature:
-    a = item.args
+    arguments = item.args
     kind = kind or _kind(item)
-    positional = [*a.posonlyargs, *a.args]
-    names = {p.arg for p in positional}
-    with_default = {p.arg for p in positional[len(positional) - len(a.defaults) :]}
+    positional = [*arguments.posonlyargs, *arguments.args]
+    names = {parameter.arg for parameter in positional}
+    with_default = {parameter.arg for parameter in positional[len(positional) - len(arguments.defaults) :]}
     scope = _scope(item, kind)
     if kind in ("loss", "schedule"):
-        drawn = (p.arg for p in (*positional, *a.kwonlyargs) if p.arg == "rng" and scope == "mini_batch")
-        fills = (*(p.arg for p in positional if _filled(kind, p.arg, names)), *drawn)
-    else:  # Python gives what stands before `*columns` by order, so those are columns
-        fills = tuple(p.arg for p in (*(() if a.vararg else positional), *a.kwonlyargs) if p.arg in given)
-    columns = tuple(p for p in positional if p.arg not in fills)
+        drawn = (
+            parameter.arg
+            for parameter in (*positional, *arguments.kwonlyargs)
+            if parameter.arg == "rng" and scope == "mini_batch"
+        )
+        fills = (*(parameter.arg for parameter in positional if _is_filled(kind, parameter.arg, names)), *drawn)
+    else:  # Python passes parameters before `*columns` by position, so those are columns
+        fills = tuple(
+            parameter.arg
+            for parameter in (*(() if arguments.vararg else positional), *arguments.kwonlyargs)
+            if parameter.arg in runtime_names
+        )
+    columns = tuple(parameter for parameter in positional if parameter.arg not in fills)
     signature = Signature(
         name=item.name,
         kind=kind,
-        columns=tuple(p.arg for p in columns),
-        # For the same reason none of it can be missing.
-        optional=frozenset() if a.vararg else frozenset(p.arg for p in columns) & with_default,
-        text=frozenset(p.arg for p in (*columns, *([a.vararg] if a.vararg else [])) if _is_text(p.annotation)),
+        columns=tuple(parameter.arg for parameter in columns),
+        # For the same reason none of them can be missing.
+        optional=frozenset() if arguments.vararg else frozenset(parameter.arg for parameter in columns) & with_default,
+        text=frozenset(
+            parameter.arg
+            for parameter in (*columns, *([arguments.vararg] if arguments.vararg else []))
+            if _is_text(parameter.annotation)
+        ),
         options=tuple(
-            _option(p, d is None, makers)
-            for p, d in zip(a.kwonlyargs, a.kw_defaults, strict=True)
-            if p.arg not in fills
+            _option(parameter, default is None, makers)
+            for parameter, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+            if parameter.arg not in fills
         ),
         scope=scope,
-        rest=a.vararg.arg if a.vararg else "",
-        together=_together(item),
-        gives=_gives(item.returns),
+        rest=arguments.vararg.arg if arguments.vararg else "",
+        together=_read_together(item),
+        gives=_read_results(item.returns),
         fills=fills,
         waits=isinstance(item, ast.AsyncFunctionDef),
         parallel=_parallel(item),
     )
     if kind != "loss":
         return signature
-    logps, scores = (frozenset(p.arg for p in columns if of in _names(p.annotation)) for of in ("LogProbs", "Scores"))
+    logps, scores = (
+        frozenset(parameter.arg for parameter in columns if mark in _names(parameter.annotation))
+        for mark in ("LogProbs", "Scores")
+    )
     return replace(signature, logps=logps, scores=scores, rows="Rows" in _names(item.returns))
 
 
 def _kind(item: Def) -> CallKind:
-    marks = [d.func if isinstance(d, ast.Call) else d for d in item.decorator_list]
-    return next((MARKS[d.id] for d in marks if isinstance(d, ast.Name) and d.id in MARKS), "function")
+    marks = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in item.decorator_list]
+    return next(
+        (MARKS[decorator.id] for decorator in marks if isinstance(decorator, ast.Name) and decorator.id in MARKS),
+        "function",
+    )
 
 
-def _filled(kind: CallKind, name: str, names: set[str]) -> bool:
-    """Whether the runtime fills a parameter of a loss term or a schedule."""
+def _is_filled(kind: CallKind, name: str, names: set[str]) -> bool:
+    """Return whether the runtime fills a parameter of a loss term or a schedule."""
     if kind != "loss":
         return kind == "schedule" and name in OF_STEP
     return name in (*FILLED, ROUNDING) or (name.endswith("_lengths") and name.removesuffix("_lengths") in names)
@@ -241,54 +281,73 @@ def _filled(kind: CallKind, name: str, names: set[str]) -> bool:
 def _option(parameter: ast.arg, required: bool, makers: dict[str, set[str]]) -> Option:
     annotation = parameter.annotation
     names = _names(parameter.annotation)
-    calls = tuple(maker for maker, made in makers.items() if made & names - {"None"})
+    calls = tuple(maker for maker, types in makers.items() if types & names - {"None"})
     several = isinstance(annotation, ast.Subscript) and {"Sequence", "float"} <= names
     kind = None if calls or several else _plain(annotation)
     return Option(parameter.arg, required, _words(annotation), kind, calls, several)
 
 
 def _names(annotation: ast.expr | None) -> set[str]:
-    """The names in an annotation, quoted ones too."""
+    """Return the names in an annotation, including quoted ones."""
     parts = [*ast.walk(annotation)] if annotation else []
-    return {n for p in parts if isinstance(n := getattr(p, "id", getattr(p, "value", None)), str)}
+    return {name for part in parts if isinstance(name := getattr(part, "id", getattr(part, "value", None)), str)}
 
 
 def _is_text(annotation: ast.expr | None) -> bool:
-    """Whether it is text, or several of it: `str`, `list[str]`, `"Sequence[str]"`, `str | None`."""
+    """Return whether it is text or texts.
+
+    Examples are `str`, `list[str]`, `"Sequence[str]"` and `str | None`.
+    """
     names = {word for name in _names(annotation) for word in re.findall(r"\w+", name)}
     return "str" in names and not names & {"dict", "Mapping"}
 
 
 def _words(annotation: ast.expr | None) -> tuple[str, ...]:
-    """The words of a `Literal["a", "b"]` annotation, or of one that is a part of it."""
+    """Return the words of a `Literal["a", "b"]` in an annotation."""
     for part in ast.walk(annotation) if annotation else ():
         if isinstance(part, ast.Subscript) and ast.unparse(part.value).endswith("Literal"):
             return tuple(
-                c.value for c in ast.walk(part.slice) if isinstance(c, ast.Constant) and isinstance(c.value, str)
+                constant.value
+                for constant in ast.walk(part.slice)
+                if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
             )
     return ()
 
 
 def _plain(annotation: ast.expr | None) -> Plain | None:
-    """The plain type of an annotation such as `float`, `"float"`, `float | None` or `Optional[float]`; None where it
-    has no one such."""
+    """Return the plain type of an annotation, or None if it does not have exactly one.
+
+    Examples are `float`, `"float"`, `float | None` and `Optional[float]`.
+    """
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value).endswith("Literal"):
         return None
     parts = [] if annotation is None else list(ast.walk(annotation))
-    names = [p.id if isinstance(p, ast.Name) else p.value for p in parts if isinstance(p, ast.Name | ast.Constant)]
-    found: set[Plain] = {p for p in PLAIN if p in names}
-    if found == {"int", "float"}:
-        found = {"float"}
-    others = {*names} - {*found, "int", "float", "None", "Optional", None}
-    return found.pop() if len(found) == 1 and not others else None
+    names = [
+        part.id if isinstance(part, ast.Name) else part.value
+        for part in parts
+        if isinstance(part, ast.Name | ast.Constant)
+    ]
+    plain: set[Plain] = {part for part in PLAIN if part in names}
+    if plain == {"int", "float"}:
+        plain = {"float"}
+    others = {*names} - {*plain, "int", "float", "None", "Optional", None}
+    return plain.pop() if len(plain) == 1 and not others else None
 
 
 def _mark(item: Def, key: str) -> object:
-    """A keyword of a function's mark, such as `scope` of `@function(scope="group")`; None where it has none, or no
-    plain value."""
-    given = [k.value for d in item.decorator_list if isinstance(d, ast.Call) for k in d.keywords if k.arg == key]
+    """Return a keyword of a mark, such as `scope` of `@function(scope="group")`.
+
+    Return None if it is missing or not a literal.
+    """
+    values = [
+        keyword.value
+        for decorator in item.decorator_list
+        if isinstance(decorator, ast.Call)
+        for keyword in decorator.keywords
+        if keyword.arg == key
+    ]
     try:
-        return ast.literal_eval(given[0]) if given else None
+        return ast.literal_eval(values[0]) if values else None
     except ValueError:
         return None
 
@@ -299,10 +358,10 @@ def _parallel(item: Def) -> bool:
 
 def _scope(item: Def, kind: CallKind) -> Scope:
     stated = _mark(item, "scope")
-    return next((s for s in SCOPES.get(kind, ()) if s == stated), "row")
+    return next((scope for scope in SCOPES.get(kind, ()) if scope == stated), "row")
 
 
-def _gives(returns: ast.expr | None) -> tuple[Literal["array", "number", ""], ...]:
+def _read_results(returns: ast.expr | None) -> tuple[Literal["array", "number", ""], ...]:
     several = (
         isinstance(returns, ast.Subscript)
         and ast.unparse(returns.value) == "tuple"
@@ -314,6 +373,6 @@ def _gives(returns: ast.expr | None) -> tuple[Literal["array", "number", ""], ..
     return tuple(known.get(ast.unparse(part), "") if part is not None else "" for part in parts)
 
 
-def _together(item: Def) -> tuple[str, ...]:
+def _read_together(item: Def) -> tuple[str, ...]:
     stated = _mark(item, "together")
     return tuple(map(str, stated)) if isinstance(stated, tuple) else ()

@@ -1,0 +1,81 @@
+"""Evaluated expressions of a program.
+
+Invariant: an expression is immutable, and its params are replaced by their values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..diagnostics import NOWHERE, Span
+
+Value = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class Expr:
+    """An evaluated expression.
+
+    `kind` is number, string, bool, quantity (value in bytes, bytes/s, FLOP/s or seconds; `unit` says which), word (an
+    option word), column, state, call, list, neg or an operator sign. `value` is the literal or the name, `args` the
+    operands, `keys` a call's argument names ("" for a positional one).
+    """
+
+    kind: str
+    value: Value = None
+    args: tuple[Expr, ...] = ()
+    keys: tuple[str, ...] = ()
+    unit: str = ""
+    span: Span = NOWHERE
+
+    def literal(self) -> Any:
+        """Return the Python value of a literal, a word, or a list of them."""
+        if self.kind == "list":
+            return [part.literal() for part in self.args]
+        return -self.args[0].literal() if self.kind == "neg" else self.value
+
+    def calls(self) -> tuple[Expr, ...]:
+        """Return the outermost calls in an expression, perhaps itself."""
+        return (self,) if self.kind == "call" else tuple(call for part in self.args for call in part.calls())
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a call by name: its arguments that bind no columns."""
+        return {
+            key: argument.literal()
+            for key, argument in zip(self.keys, self.args, strict=True)
+            if argument.kind != "column"
+        }
+
+    def columns(self) -> dict[str, str]:
+        """Return the columns that a call binds to parameters of other names, by parameter."""
+        return {
+            key: str(argument.value)
+            for key, argument in zip(self.keys, self.args, strict=True)
+            if argument.kind == "column"
+        }
+
+    def __str__(self) -> str:
+        if self.kind == "call":
+            inner = (
+                f"{key} = {argument}" if key else str(argument)
+                for key, argument in zip(self.keys, self.args, strict=True)
+            )
+            return f"{self.value}({', '.join(inner)})"
+        if self.kind == "list":
+            return f"[{', '.join(map(str, self.args))}]"
+        if self.kind == "neg":
+            return f"-{self.args[0]}"
+        if self.kind == "string":
+            return f'"{self.value}"'
+        if self.kind == "bool":
+            return "true" if self.value else "false"
+        if self.args:
+            left, right = (
+                f"({operand})" if operand.kind in ("+", "-") and self.kind not in ("+", "-") else str(operand)
+                for operand in self.args
+            )
+            return f"{left} {self.kind} {right}"
+        if isinstance(self.value, float):
+            return f"{self.value:g}{self.unit and ' ' + self.unit}"
+        return f"{self.value}{self.unit and ' ' + self.unit}"

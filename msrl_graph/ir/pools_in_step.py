@@ -1,0 +1,178 @@
+"""Pools that must be in step with the updates, and openings of pipelined pools.
+
+Invariant: a pool is in step if it gives a generation the newest weights, runs an update, or waits for rows of a node in
+step. async_schedule.py has the pools that may be ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import wraps
+from typing import TypeVar
+
+from .attributes import ReshardingEdgeAttributes
+from .plan import FUNCTIONS, Plan
+from .rowsets import looping
+from .sequences import latest
+
+Edge = tuple[str, str]  # a resharding edge, (src, dst)
+T = TypeVar("T")
+
+
+def once_per_placement(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
+    """Cache a function of a plan for all plans with the same nodes in each pool.
+
+    A planner asks for thousands of plans. The results must not be changed.
+    """
+
+    @wraps(function)
+    def once(plan: Plan) -> T:
+        placed = ((placement.node, placement.pool) for placement in plan.placements)
+        key = (function.__name__, plan.deploy.run.deterministic, *placed, *(pool.name for pool in plan.pools))
+        cache = plan.graph.worked_out
+        result: T = cache[key] if key in cache else cache.setdefault(key, function(plan))
+        return result
+
+    return once
+
+
+def waiting(plan: Plan) -> dict[str, str]:
+    """Return the functions that read states, each with the first state that it reads."""
+    graph = plan.graph
+    readers = (node for node in graph.nodes if latest(graph, node))
+    return {node.name: node.states[0] for node in readers if graph.worker(node.worker).kind == "function"}
+
+
+@once_per_placement
+def hindered(plan: Plan) -> dict[str, str]:
+    """Return the pools that must be in step with the updates, each with the reason.
+
+    The reason is the end of a sentence that begins with the pool.
+    """
+    reasons = dict[str, str]()
+    pool_of = pools_of_nodes(plan)
+    turns, _ = find_openings(plan)
+    for (_, dst), behind in staleness_of_edges(plan).items():
+        if pool_of[dst] in turns:
+            continue
+        if not behind:
+            reasons[pool_of[dst]] = f"gives `{dst}` the newest weights"
+        elif because := by_state(plan, [dst]):
+            reasons.setdefault(pool_of[dst], f"runs `{dst}`, which {because}")
+    for node in plan.graph.verb("update"):
+        if node.name in pool_of and pool_of[node.name] not in turns:
+            reasons[pool_of[node.name]] = f"runs `{node.name}`"
+    filter, rounds = looping(plan.graph)
+    if filter and plan.deploy.run.deterministic:
+        why = f"begins when it is known how often `{filter}` refills, and `deterministic` lets nothing depend on timing"
+        reasons = dict.fromkeys(pool_of.values(), why) | reasons
+    known = -1
+    while len(reasons) > known:
+        known = len(reasons)
+        rest = {name for name, pool in pool_of.items() if pool in turns and name not in turns[pool]}
+        for node_name in [name for name, pool in pool_of.items() if pool in reasons or name in rest]:
+            after = plan.graph.flow.after(node_name)
+            late = dict.fromkeys(after, "which")
+            if filter in after:  # nodes of the refill's rounds wait for it, since it may request another round
+                late |= dict.fromkeys(rounds - after, f"as often as `{filter}` refills, which")
+            for other in (name for name in pool_of if name in late and name not in rest):
+                why = f"runs `{other}`, {late[other]} waits for rows of `{node_name}`, and that is in step"
+                reasons.setdefault(pool_of[other], why)
+    return reasons
+
+
+def in_turns(plan: Plan) -> dict[str, str]:
+    """Return the pools that cannot be pipelined although they state `staleness`.
+
+    They have both ends of such an edge.
+
+    Each has its reason as a sentence.
+    """
+    turns, reasons = find_openings(plan)
+    return reasons | {pool: f"its pool {why}" for pool, why in hindered(plan).items() if pool in turns}
+
+
+@once_per_placement
+def find_openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]]:
+    """Return the nodes of openings, and for pools that cannot have one the reason.
+
+    Only pools with both ends of an edge with `staleness` are considered. An opening has the generations, the nodes that
+    they need, and frozen nodes that need rows of no other functions, unless their weights follow the update's. So
+    nothing in it waits, and functions get their rows as early as possible.
+    """
+    graph = plan.graph
+    pool_of = pools_of_nodes(plan)
+    behind = staleness_of_edges(plan)
+    openings = dict[str, frozenset[str]]()
+    reasons = dict[str, str]()
+    shared = [(src, dst) for (src, dst), bound in behind.items() if bound and pool_of[src] == pool_of[dst]]
+    updated = {*graph.weighty} if shared else set()
+    for pool in dict.fromkeys(pool_of[dst] for _, dst in shared):
+        edges = [(src, dst) for src, dst in shared if pool_of[dst] == pool]
+        needed = {dst for _, dst in edges}.union(*(graph.flow.before(dst) for _, dst in edges))
+        if because := _why_waiting(plan, edges, needed, pool):
+            reasons[pool] = because
+            continue
+        needed |= {source.name for source in graph.verb("source")}
+        for node in graph.nodes:
+            if pool_of.get(node.name) == pool and node.worker not in updated and graph.flow.before(node.name) <= needed:
+                needed.add(node.name)
+        openings[pool] = frozenset(name for name in needed if name in pool_of)
+    return openings, reasons
+
+
+def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], pool: str) -> str:
+    """Return why a pool cannot begin its generations early; "" if it can.
+
+    The generations need the nodes `needed`.
+    """
+    graph = plan.graph
+    pool_of = pools_of_nodes(plan)
+    behind = staleness_of_edges(plan)
+    filter, rounds = looping(graph)
+    seldom = {(edge.src, edge.dst) for edge in graph.reshards() if ReshardingEdgeAttributes.of(edge).every > 1}
+    for src, dst in edges:
+        if (src, dst) in seldom:
+            return "weights that these two swap are new each time"
+        if dst in rounds:
+            return f"`{filter}` may refill with more of its rows"
+        if graph.node(dst).cuts:
+            return f"the responses that `{dst}` cuts are only known when it has ended"
+    for node in (name for name in needed if name in pool_of):
+        if pool_of[node] != pool:
+            return f"it waits for rows of `{node}`, which is on other devices"
+        if graph.node(node).verb == "update" or graph.worker(graph.node(node).worker).follows:
+            return f"it waits for rows of `{node}`"
+    if because := by_state(plan, [dst for _, dst in edges]):
+        return f"it {because}"
+    for (src, dst), old in behind.items():
+        if dst in needed and not old:
+            return f"`{dst}` takes the newest weights"
+        if old and pool_of[dst] == pool != pool_of[src]:
+            return f"`{dst}` gets its weights from other devices"
+    return ""
+
+
+def by_state(plan: Plan, generations: Sequence[str]) -> str:
+    """Describe a function with a state that a generation waits for; "" if none does.
+
+    The text is the end of a sentence that begins with the generation.
+    """
+    late = waiting(plan)
+    before = {name for dst in generations for name in plan.graph.flow.before(dst)}
+    node = next((name for name in late if name in before), "")
+    return f"waits for `{node}`, which reads the state `{late[node]}` of the iteration before" if node else ""
+
+
+def pools_of_nodes(plan: Plan) -> dict[str, str]:
+    """Return the pool of each node on devices.
+
+    Some nodes may have none yet: the planner places some at a time.
+    """
+    return {placement.node: placement.pool for placement in plan.placements if placement.pool != FUNCTIONS}
+
+
+def staleness_of_edges(plan: Plan) -> dict[Edge, int]:
+    pool_of = pools_of_nodes(plan)
+    edges = [edge for edge in plan.graph.reshards() if edge.src in pool_of and edge.dst in pool_of]
+    return {(edge.src, edge.dst): ReshardingEdgeAttributes.of(edge).staleness for edge in edges}
