@@ -178,10 +178,8 @@ def _list_capable_engines(engines: Mapping[str, EngineSpec], verb: str, can: Cal
 def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     """Suggest the nearest layout that works; "" if there is none.
 
-    It works with the engine, the model and the devices.
-
-    Only tp, dp and the axes of experts change. An etp that is not stated changes before a stated size does, first to 1,
-    as in public recipes.
+    It works with the engine, the model and the devices. Only tp, dp and the axes of experts change. An etp that is not
+    stated changes before a stated size does, first to 1, as in public recipes.
     """
     devices = plan.pool(placement.pool).devices
     layout = placement.layout

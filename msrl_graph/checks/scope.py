@@ -46,7 +46,8 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
 
 def _check_together(node: Node, call: Expr, signature: Signature) -> list[Diagnostic]:
     """Report parameters that belong together if a call passes only some of them."""
-    read, binds = (*node.reads, *node.states), call.columns()
+    read = (*node.reads, *node.states)
+    binds = call.columns()
     passed = [
         parameter
         for parameter in signature.together
@@ -177,9 +178,8 @@ def _has_groups_of_one(graph: Graph, node: Node) -> bool:
 def results(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report columns whose type does not match the function that writes them.
 
-    Only functions of the package are checked.
-
-    The function gives an array per row and the column holds a number, or vice versa.
+    Only functions of the package are checked. The function gives an array per row and the column holds a number, or
+    vice versa.
     """
     diagnostics = []
     columns = {column.name: column for column in graph.columns}

@@ -93,7 +93,8 @@ def of_rows(graph: Graph, library: Library) -> list[Diagnostic]:
             [(call, signature) for call, signature in terms if signature.rows == how] for how in (True, False)
         )
         if rows and tokens:
-            (call, signature), (_, other) = rows[0], tokens[0]
+            call, signature = rows[0]
+            _, other = tokens[0]
             message = (
                 f"`{signature.name}` gives one number per row, `{other.name}` one per token: they cannot be combined"
             )

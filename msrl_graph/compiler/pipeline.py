@@ -249,7 +249,8 @@ def translate(
     if any(diagnostic.severity == "error" for diagnostic in diagnostics):
         raise Fault(*diagnostics)
     stages, more = _run_passes(plan, LAST[until], after, budget)
-    warnings, placed = (*warnings, *diagnostics, *more), stages[LAST["placed"]]
+    warnings = (*warnings, *diagnostics, *more)
+    placed = stages[LAST["placed"]]
     if until == "placed":
         return Compilation(source, tree, graph, placed, None, warnings)
     plan = stages[LAST["plan"]]

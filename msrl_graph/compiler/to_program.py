@@ -46,7 +46,7 @@ def _names(texts: tuple[str, ...]) -> tuple[ast.Name, ...]:
 def _algorithm(graph: Graph) -> ast.AlgorithmDecl:
     body: list[ast.AlgorithmStatement] = []
     body += [ast.ParamDecl(_name(key), literal(value), NOWHERE) for key, value in graph.params.items()]
-    body.append(ast.ColumnsDecl(tuple(_column(graph, c.name) for c in graph.columns), NOWHERE))
+    body.append(ast.ColumnsDecl(tuple(_column(graph, declared.name) for declared in graph.columns), NOWHERE))
     for state in graph.states:
         per = _name(state.per) if state.per else None
         column = ast.ColumnDecl(_name(state.name), ast.Type(_name(state.element), (), per, NOWHERE), NOWHERE)

@@ -88,7 +88,7 @@ def _list_planned_only(
     family = model.family
     planned = spec.planned(where)
     if family in planned:
-        able = [f for f in spec.families if f not in planned]
+        able = [other for other in spec.families if other not in planned]
         yield f"{family} models", placement.engine.span, f"these run: {', '.join(able)}"
     if "ep" not in planned and not spec.spread.takes(layout, model):
         yield f"`ep = {layout.ep}` of tp = {layout.tp}", layout.span, f"`ep = {layout.tp}`, or leave `ep` out"
@@ -113,7 +113,7 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
     for placement in plan.placements:
         if placement.engine.name in ENGINES and not runs(placement.engine.name):
             verb = plan.graph.node(placement.node).verb
-            others = [f"`{n}`" for n, e in ENGINES.items() if runs(n) and verb in e.verbs]
+            others = [f"`{other}`" for other, candidate in ENGINES.items() if runs(other) and verb in candidate.verbs]
             layout = plan.deploy.layouts.get(placement.node)  # may be the reason for the choice of the engine
             span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
             engine = f"the engine `{placement.engine.name}`"
@@ -123,15 +123,15 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
             spec = ENGINES[placement.engine.name]
             for name, span, help in _list_planned_only(spec, placement, plan.model(node.name), where):
                 tell(f"{name} with the engine `{spec.name}`", span, help)
-            for key in [k for k in node.attributes if not _supports(spec, node.verb, k)]:
-                others = [n for n, e in ENGINES.items() if runs(n) and node.verb in e.verbs]
-                able = [n for n in others if _supports(ENGINES[n], node.verb, key)]
+            for key in [name for name in node.attributes if not _supports(spec, node.verb, name)]:
+                others = [other for other, candidate in ENGINES.items() if runs(other) and node.verb in candidate.verbs]
+                able = [other for other in others if _supports(ENGINES[other], node.verb, key)]
                 help = f"`engine {node.name} = {able[0]}` supports it" if able else "leave it out"
                 by = f"with the engine `{spec.name}`"
                 span = node.at(key)
                 tell(f"`{key}` of `{node.name}` {by}", span, help, brief=f"`{key}` {by}")
     for column in plan.graph.columns:
-        if len(column.dims) > 1 and any(column.name in n.writes for n in plan.graph.verb("source")):
+        if len(column.dims) > 1 and any(column.name in writer.writes for writer in plan.graph.verb("source")):
             tell(f"a field of the type of `{column.name}`", column.span, "use fields of one dimension", "run with")
     for node in plan.graph.verb("update"):
         call = UpdateAttributes.of(node).optimizer
@@ -168,7 +168,7 @@ def _list_partial_conflicts(plan: Plan) -> Iterator[tuple[str, Span]]:
     source = graph.node("source")
     if SourceAttributes.of(source).weights is not None:
         yield "`weights` of `source`", source.at("weights")
-    for edge in (e for e in graph.samples() if e.dst == node.name):
+    for edge in (sample for sample in graph.samples() if sample.dst == node.name):
         options = SampleEdgeAttributes.of(edge)
-        for key in [k for k in ("stream", "stream_tokens") if getattr(options, k) is not None]:
+        for key in [option for option in ("stream", "stream_tokens") if getattr(options, option) is not None]:
             yield f"`{key}` of `{edge.src} -> {edge.dst}`", edge.at(key)

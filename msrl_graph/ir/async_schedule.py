@@ -56,18 +56,17 @@ def leads(plan: Plan) -> dict[str, int]:
 def aged(plan: Plan) -> dict[Edge, int]:
     """Return the staleness bound of each edge into a pool ahead, in versions.
 
-    The edges are resharding edges, as (src, dst).
-
-    Other edges always send the newest weights, even if they state `staleness`.
+    The edges are resharding edges, as (src, dst). Other edges always send the newest weights, even if they state
+    `staleness`.
     """
     if not (lead_of_pool := leads(plan)):
         return {}
     pool_of = pools_of_nodes(plan)
     turns = find_openings(plan)[0]
     bounds = dict[Edge, int]()
-    for edge, behind in staleness_of_edges(plan).items():
-        if behind and (pool := pool_of[edge[1]]) in lead_of_pool:
-            bounds[edge] = lead_of_pool[pool] if pool in turns else behind
+    for edge, staleness in staleness_of_edges(plan).items():
+        if staleness and (pool := pool_of[edge[1]]) in lead_of_pool:
+            bounds[edge] = lead_of_pool[pool] if pool in turns else staleness
     return bounds
 
 
@@ -115,10 +114,8 @@ def late_states(plan: Plan) -> dict[str, int]:
 def opening(plan: Plan, stream: InstructionStream) -> int:
     """Return the number of instructions in the opening of a stream.
 
-    It is 0 if there is no opening, as in a stream of an evaluation.
-
-    If an iteration may begin early, the opening of the functions' stream has all instructions before the first function
-    that reads a state.
+    It is 0 if there is no opening, as in a stream of an evaluation. If an iteration may begin early, the opening of the
+    functions' stream has all instructions before the first function that reads a state.
     """
     if stream.pool == FUNCTIONS and stream.task == "train":
         late = waiting(plan) if leads(plan) else {}
@@ -162,9 +159,8 @@ def lanes(plan: Plan) -> int:
 class Sends:
     """The versions of weights that edges send in a run.
 
-    The run begins with the iteration `first`.
-
-    It also knows the iteration that the updates must have begun, so that the weights of a pool are not too old.
+    The run begins with the iteration `first`. The class also knows which iteration the updates must have begun, so that
+    the weights of a pool are not too old.
 
     A version is sent if `every` says so. Three other versions are sent, too: the first of the run; one of which a
     checkpoint is written, so that a resumed run draws the same rows; and one that an evaluation uses, since the copy of
@@ -225,11 +221,9 @@ class Sends:
 class PoolProgress(Sends, ABC):
     """The progress of pools that may be ahead.
 
-    `begun` is the iteration that each has begun last.
-
-    A pool begins iteration j when it has ended j - 1 and the updates have begun an iteration with weights that are new
-    enough. Its generations use the newest version that is sent. With `deterministic` it begins with the oldest version
-    that is allowed.
+    `begun` is the iteration that each has begun last. A pool begins iteration j when it has ended j - 1 and the updates
+    have begun an iteration with weights that are new enough. Its generations use the newest version that is sent. With
+    `deterministic` it begins with the oldest version that is allowed.
     """
 
     def __init__(self, plan: Plan, first: int = 0) -> None:

@@ -412,9 +412,8 @@ CALLED = {
 def place_of_call(node: Node) -> str:
     """Return the place of a node's call in the program, as text.
 
-    If the node calls nothing, it is the place of the node itself.
-
-    If the node extends another one, these are different lines, often in different files.
+    If the node calls nothing, it is the place of the node itself. If the node extends another one, these are different
+    lines, often in different files.
     """
     calls = (call.span for key in CALLED if (call := node.stated(key)) is not None)
     return next((span.place for span in calls if span.line), node.span.place)

@@ -48,9 +48,7 @@ class Flow:
     def knots(self) -> list[list[str]]:
         """The nodes of each knot, by name.
 
-        These are nodes that sample edges lead from and back to.
-
-        A check makes sure that an algorithm has none.
+        These are nodes that sample edges lead from and back to. A check makes sure that an algorithm has none.
         """
         place = {node.name: index for index, node in enumerate(self.graph.nodes)}
         return [] if all(place[edge.src] < place[edge.dst] for edge in self.graph.samples()) else knots(self.digraph())
@@ -96,7 +94,8 @@ class Flow:
 
         Some node must read the column.
         """
-        writer, (bits, above) = self.graph.writer(column).name, self._writers_above
+        writer = self.graph.writer(column).name
+        bits, above = self._writers_above
         return (writer, node) in self._edge_pairs or bool(above[node] & bits.get(writer, 0))
 
     @cached_property

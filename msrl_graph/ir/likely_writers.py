@@ -16,9 +16,8 @@ from .graph import Graph, Node
 def is_named_after(graph: Graph, node: Node, column: str) -> bool:
     """Return whether a column seems to be named after a node.
 
-    That is: a word of one name begins with a word of the other.
-
-    Columns of a frozen worker are often called `ref_…`, and those of the trained one `old_…`.
+    That is: a word of one name begins with a word of the other. Columns of a frozen worker are often called `ref_…`,
+    and those of the trained one `old_…`.
     """
     words = _words(node)
     worker = next((candidate for candidate in graph.workers if candidate.name == node.worker), None)

@@ -52,10 +52,10 @@ def hindered(plan: Plan) -> dict[str, str]:
     reasons = dict[str, str]()
     pool_of = pools_of_nodes(plan)
     turns, _ = find_openings(plan)
-    for (_, dst), behind in staleness_of_edges(plan).items():
+    for (_, dst), staleness in staleness_of_edges(plan).items():
         if pool_of[dst] in turns:
             continue
-        if not behind:
+        if not staleness:
             reasons[pool_of[dst]] = f"gives `{dst}` the newest weights"
         elif because := by_state(plan, [dst]):
             reasons.setdefault(pool_of[dst], f"runs `{dst}`, which {because}")
@@ -82,11 +82,9 @@ def hindered(plan: Plan) -> dict[str, str]:
 
 
 def in_turns(plan: Plan) -> dict[str, str]:
-    """Return the pools that cannot be pipelined although they state `staleness`.
+    """Return the pools that state `staleness` but cannot be pipelined, with reasons.
 
-    They have both ends of such an edge.
-
-    Each has its reason as a sentence.
+    They have both ends of an edge with `staleness`. A reason is a sentence.
     """
     turns, reasons = find_openings(plan)
     return reasons | {pool: f"its pool {why}" for pool, why in hindered(plan).items() if pool in turns}
@@ -102,10 +100,10 @@ def find_openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]
     """
     graph = plan.graph
     pool_of = pools_of_nodes(plan)
-    behind = staleness_of_edges(plan)
+    staleness_of = staleness_of_edges(plan)
     openings = dict[str, frozenset[str]]()
     reasons = dict[str, str]()
-    shared = [(src, dst) for (src, dst), bound in behind.items() if bound and pool_of[src] == pool_of[dst]]
+    shared = [(src, dst) for (src, dst), bound in staleness_of.items() if bound and pool_of[src] == pool_of[dst]]
     updated = {*graph.weighty} if shared else set()
     for pool in dict.fromkeys(pool_of[dst] for _, dst in shared):
         edges = [(src, dst) for src, dst in shared if pool_of[dst] == pool]
@@ -128,7 +126,7 @@ def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], poo
     """
     graph = plan.graph
     pool_of = pools_of_nodes(plan)
-    behind = staleness_of_edges(plan)
+    staleness_of = staleness_of_edges(plan)
     filter, rounds = looping(graph)
     seldom = {(edge.src, edge.dst) for edge in graph.reshards() if ReshardingEdgeAttributes.of(edge).every > 1}
     for src, dst in edges:
@@ -145,10 +143,10 @@ def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], poo
             return f"it waits for rows of `{node}`"
     if because := by_state(plan, [dst for _, dst in edges]):
         return f"it {because}"
-    for (src, dst), old in behind.items():
-        if dst in needed and not old:
+    for (src, dst), staleness in staleness_of.items():
+        if dst in needed and not staleness:
             return f"`{dst}` takes the newest weights"
-        if old and pool_of[dst] == pool != pool_of[src]:
+        if staleness and pool_of[dst] == pool != pool_of[src]:
             return f"`{dst}` gets its weights from other devices"
     return ""
 
@@ -173,6 +171,7 @@ def pools_of_nodes(plan: Plan) -> dict[str, str]:
 
 
 def staleness_of_edges(plan: Plan) -> dict[Edge, int]:
+    """Return the `staleness` of each resharding edge whose ends are placed."""
     pool_of = pools_of_nodes(plan)
     edges = [edge for edge in plan.graph.reshards() if edge.src in pool_of and edge.dst in pool_of]
     return {(edge.src, edge.dst): ReshardingEdgeAttributes.of(edge).staleness for edge in edges}

@@ -166,10 +166,8 @@ def looping(graph: Graph) -> tuple[str, frozenset[str]]:
 def upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
     """Return the nodes that columns need.
 
-    These are their writers and, recursively, the writers of what those read.
-
-    The source, which provides the states of a row, is always one of them. A column without a writer, which a check
-    rejects, needs none.
+    These are their writers and, recursively, the writers of what those read. The source, which provides the states of a
+    row, is always one of them. A column without a writer, which a check rejects, needs none.
     """
     needed = {source.name for source in graph.verb("source")}
     todo = [*columns]
@@ -198,11 +196,9 @@ def common(sets: Sequence[Rowset], one: int, other: int) -> int:
 class Numbers:
     """The numbering of rows in one pass over a graph.
 
-    `prompts` is the number of prompts in all rounds.
-
-    `samples` is the number of rows that a generation makes of each, where it differs from the program. `size` is the
-    number of rows that each set can have without repeats. The numbers of a set are below `space`. A `select` may repeat
-    a row of a set `repeats` times.
+    `prompts` is the number of prompts in all rounds. `samples` is the number of rows that a generation makes of each,
+    where it differs from the program. `size` is the number of rows that each set can have without repeats. The numbers
+    of a set are below `space`. A `select` may repeat a row of a set `repeats` times.
     """
 
     def __init__(self, sets: Sequence[Rowset], prompts: int, samples: Mapping[str, int] = MappingProxyType({})) -> None:

@@ -30,11 +30,10 @@ class Candidate:
 class Rival:
     """The best candidate of the other kind, synchronous or asynchronous.
 
-    It exists if a program allows staleness and the file leaves pools open.
-
-    The kinds are pools that may be `ahead`, and all pools in step. `seconds` is the time of an iteration, 0 if none
-    fits. `mean` and `bound` belong to the asynchronous one of the two, the rival or the choice: the weights that
-    generate are `mean` versions old on average, and a row is at most `bound` versions old.
+    It exists if a program allows staleness and the file leaves pools open. The kinds are pools that may be `ahead`, and
+    all pools in step. `seconds` is the time of an iteration, 0 if none fits. `mean` and `bound` belong to the
+    asynchronous one of the two, the rival or the choice: the weights that generate are `mean` versions old on average,
+    and a row is at most `bound` versions old.
     """
 
     ahead: bool

@@ -70,10 +70,8 @@ def is_tokens(graph: Graph, column: str) -> bool:
 def weighs(graph: Graph, node: Node) -> dict[str, int]:
     """Return the columns that determine the length of a node's rows.
 
-    Each has the number of times that it counts.
-
-    These are the tokens that the node computes on. For a function they are the token columns that it reads, or all
-    columns that it reads if there are none.
+    Each has the number of times that it counts. These are the tokens that the node computes on. For a function they are
+    the token columns that it reads, or all columns that it reads if there are none.
     """
     if graph.worker(node.worker).kind != "function":
         read = sequences(graph, node)

@@ -149,9 +149,8 @@ def signatures(source: str) -> dict[str, Signature]:
 def called_as(kind: CallKind, source: str) -> dict[str, Signature]:
     """Read the signatures of the functions of a user's file that are called as `kind`.
 
-    These are its top-level functions.
-
-    Loss terms and schedules need no mark: the place of the call decides. Functions are read by their marks.
+    These are its top-level functions. Loss terms and schedules need no mark: the place of the call decides. Functions
+    are read by their marks.
     """
     if kind == "function":
         return signatures(source)

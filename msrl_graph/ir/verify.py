@@ -195,7 +195,8 @@ def docks(plan: Plan) -> Iterator[str]:
         yield _describe_incomplete("dock")
         return
     stores = plan.docks.warehouses
-    hosts, used = plan.cluster.nodes, {*stores, *(controller.host for controller in plan.docks.controllers)}
+    hosts = plan.cluster.nodes
+    used = {*stores, *(controller.host for controller in plan.docks.controllers)}
     if not stores or not all(0 <= host < hosts for host in used):
         yield "one of its controllers or warehouses is not on a host of the cluster, or it has no warehouse"
     if len(set(stores)) < len(stores):
@@ -234,7 +235,8 @@ def schedule(plan: Plan) -> Iterator[str]:
         yield _describe_incomplete("schedule")
         return
     evaluated = {evaluation.task: upstream(plan.graph, evaluation.columns) for evaluation in plan.deploy.evaluations}
-    tasks, pools = ("train", *evaluated), (*(pool.name for pool in plan.pools), FUNCTIONS)
+    tasks = ("train", *evaluated)
+    pools = (*(pool.name for pool in plan.pools), FUNCTIONS)
     if Counter((stream.pool, stream.task) for stream in plan.schedule) != Counter(
         (pool, task_name) for task_name in tasks for pool in pools
     ):
