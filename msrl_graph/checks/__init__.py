@@ -111,7 +111,7 @@ def check(
 ) -> list[Diagnostic]:
     """Run the checks and return their diagnostics, sorted by span.
 
-    `told` are the diagnostics of lowering, `reported` the columns that evaluations read, and `dropped` what the
+    `earlier` are the diagnostics of lowering, `reported` the columns that evaluations read, and `dropped` what the
     algorithm dropped from those that it extends.
     """
     only_values = all(diagnostic.code in VALUES for diagnostic in earlier if diagnostic.severity == "error")

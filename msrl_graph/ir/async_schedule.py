@@ -71,7 +71,7 @@ def aged(plan: Plan) -> dict[Edge, int]:
 
 
 def row_age_bound(plan: Plan) -> int:
-    """Return the largest age that a row can have when it is learnt from, in versions.
+    """Return the largest age that a row can have when it is trained on, in versions.
 
     The age of a token is the number of versions that the trainer's weights are newer than the weights that drew it. The
     age of a row is that of its oldest token. A row that is cut `cuts` times (`partial`) is that much older.

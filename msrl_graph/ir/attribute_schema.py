@@ -1,6 +1,6 @@
 """Declarations of attributes, as the fields of a frozen dataclass per statement.
 
-    epochs: int = attr(COUNT, 1, "How often each row is learnt from in an iteration.")
+    epochs: int = attr(COUNT, 1, "Passes over the rows of an iteration.")
 
 Invariant: the kind of an attribute (with its unit), its default and its meaning are in its field and nowhere else. The
 checks of a program, `--explain`, docs/language.md and all code that uses the value read them there. A field without

@@ -294,7 +294,7 @@ class CallAttributes(NodeAttributes):
         None,
         "The function. Columns bind to its parameters by name; `f(reward = score)` binds another one. Options are "
         "passed in the call by position or by name.",
-        "required, except in a filter",
+        "must be given, except in a filter",
     )
     per: str = attr(
         PER,

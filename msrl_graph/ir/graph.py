@@ -73,7 +73,7 @@ class Worker:
     frozen: bool = False
     model: str = ""
     span: Span = NOWHERE
-    follows: str = ""  # the worker whose weights a frozen one takes over, after `every` so many-th iteration
+    follows: str = ""  # the worker whose weights a frozen one takes over, every `every` iterations
     every: int = 1
     decay: float = 0.0
 
