@@ -56,7 +56,8 @@ def _check_positions(plan: Plan, name: str) -> Diagnostic | None:
             continue
         read = sequences(plan.graph, node)
         context, scored = (
-            [column for column in cs if is_tokens(plan.graph, column)] for cs in (read.context, read.scored)
+            [column for column in columns_read if is_tokens(plan.graph, column)]
+            for columns_read in (read.context, read.scored)
         )  # the length of a text is unknown
         most = sum(bound(plan.graph, column) for column in context) + max(
             (bound(plan.graph, column) for column in scored), default=0

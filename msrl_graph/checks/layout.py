@@ -94,8 +94,8 @@ def _check_placement(plan: Plan, placement: Placement, engines: Mapping[str, Eng
         return
     model = plan.model(node)
     if compiled(placement) and not compiles(model, layout):
-        content = "layers that tp shards" if layout.tp > 1 else f"the experts of `{model.name}`"
-        message = f"the engine `{spec.name}` of `{node}` cannot compile {content}"
+        unsupported = "layers that tp shards" if layout.tp > 1 else f"the experts of `{model.name}`"
+        message = f"the engine `{spec.name}` of `{node}` cannot compile {unsupported}"
         engine_span = placement.engine.span
         yield Diagnostic(
             "layout-divide", message, engine_span, "leave `compile` out" + ", or tp at 1" * (layout.tp > 1)

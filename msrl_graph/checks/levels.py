@@ -26,9 +26,7 @@ def no_common_row(graph: Graph, library: Library) -> list[Diagnostic]:
             if graph.common(level, other) == other:
                 continue
             deepest = next(column for column in node.reads if graph.column(column).level == level)
-            one, two, shared = (
-                graph.made(nearest_level) for nearest_level in (level, other, graph.common(level, other))
-            )
+            one, two, shared = (graph.made(row_level) for row_level in (level, other, graph.common(level, other)))
             both = " and ".join(
                 f"`{column}`" if column == row else f"`{column}` of each `{row}`"
                 for column, row in ((deepest, one), (name, two))

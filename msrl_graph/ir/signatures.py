@@ -265,7 +265,7 @@ def _signature(
 def _kind(item: Def) -> CallKind:
     marks = [decorator.func if isinstance(decorator, ast.Call) else decorator for decorator in item.decorator_list]
     return next(
-        (MARKS[decorator.id] for decorator in marks if isinstance(decorator, ast.Name) and decorator.id in MARKS),
+        (MARKS[mark.id] for mark in marks if isinstance(mark, ast.Name) and mark.id in MARKS),
         "function",
     )
 

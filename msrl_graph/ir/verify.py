@@ -109,8 +109,11 @@ def _check_plan(plan: Plan) -> Iterator[str]:
     yield from _list_duplicates("pool", pools)
     placed = [*(placement.pool for placement in plan.placements), *(stream.pool for stream in plan.schedule)]
     yield from _list_missing("pool", placed, [*pools, FUNCTIONS])
-    named = [*(placement.node for placement in plan.placements), *(column.node for column in plan.docks.controllers)]
-    named += [name for placement in plan.pools for name in placement.nodes]
+    named = [
+        *(placement.node for placement in plan.placements),
+        *(controller.node for controller in plan.docks.controllers),
+    ]
+    named += [name for pool in plan.pools for name in pool.nodes]
     named += [name for reshard in plan.reshards for name in (reshard.src, reshard.dst)] + [
         name for traffic_item in plan.traffic for name in (traffic_item.src, traffic_item.dst)
     ]
@@ -156,7 +159,7 @@ def placements(plan: Plan) -> Iterator[str]:
         yield _describe_incomplete("place")
         return
     cluster = plan.cluster
-    pools = {placement.name: placement for placement in plan.pools}
+    pools = {pool.name: pool for pool in plan.pools}
     per_host = cluster.devices_per_node
     for pool in plan.pools:
         ranges = runs(pool.first, pool.devices, pool.each, per_host)
