@@ -13,7 +13,8 @@ from place import EXAMPLE
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
 from msrl_graph.cost.lengths import Rows
-from msrl_graph.cost.time import Costs, _Work
+from msrl_graph.cost.operators import ForwardWork
+from msrl_graph.cost.time import Costs
 from msrl_graph.hardware.cluster import DEVICES, SHARES, Device
 from msrl_graph.ir.plan import EngineChoice, Plan
 
@@ -81,7 +82,7 @@ def test_attention_is_counted_once_and_grows_with_the_square() -> None:
     rate = PLAN.cluster.device.flops["bf16"].value * 0.4 * INFER.group
 
     def flops(tokens: int) -> float:
-        work = _Work(tokens, tokens, 1, tokens**2, 0.0)
+        work = ForwardWork(tokens, tokens, 1, tokens**2, 0.0)
         return INFER._pass("infer", work).value * rate
 
     inside = model.parameters - model.vocabulary * model.hidden  # the embedding is looked up

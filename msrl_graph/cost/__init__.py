@@ -1,1 +1,1 @@
-"""Seconds and bytes of what a plan does, as closed forms of its sizes."""
+"""Seconds and bytes of a plan, as closed formulas of its sizes."""

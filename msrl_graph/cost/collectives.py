@@ -1,8 +1,8 @@
-"""collectives: seconds of what dividing a node over devices adds to its work: sums over tp, rings over cp, all-to-alls
-over ep, gathers of divided weights, the exchange of gradients.
+"""collectives: seconds of the communication that sharding a node requires.
 
-Invariant: bytes are those that one device receives, all of a group's devices at once; a group that lies on several
-hosts goes over the links between them, whatever part of it is near. Nothing here overlaps with anything.
+It covers sums over tp, rings over cp, all-to-alls over ep, gathers of sharded weights, and the exchange of gradients.
+Invariant: bytes are those that one device receives, with all devices of a group active at once. A group that spans
+several hosts uses the links between them, even if part of it is on one host. Nothing here overlaps with anything.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ Axis = Literal["tp", "cp", "dp", "pp", "etp", "ep", "edp"]
 
 
 def total(*parts: Figure) -> Figure:
-    """The sum of what takes any time. Here and wherever seconds of a plan are added up it is by `fsum`: `sum` rounds
-    otherwise from Python 3.12 on, and a plan is the same on all."""
+    """Return the sum of figures, with the bases of those that are not zero.
+
+    Here and wherever a plan's seconds are added up, the sum is an `fsum`: `sum` rounds differently from Python 3.12 on,
+    and a plan must be the same in all versions.
+    """
     some = [p for p in parts if p.value] or list(parts[:1])
     return Figure(math.fsum(p.value for p in some), weakest(*some), "; ".join(dict.fromkeys(p.basis for p in some)))
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """Those of a node: its model and layout, on devices of a cluster, in weights of a type."""
+    """The collectives of a node: its model, layout, weight type, devices and cluster."""
 
     cluster: ClusterSpec
     placement: Placement
@@ -41,7 +44,7 @@ class Collectives:
     dtype: str
 
     def stride(self, axis: Axis) -> int:
-        """Devices from one rank of an axis to the next."""
+        """Return the devices from one rank of an axis to the next."""
         layout = self.placement.layout
         before: dict[Axis, int] = {
             "tp": layout.inner,
@@ -55,7 +58,7 @@ class Collectives:
         return before[axis]
 
     def near(self, axis: Axis) -> bool:
-        """Whether each group of an axis lies on one host."""
+        """Return whether each group of an axis is on one host."""
         placement = self.placement
         per_host = self.cluster.devices_per_node
         layout = placement.layout
@@ -67,7 +70,10 @@ class Collectives:
         return each % span == first % span == 0
 
     def seconds(self, kind: str, axis: Axis, received: float, count: float = 1) -> Figure:
-        """`count` collectives along an axis, in which a device receives so many bytes in all."""
+        """Return the seconds of `count` collectives along an axis.
+
+        A device receives `received` bytes in all of them together.
+        """
         if (kind, axis) not in self._links:
             self._links[kind, axis] = self._link(kind, axis)
         least, rate, one = self._links[kind, axis]
@@ -75,11 +81,11 @@ class Collectives:
 
     @cached_property
     def _links(self) -> dict[tuple[str, Axis], tuple[float, float, Figure]]:
-        """What does not depend on bytes, once it has been asked for."""
+        """The links that were worked out, by kind and axis; they do not depend on bytes."""
         return {}
 
     def _link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
-        """Seconds at least, bytes/s, and a figure that says where they are from."""
+        """Return the latency in seconds, bytes/s, and a figure with their source."""
         known = self.cluster.device.collective(kind)
         near = self.near(axis)
         if not near:
@@ -100,14 +106,16 @@ class Collectives:
 
     @cached_property
     def held(self) -> tuple[float, float]:
-        """Parameters of the busiest stage that a data-parallel replica's device holds: those that all tokens pass, and
-        experts."""
+        """The parameters on a device of the busiest stage: dense ones, and experts."""
         dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
         return float(dense), float(experts)
 
     def tensor_parallel(self, tokens: float, scored: float, backward: bool = False, drawn: bool = False) -> Figure:
-        """All-reduces of the hidden states, after the embedding and in each layer of a stage, and the gathering of the
-        logits, or sums over their parts; `tokens` are those of a context-parallel rank."""
+        """Return the seconds of tensor parallelism.
+
+        `tokens` are those of a context-parallel rank. It consists of all-reduces of the hidden states, after the
+        embedding and in each layer of a stage, and of gathering the logits, or sums over their shards.
+        """
         layout = self.placement.layout
         model = self.model
         tp = layout.tp
@@ -123,8 +131,8 @@ class Collectives:
             parts = [
                 self.seconds("all_gather", "tp", gathers * each, gathers),
                 self.seconds("reduce_scatter", "tp", scatters * each, scatters),
-                # The logits stay divided (vocab_parallel.py): their highest, what they are divided by, that of the
-                # token, and for an update the entropy.
+                # The logits stay sharded (vocab_parallel.py): reduced are their maximum, their normalizer, the
+                # token's logit, and for an update the entropy.
                 self.seconds("all_reduce", "tp", 2 * (3 + backward) * 4 * scored * (tp - 1) / tp, 3 + backward),
             ]
         else:
@@ -136,24 +144,33 @@ class Collectives:
         return total(*parts)
 
     def copies(self) -> Figure:
-        """Of a step by an engine that divides what norms see: the sum over tp of their gradients."""
+        """Return the seconds to sum gradients of norms over tp in a step.
+
+        Only engines that shard the norms' input need it.
+        """
         layout = self.placement.layout
         model = self.model
         if layout.tp == 1 or not (self.spec.divides_sequence and self._eager):
-            return Figure(0.0, "derived", "all ranks of tp have the same gradients of what they all have")
+            return Figure(0.0, "derived", "all ranks of tp have the same gradients of shared weights")
         elements = sum(t.elements for t in model.tensors if copied(t)) / layout.pp
         return self.seconds("all_reduce", "tp", 2 * GRADIENT * elements * (layout.tp - 1) / layout.tp)
 
     def stages(self, tokens: float, backward: bool) -> Figure:
-        """Hidden states from stage to stage, and gradients back: of each how many there are, then they themselves."""
+        """Return the seconds to send hidden states between stages, and gradients back.
+
+        Each message comes after one with its size.
+        """
         if self.placement.layout.pp == 1 or not self._eager:
-            return Figure(0.0, "derived", "no messages between stages that others do not cover")
+            return Figure(0.0, "derived", "no separate messages between stages")
         ways = 1 + backward
         return self.seconds("send", "pp", ways * tokens * self.model.hidden * self._item, 2 * ways)
 
     def context(self, tokens: float, passes: int) -> Figure:
-        """Of a group's tokens: keys and values go round the ring of cp (arXiv:2310.01889), or heads are exchanged
-        before and after attention (Ulysses, arXiv:2309.14509); `passes` times, a backward pass counts for two."""
+        """Return the seconds of context parallelism for the tokens of a group.
+
+        Keys and values travel around the ring of cp (arXiv:2310.01889), or heads are exchanged before and after
+        attention (Ulysses, arXiv:2309.14509). Each of the `passes` does so; a backward pass counts as two.
+        """
         layout = self.placement.layout
         model = self.model
         cp = layout.cp
@@ -168,12 +185,15 @@ class Collectives:
         return self.seconds("all_to_all", "cp", layers * passes * received * self._item, layers * passes * 4)
 
     def experts(self, tokens: float, passes: int) -> Figure:
-        """Of the tokens of a context-parallel rank: each goes to its experts and back, in every layer that has some;
-        each rank's own over ep, and what arrives to all of etp."""
+        """Return the seconds to send tokens to their experts and back.
+
+        The tokens are those of a context-parallel rank. In every layer with experts, each rank sends its own over ep,
+        and what arrives to all ranks of etp.
+        """
         layout = self.placement.layout
         found = self.model.experts
         if found is None or not self.spec.spread.sends(layout):
-            return Figure(0.0, "derived", "experts are where their tokens are")
+            return Figure(0.0, "derived", "experts and their tokens are on the same ranks")
         layers = (self.model.layers - found.first) / layout.pp
         each = tokens / layout.tp * found.active * self.model.hidden * self._item
         parts = [Figure(0.0, "derived", "one expert-parallel rank")]
@@ -187,11 +207,14 @@ class Collectives:
         return total(*parts)
 
     def gathers(self, update: bool) -> Figure:
-        """Where weights are divided: every layer, and what is around the layers, is gathered for a forward pass, at
-        ZeRO 3 once more for the backward pass, whose gradients are summed and divided."""
+        """Return the seconds to gather sharded weights.
+
+        Every layer, and the weights around the layers, are gathered for a forward pass; at ZeRO 3 again for the
+        backward pass, whose gradients are reduce-scattered.
+        """
         layout = self.placement.layout
         if not self.spec.divided(layout):
-            return Figure(0.0, "derived", "weights are whole")
+            return Figure(0.0, "derived", "weights are not sharded")
         units = self.model.layers + 1
         share = (layout.dp - 1) / layout.dp
         received = sum(self.held) * self._item * share
@@ -199,20 +222,23 @@ class Collectives:
         parts = [self.seconds("all_gather", "dp", received * times, units * times)]
         if update:
             parts.append(self.seconds("reduce_scatter", "dp", received, units))
-        # What is gathered, or is to be scattered, is laid end to end before and out again after: four reads or writes.
+        # Data is packed before a collective and unpacked after it: four reads or writes.
         laid = 4 * (times + update) * sum(self.held) * self._item
         rate = self.cluster.device.rate("memory_bandwidth", laid / (times + update) / units)
-        return total(*parts, Figure(laid / rate.value, rate.source, "laid in and out / memory bandwidth"))
+        return total(*parts, Figure(laid / rate.value, rate.source, "packing and unpacking / memory bandwidth"))
 
     def exchange(self) -> Figure:
-        """The gradients' sum over all replicas, and with a divided optimizer the gathering of the weights: where they
-        are scattered as they are summed, but for an engine that has all of the sum everywhere (eager ones)."""
+        """Return the seconds to sum the gradients over all replicas.
+
+        With a sharded optimizer this includes gathering the weights. Gradients are reduce-scattered, except in eager
+        engines, which have the whole sum everywhere.
+        """
         layout = self.placement.layout
         zero1 = self.placement.layout.zero == 1
         both = self._eager and zero1
         replicas = layout.dp * layout.cp
-        # Bytes of a weight that come in, of all replicas but this one: gradients twice, or once and the weights, which
-        # a step in float32 gives in that type.
+        # Received bytes per weight, from all replicas but this one: gradients twice, or gradients once and the weights,
+        # which a float32 step returns in float32.
         each = 2 * GRADIENT + MASTER * both if both or not zero1 else GRADIENT + self._item
         dense, experts = self.held
         parts = [Figure(0.0, "derived", "one data-parallel group")]

@@ -1,8 +1,8 @@
-"""What an engine that gives no account of its own holds in an infer or an update: the tensors that a layer's backward
-needs, with attention scores never stored, counted as arXiv:2205.05198 counts them.
+"""Memory of an infer or an update on an engine without an account of its own.
 
-Invariant: a moment is one pipeline stage at its fullest. Weights and gradients are the busiest stage's, of all stages:
-first and last hold the embedding and the head, which are alike.
+The tensors that a layer's backward pass needs are counted as in arXiv:2205.05198; attention scores are never stored.
+Invariant: a moment is one pipeline stage at its fullest. Weights and gradients are those of the busiest of all stages:
+the first and last stage hold the embedding and the head, which are of equal size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..sharding.layout import Side, held
 
 
 def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
-    """The moments of an infer or an update, one a stage, in bytes."""
+    """Return the moments of an infer or an update, one per stage, in bytes."""
     items = {"gathered weights": _gathered(work), "gradients": gradients(work, spec) if verb == "update" else 0}
     layout = work.layout
     found = {}
@@ -35,13 +35,15 @@ def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
 
 
 def gradients(work: Workload, spec: EngineSpec) -> int:
-    """As many as weights, divided over dp from ZeRO 2, in float32."""
+    """Return the bytes of float32 gradients; sharded over dp from ZeRO 2 on."""
     return GRADIENT * held(work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout)))
 
 
 def _gathered(work: Workload) -> int:
-    """What computing adds where weights are divided over dp: two layers at ZeRO 3 (one in use, one on its way), all of
-    them below."""
+    """Return the bytes of gathered weights during computation.
+
+    Weights sharded over dp gather two layers at ZeRO 3 (one in use, one in flight), and all layers below ZeRO 3.
+    """
     if not work.divided:
         return 0
     whole = held(work.model.kinds, Side(work.layout)) * BYTES[work.dtype]
@@ -49,17 +51,17 @@ def _gathered(work: Workload) -> int:
 
 
 def _tokens(work: Workload) -> int:
-    """Of a micro-batch, on a rank of its context-parallel group."""
+    """Return the tokens of a micro-batch on a context-parallel rank."""
     return -(-work.rows * (work.prompt + work.response) // work.layout.cp)
 
 
 def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -> int:
-    """How many elements for each token a layer keeps for its backward pass.
+    """Return the elements per token that a layer keeps for its backward pass.
 
-    - A dense layer: 4 h + (2 a d + 2 k d + 4 f) / tp, with the hidden size h, a heads and k key-value heads of size
-      d, and the intermediate size f; the first part over tp too where sequences are divided.
+    - A dense layer keeps 4 h + (2 a d + 2 k d + 4 f) / tp, with the hidden size h, a heads and k key-value heads of
+      size d, and the intermediate size f. The first part is divided by tp too where sequences are sharded.
     - Latent attention keeps its latents and the expanded heads (arXiv:2405.04434).
-    - Experts see `active` copies of a token, spread evenly over ep; each keeps its input, its output and 4 f.
+    - Experts receive `active` copies of a token, spread evenly over ep; each keeps its input, its output and 4 f.
     """
     tp = work.layout.tp
     whole = 4 * model.hidden
@@ -75,15 +77,18 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
     else:
         routed = model.experts
         whole += routed.number  # the router's scores
-        # On their way to experts tokens are divided over tp; of an expert's etp ranks each sees them all and holds a
+        # Tokens sent to experts are sharded over tp. Each of an expert's etp ranks receives all of them and holds a
         # part of the width.
         divided += 4 * routed.shared + routed.active * (2 * model.hidden * work.layout.etp + 4 * routed.intermediate)
     return -(-whole // (tp if spec.divides_sequence else 1)) + -(-divided // tp)
 
 
 def _activations(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
-    """Of all micro-batches on their way through a stage, whose layers without experts and with them have `sizes`. Full
-    recomputation keeps each layer's input, and one layer whole; inference keeps one layer."""
+    """Return the bytes of activations of all micro-batches in flight in a stage.
+
+    `sizes` are the elements of its layers without and with experts. Full recomputation keeps each layer's input, and
+    one layer completely; inference keeps one layer.
+    """
     model = work.model
     layout = work.layout
     first = model.experts.first if model.experts else model.layers
@@ -94,7 +99,7 @@ def _activations(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes:
     each = -(-model.hidden // (layout.tp if spec.divides_sequence else 1))
     if verb != "update":
         elements = largest
-    elif work.activations_away:  # two layers at a time have what they keep on the device
+    elif work.activations_away:  # two layers at a time have their activations on the device
         elements = 2 * each + largest if work.recompute else 2 * largest
     elif work.recompute:
         kept = each * layers
@@ -105,8 +110,10 @@ def _activations(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes:
 
 
 def stored(work: Workload, spec: EngineSpec) -> int:
-    """Bytes that the layers of the fullest stage keep between forward and backward, of all micro-batches on their
-    way."""
+    """Return the activation bytes that the fullest stage keeps between its passes.
+
+    They are those of all micro-batches in flight, between forward and backward pass.
+    """
     sizes = layer_elements(work.model, work, spec, 0), layer_elements(work.model, work, spec, work.model.layers - 1)
     once = replace(work, activations_away=False)
     most = max(_activations("update", once, spec, stage, sizes) for stage in range(work.layout.pp))
@@ -114,7 +121,10 @@ def stored(work: Workload, spec: EngineSpec) -> int:
 
 
 def _logits(verb: str, work: Workload) -> int:
-    """Logits of a micro-batch in the weights' type and in float32, and in an update their gradient in float32."""
+    """Return the bytes of a micro-batch's logits.
+
+    They exist in the weights' type and in float32; in an update their float32 gradient is added.
+    """
     each = BYTES[work.dtype] + (8 if verb == "update" else 4)
     scored = -(-work.rows * work.response // work.layout.cp)
     return scored * -(-work.model.outputs // work.layout.tp) * each

@@ -1,4 +1,4 @@
-"""What workers that follow a trained one take after an iteration."""
+"""The cost of workers whose weights follow a trained one, after an iteration."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .time import Costs
 
 
 def followed(update: Costs) -> Figure:
-    """Seconds of an iteration, on average, for all workers that follow an update's.
+    """Return the mean seconds per iteration of all workers that follow an update's.
 
-    Their weights are written, the update's are read, and for a moving average theirs are read too. Of weights that lie
-    in host memory their own node counts the copies (`Costs.fetch`).
+    Their weights are written, and the update's are read; for a moving average their own are read too. If weights are in
+    host memory, their own node counts the copies (`Costs.fetch`).
     """
     plan = update.plan
     worker = update.graph_node.worker

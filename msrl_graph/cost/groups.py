@@ -1,8 +1,8 @@
-"""The process groups in which a rank's device takes part, and what a library of collectives keeps for them there.
+"""The process groups of a device, and the buffers of its collectives library.
 
-Invariant: those count in which tensors of devices are sent, since a library makes its buffers as it is first asked to
-send some: of layouts (runtime/rank/engines.py), of engines, of optimizers (backends/optimizer/shards.py), of the edges
-over which weights move (runtime/weights). A group of one rank is none.
+Invariant: only groups that send tensors between devices count, since a library makes its buffers when it first sends
+some: groups of layouts (runtime/rank/engines.py), of engines, of optimizers (backends/optimizer/shards.py), and of the
+edges over which weights move (runtime/weights). A group of one rank does not count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MESH = ("pp", "dp", "cp", "tp")
 
 
 def number(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
-    """How many of several ranks a rank of a pool is in."""
+    """Return the number of groups of several ranks that a rank of a pool is in."""
     found, counted = 0, set[tuple[object, ...]]()
 
     def count(key: tuple[object, ...], groups: int) -> None:
@@ -38,26 +38,29 @@ def number(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
 
 
 def buffers(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
-    """Bytes on a device."""
+    """Return the bytes of the buffers on a device."""
     each = plan.cluster.device.kind.group_bytes
     return each * number(plan, engines, pool) if each else 0
 
 
 def _mesh(p: Placement) -> tuple[int, ...]:
-    """What placements of one mesh have in common."""
+    """Return a key that is equal for placements of one mesh."""
     return (p.first, p.layout.inner, *(getattr(p.layout, axis) for axis in MESH))
 
 
 def _copies(spec: EngineSpec, layout: Layout) -> int:
-    """Of the ranks whose gradients of the same weights add up in an optimizer's step."""
+    """Return the groups in which an optimizer step sums gradients of the same weights."""
     divided = spec.divided(layout)
     dense = layout.cp > 1 or (layout.dp > 1 and not divided)
     return dense + (layout.ep > 1 and layout.edp > 1 and not divided)
 
 
 def _edge(plan: Plan, r: Reshard, pool: str) -> int:
-    """Of those who gather or are sent the same, of those who prove what they gave, and between pools of all, by which
-    each sends to one."""
+    """Return the groups of a resharding edge that a rank of a pool is in.
+
+    There is a group of the ranks that gather or receive the same weights, one of the ranks that prove what they sent,
+    and between pools one of all ranks, in which each sends to one other.
+    """
     source = plan.placement(r.src)
     target = plan.placement(r.dst)
     if pool not in (source.pool, target.pool):

@@ -1,7 +1,7 @@
-"""What a node holds on one device, in bytes: the arithmetic that place, reshard, memory and estimate share.
+"""Bytes that a node holds on one device, for place, reshard, memory and estimate.
 
-Invariant: figures are those of the busiest device, at the columns' bounds, and say nothing of what an allocator adds
-(RESERVE stands for it). Functions need a plan with placements, and the engines' specs.
+Invariant: figures are those of the busiest device, at the columns' bounds, and exclude what an allocator adds (RESERVE
+covers that). The functions need a plan with placements, and the engines' specs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from . import default_activations
 from .offloading import by_parts
 
 Engines = Mapping[str, EngineSpec]
-# The part of a device's memory that the KV cache and planned layouts leave free: fragments, kernels' workspaces,
-# captured graphs, what collectives keep (groups.py, where that is known).
+# The part of a device's memory that the KV cache and planned layouts leave free: for fragments, kernel workspaces,
+# captured graphs, and buffers of collectives (groups.py, where they are known).
 RESERVE = 1 - EngineOptions.memory
-# A probe, by which trainer and generator are compared as weights arrive (runtime/rank/weight_proof.py): so many prompts
-# of so many tokens, or of a whole block of the generator's cache and these.
+# A probe compares trainer and generator when weights arrive (runtime/rank/weight_proof.py): PROBES prompts of TOKENS
+# tokens, or of a block of the generator's cache plus TOKENS.
 PROBES = 4
 TOKENS = 8
-KEPT = ", kept"  # ends the name of what a generation keeps for the next iteration
+KEPT = ", kept"  # ending of items that a generation keeps for the next iteration
 
 
 def capacity(cluster: ClusterSpec) -> Figure:
-    """Bytes of one device. The ranks of a CPU cluster share their machine's memory."""
+    """Return the bytes of one device; ranks of a CPU cluster share host memory."""
     memory = cluster.device.memory
     if not cluster.device.kind.shares_host_memory:
         return memory
@@ -47,7 +47,7 @@ def capacity(cluster: ClusterSpec) -> Figure:
 
 
 def gigabytes(number: float) -> str:
-    """Bytes for a sentence: 8.19 GB."""
+    """Format bytes for a sentence: 8.19 GB."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"
@@ -55,7 +55,7 @@ def gigabytes(number: float) -> str:
 
 
 def with_options(placement: Placement, options: Mapping[str, Value]) -> Placement:
-    """The placement, its engine with more options."""
+    """Return the placement with more options of its engine."""
     return replace(placement, engine=replace(placement.engine, options={**placement.engine.options, **options}))
 
 
@@ -64,13 +64,12 @@ def spec(plan: Plan, engines: Engines, node: str) -> EngineSpec:
 
 
 def dtype(plan: Plan, node: str) -> str:
-    """The type of a node's weights: the engine's option, else the model's."""
+    """Return the type of a node's weights: the engine's option, else the model's."""
     return str(plan.placement(node).engine.options.get("dtype") or plan.model(node).dtype)
 
 
 def update_of(plan: Plan, worker: str) -> Node | None:
-    """The node that has the optimizer of a worker: its first update, whose weights and optimizer others of its have
-    too."""
+    """Return a worker's first update, which has the optimizer of all its updates."""
     return next((n for n in plan.graph.sharing(worker)[:1] if n.verb == "update"), None)
 
 
@@ -79,13 +78,13 @@ def is_divided(plan: Plan, engines: Engines, node: str) -> bool:
 
 
 def side(plan: Plan, engines: Engines, node: str) -> Side:
-    """How a node's weights lie on the devices."""
+    """Return how a node's weights are sharded across the devices."""
     placement = plan.placement(node)
     return spec(plan, engines, node).side(placement.layout, placement.first, placement.each)
 
 
 def weights(plan: Plan, engines: Engines, node: str) -> int:
-    """Weights at rest."""
+    """Return the bytes of a node's weights at rest."""
     return held(plan.model(node).kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
 
 
@@ -94,17 +93,19 @@ def gradients(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def optimizer(plan: Plan, engines: Engines, node: str) -> int:
-    """An optimizer's states and float32 masters beside weights of another type, divided over dp and cp from ZeRO 1
-    (arXiv:1910.02054), of experts over their own copies."""
+    """Return the bytes of optimizer states and of float32 masters of other weights.
+
+    They are sharded over dp and cp from ZeRO 1 on (arXiv:1910.02054), those of experts over their copies.
+    """
     return _kept(plan, engines, node, lambda rule: rule.beside(dtype(plan, node) != "f32"))
 
 
 def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[optimizer_spec.Rule], float]) -> int:
-    """Bytes on the busiest rank of what an update keeps of an element that steps by a rule."""
+    """Return the busiest rank's bytes of an update's state, `each` per element."""
     layout = plan.placement(node).layout
     made = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
     at = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
-    copies = layout.cp if layout.zero == 1 else 1  # where weights are divided over dp, so is what is kept of them
+    copies = layout.cp if layout.zero == 1 else 1  # where weights are sharded over dp, so are their states
     by_stage = [0.0] * layout.pp
     for rule, kinds in optimizer_spec.parted(made, plan.model(node).kinds):
         for stage, (dense, experts) in enumerate(stage_parts(kinds, at)):
@@ -113,14 +114,14 @@ def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[optimizer_spe
 
 
 def row_tokens(plan: Plan, node: str) -> int:
-    """Tokens of a row, at most: of each of its sequences the context and what is scored, or generated, of it."""
+    """Return the most tokens of a row: each sequence's context and scored tokens."""
     graph = plan.graph
     found = sequences(plan.graph, plan.graph.node(node))
     return found.count * sum(bound(graph, c) for c in found.context) + sum(bound(graph, c) for c in found.scored)
 
 
 def written_tokens(plan: Plan, node: str) -> int:
-    """Tokens that a generation adds to a row, at most."""
+    """Return the most tokens that a generation adds to a row."""
     graph = plan.graph
     graph_node = plan.graph.node(node)
     most = sum(bound(graph, c) for c in sequences(graph, graph_node).scored)
@@ -128,29 +129,29 @@ def written_tokens(plan: Plan, node: str) -> int:
 
 
 def row_count(plan: Plan, node: str) -> int:
-    """Rows that a node works on in an iteration; for a generation, the responses that it writes."""
+    """Return a node's rows in an iteration; for a generation, the responses it writes."""
     return plan.graph.rows[plan.graph.row_level(plan.graph.node(node))]
 
 
 def group_rows(plan: Plan, node: str) -> int:
-    """Rows of one data-parallel group; for a generation prompts, each with all its samples."""
+    """Return a data-parallel group's rows; for a generation, its prompts."""
     rows = plan.graph.rows[plan.graph.level(plan.graph.node(node))]
     return -(-rows // plan.placement(node).layout.dp)
 
 
 def samples(plan: Plan, node: str) -> int:
-    """Sequences that a generation makes of a row that it reads."""
+    """Return the sequences that a generation makes of a row that it reads."""
     return GenerateAttributes.of(plan.graph.node(node)).samples
 
 
 def most_samples(plan: Plan, node: str) -> int:
-    """The most sequences of a row at once, in training or an evaluation, which may draw more of them."""
+    """Return the most sequences of a row at once; an evaluation may sample more."""
     graph_node = plan.graph.node(node)
     return max(samples(plan, node), *(e.draw(plan.graph, graph_node).samples for e in plan.deploy.evaluations), 1)
 
 
 def fan(plan: Plan, node: str) -> int:
-    """Sequences of an infer or update that begin with the same context."""
+    """Return the sequences of an infer or update that begin with the same context."""
     graph = plan.graph
     graph_node = plan.graph.node(node)
     found = sequences(graph, graph_node)
@@ -159,14 +160,16 @@ def fan(plan: Plan, node: str) -> int:
 
 
 def micro_batch(plan: Plan, node: str) -> int:
-    """Rows that a group computes at once; for a generation prompts, each with all its samples."""
+    """Return the rows that a group computes at once; for a generation, its prompts."""
     stated = plan.placement(node).engine.options.get("micro_batch")
     return stated if isinstance(stated, int) and stated > 0 else 1
 
 
 def work(plan: Plan, engines: Engines, node: str) -> Workload:
-    """What a node computes at once, at the columns' bounds. Rows of like length keep their order, so that responses to
-    one prompt lie together."""
+    """Return what a node computes at once, at the columns' bounds.
+
+    Rows of similar length keep their order, so that responses to one prompt stay together.
+    """
     placement = plan.placement(node)
     graph_node = plan.graph.node(node)
     generates = graph_node.verb == "generate"
@@ -181,13 +184,13 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
     if generates:
         size = min(size, group_rows(plan, node))
     else:
-        # Micro-batches of a group's share are of like size, however large they may be.
+        # Micro-batches of a group's share are of similar size, however large they may be.
         share = group_rows(plan, node)
         if graph_node.verb == "update":
             share = min(share, -(-said.step_rows(row_count(plan, node)) // placement.layout.dp))
         batches = micro_batches(share, size, placement.layout)
         size = -(-share // batches)
-        # So many sequences attention may be computed of, each as long as all of a row's conversations together.
+        # The most sequences in attention, each as long as all of a row's conversations together.
         most = max((conversations(plan.graph, c) for c in found.scored), default=1)
         size = size * found.count * most
         alike = fan(plan, node) * most
@@ -221,14 +224,13 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
 
 
 def _differentiates_entropy(term: str) -> bool:
-    """Whether a loss term has the entropy filled in; one of a file may have, its signature is not at hand."""
+    """Return whether a loss term receives the entropy; a term of a file may."""
     known = algorithms.library().get(("loss", term))
     return known is None or "entropy" in known[0].fills
 
 
 def looks_ahead(plan: Plan, node: str) -> bool:
-    """Whether an update passes over its mini-batch twice: its loss is of all of it at once, and that is several
-    micro-batches."""
+    """Return whether an update's loss needs a first pass over all of its mini-batch."""
     graph_node = plan.graph.node(node)
     step = UpdateAttributes.of(graph_node).step_rows(row_count(plan, node))
     layout = plan.placement(node).layout
@@ -236,8 +238,10 @@ def looks_ahead(plan: Plan, node: str) -> bool:
 
 
 def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int]]:
-    """The moment at which a node holds most beside what is resident, by the engine's own account, else by general
-    formulas."""
+    """Return a node's fullest moment, without what is resident.
+
+    The engine's own account is used if it has one, else general formulas.
+    """
     own = spec(plan, engines, node)
     verb = plan.graph.node(node).verb
     if own.peaks is None and verb == "generate":
@@ -247,7 +251,7 @@ def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int
     if not made.optimizer_away:
         return largest(_moments(verb, made, own))
     found = _moments(verb, replace(made, optimizer=None), own)
-    # Of the stage that has most of them.
+    # The gradients of the stage that has most of them.
     rest = max((m["gradients"] for name, m in found.items() if "gradient's norm" in name), default=0)
     return largest(found | by_parts(made, rest or default_activations.gradients(made, own)))
 
@@ -257,20 +261,19 @@ def _moments(verb: str, made: Workload, own: EngineSpec) -> Moments:
 
 
 def largest(moments: Moments) -> tuple[str, dict[str, int]]:
-    """The fullest of some moments: its name and its items."""
+    """Return the fullest of some moments: its name and its items."""
     name = max(moments, key=lambda m: sum(moments[m].values()))
     return name, {k: v for k, v in moments[name].items() if v}
 
 
 def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
-    """Tokens of each prompt of a probe: as many as an engine keeps of a prompt, as far as the columns' bounds let both
-    ends have them."""
+    """Return the tokens of a probe's prompt: a block and more, within the bounds."""
     bounds = [made.fed for made in (work(plan, engines, n) for n in (src, dst))]
     return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
 
 
 def probing(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
-    """What the trainer holds beside what is resident while it computes a probe."""
+    """Return what the trainer holds for a probe, without what is resident."""
     made = work(plan, engines, src)
     own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
@@ -279,31 +282,32 @@ def probing(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
-    """Tokens of a row that the head is asked for: those of the scored columns, or one of each sequence where none
-    is."""
+    """Return the scored tokens of a row, at least one per sequence."""
     found = sequences(plan.graph, plan.graph.node(node))
     return sum(bound(plan.graph, c) for c in found.scored) or found.count
 
 
 def kv_sequence(plan: Plan, node: str) -> int:
-    """Keys and values of one sequence at its bound, on one device."""
+    """Return the bytes of keys and values of one sequence at its bound, on one device."""
     each = kv_elements(plan.model(node), plan.placement(node).layout)
     return row_tokens(plan, node) * each * BYTES[dtype(plan, node)]
 
 
 def offloads(plan: Plan, node: str, what: str) -> bool:
-    """Whether the `weights` of a node without update, or the `optimizer` of an update, lie in host memory while others
-    compute."""
+    """Return whether weights or optimizer states are in host memory.
+
+    `what` is `weights` for a node without update, `optimizer` for an update.
+    """
     trained = update_of(plan, plan.graph.node(node).worker) is not None
     return trained == (what == "optimizer") and stated_away(plan.placement(node), what)
 
 
 def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[str, int]:
-    """By item, what lies on a device of a pool while the node `busy` computes ("": none does), beside what computing
-    takes: weights and optimizer states, and what other generations keep for the next iteration.
+    """Return, by item, what a device holds while the node `busy` computes ("": none).
 
-    What is offloaded lies in host memory meanwhile; of it the busy node has its own weights here. What an update brings
-    of its optimizer's states is there in its step alone: `fullest` has it.
+    Items are weights, optimizer states, and what other generations keep for the next iteration, without the memory of
+    computing itself. Offloaded items are in host memory, except the weights of the busy node. Optimizer states that an
+    update copies in exist during its step only: `fullest` has them.
     """
     items: dict[str, int] = {}
     for item, size, node, what in _at_rest(plan, engines, pool):
@@ -311,19 +315,19 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
         if here or not offloads(plan, node, what):
             items[item] = size
     items |= averages(plan, engines, pool)
-    for src, _ in fetched(plan):  # a copy of the version that generations fetch
+    for src, _ in fetched(plan):  # the copy that generations fetch
         if plan.placement(src).pool == pool:
             item = f"{plan.graph.node(src).worker} weights to fetch"
             items[item] = items.get(item, 0) + weights(plan, engines, src)
     for dst in (dst for _, dst in sparse(plan) if dst != busy and plan.placement(dst).pool == pool):
         items[f"{dst} weights{KEPT}"] = weights(plan, engines, dst)
-        if building := spec(plan, engines, dst).building:  # what it gives back with the weights alone
+        if building := spec(plan, engines, dst).building:  # memory that the engine frees only with the weights
             items[f"{dst} cache{KEPT}"] = sum(building(work(plan, engines, dst)).values())
     return items
 
 
 def averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """The float32 copies that moving averages of weights of another type are kept in, by item."""
+    """Return the float32 copies of moving averages of other weight types, by item."""
     found = {}
     for worker in plan.graph.workers:
         first = next(iter(plan.graph.sharing(worker.name)), None) if worker.follows and worker.decay else None
@@ -335,13 +339,13 @@ def averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 
 def offloaded(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """What lies in host memory of each device of a pool, by item; it keeps its room there while the device has it."""
+    """Return what each device of a pool keeps room for in host memory, by item."""
     found = _at_rest(plan, engines, pool)
     return {f"offloaded {item}": size for item, size, node, what in found if offloads(plan, node, what)}
 
 
 def activations_away(plan: Plan, engines: Engines, node: str) -> int:
-    """Bytes that a device of an update has in host memory between forward and backward passes, at most."""
+    """Return the most bytes of an update's activations in host memory, per device."""
     made = work(plan, engines, node)
     own = spec(plan, engines, node)
     if plan.graph.node(node).verb != "update" or not made.activations_away:
@@ -350,8 +354,7 @@ def activations_away(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def _at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:
-    """The weights and optimizer states of a pool: item, bytes, the node whose engine says where they lie, and which of
-    both they are."""
+    """Yield a pool's weights and optimizer states: item, bytes, node, and which it is."""
     for worker in plan.graph.workers:
         if worker.kind == "function":
             continue
@@ -368,8 +371,7 @@ def _at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int
 
 
 def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
-    """The float32 copies of bf16 weights that the optimizers of a pool keep on a device, by item; part of their
-    states."""
+    """Return the float32 masters of bf16 weights, a part of the states, by item."""
     found = {}
     for worker in plan.graph.workers:
         update = update_of(plan, worker.name) if worker.kind != "function" else None
@@ -381,8 +383,7 @@ def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
 
 
 def _own(plan: Plan, worker: Worker, pool: str) -> list[str]:
-    """The weights that a worker without update keeps in a pool: one copy a layout and type, named by the first node
-    that uses it."""
+    """Return the weights of a worker without update: one copy per layout and type."""
     fed = {e.dst for e in plan.graph.reshards()}
     seen: dict[tuple[str, str], str] = {}
     for node in plan.graph.of(worker.name):
@@ -392,7 +393,7 @@ def _own(plan: Plan, worker: Worker, pool: str) -> list[str]:
 
 
 def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
-    """What a device holds while `node` generates, but for the KV cache."""
+    """Return what a device holds while `node` generates, without the KV cache."""
     items = resident(plan, engines, plan.placement(node).pool, node)
     edge = next((e for e in plan.graph.reshards() if e.dst == node), None)
     if edge is not None:
@@ -403,15 +404,14 @@ def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
 
 
 def kv_room(plan: Plan, engines: Engines, node: str) -> int:
-    """Bytes that are left for the KV cache; may be negative. The engine's option `memory` is the part of the device
-    that it may use."""
+    """Return the bytes left for the KV cache in the engine's `memory`, or negative."""
     part = plan.placement(node).engine.options.get("memory")
     part = part if isinstance(part, (int, float)) and part > 0 else EngineOptions.memory
     return int(capacity(plan.cluster).value * part) - sum(generation_items(plan, engines, node).values())
 
 
 def waves(plan: Plan, node: str) -> tuple[int, int]:
-    """Prompts that a data-parallel group generates from at once, and how many times."""
+    """Return the prompts that a group generates from at once, and how many times."""
     rows = group_rows(plan, node)
     at_once = min(rows, micro_batch(plan, node))
     return at_once, -(-rows // at_once)

@@ -1,6 +1,6 @@
-"""lengths: what costs need to know of rows that are computed together, in sums over them.
+"""lengths: what costs need to know of rows that are computed together, as sums.
 
-Invariant: numbers may be fractions: what stands for a mean, or for a part of rows that are like the rest.
+Invariant: numbers may be fractions: they may be a mean, or a share of similar rows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of the prompts (each row its own), of the responses, and squares of the whole lengths, for attention. A
-    token that another row has too, after the same beginning, is computed once: so many of the prompts' and of the
-    responses' tokens are `alike_prompt` and `alike_response`; `twins` rows are another's equals."""
+    """Token counts of the prompts (one per row) and responses of some rows.
+
+    `squares` are the squared lengths of whole rows, for attention. A token that another row also has, after the same
+    beginning, is computed once: `alike_prompt` and `alike_response` are the numbers of such tokens, and `twins` the
+    rows that equal another one.
+    """
 
     count: float
     prompt: float
@@ -31,13 +34,15 @@ class Rows:
 
     @property
     def fed(self) -> float:
-        """Tokens that are computed where each is once: all that differ but the last of a row, which predicts
-        nothing."""
+        """The tokens that are computed if each is computed once.
+
+        The last token of a row is not: it predicts nothing.
+        """
         return max(self.tokens - self.alike_prompt - self.alike_response - (self.count - self.twins), 0.0)
 
     @classmethod
     def alike(cls, count: float, prompt: float, response: float, samples: float = 1) -> Rows:
-        """`count` rows, all of one length, `samples` of each prompt."""
+        """Return `count` rows of one length, `samples` of each prompt."""
         return cls(
             count,
             count * prompt,
@@ -49,7 +54,7 @@ class Rows:
 
     @classmethod
     def of(cls, lengths: Iterable[tuple[float, float]]) -> Rows:
-        """Rows of (prompt, response) tokens."""
+        """Return the sums of rows with (prompt, response) tokens."""
         found = list(lengths)
         prompt, response = (sum(x[i] for x in found) for i in (0, 1))
         return cls(
@@ -57,7 +62,7 @@ class Rows:
         )
 
     def part(self, share: float) -> Rows:
-        """A share of these rows, that are like the rest: whole prompts."""
+        """Return a share of these rows, by whole prompts; the rows are like the rest."""
         found = (
             self.count,
             self.prompt,
@@ -71,9 +76,11 @@ class Rows:
         return Rows(count, prompt, response, squares, self.longest, *alike)
 
     def drawn(self, share: float, samples: float) -> Rows:
-        """A share of these rows, drawn whatever prompt they answer, `samples` the same one: most prompts still have
-        some. How many of a prompt's responses differ, and the tokens of these, are taken to grow as a power of how many
-        responses there are."""
+        """Return a random share of these rows, which have `samples` rows per prompt.
+
+        Most prompts keep some of their rows. The number of different responses to a prompt, and of their tokens, is
+        assumed to grow as a power of the number of responses.
+        """
         if samples <= 1 or not self.count:
             return self.part(share)
         part = self.part(share)

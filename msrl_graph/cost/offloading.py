@@ -1,7 +1,6 @@
-"""What offloading leaves on a device for a while, and adds to what a device computes.
+"""What offloading leaves on a device for a while, and what it adds to the time.
 
-Invariant: an optimizer's parts are as backends/optimizer/steps.py cuts them; any engine that steps by it holds
-the same.
+Invariant: an optimizer's parts are cut as in backends/optimizer/steps.py; any engine that steps by it holds the same.
 """
 
 from __future__ import annotations
@@ -18,8 +17,11 @@ from ..sharding.layout import Side, box_at, elements, held
 
 
 def by_parts(work: Workload, gradients: int) -> Moments:
-    """The moments of a step, by rule, beside `gradients` at rest: of what lies in host memory a part is on the device,
-    and the next one on its way."""
+    """Return the moments of an optimizer step with offloaded states, by rule.
+
+    `gradients` are at rest on the device. Of the states in host memory, one part is on the device and the next one in
+    flight.
+    """
     assert work.optimizer is not None
     layout = work.layout
     side = Side(work.layout, work.divided)
@@ -38,7 +40,7 @@ def by_parts(work: Workload, gradients: int) -> Moments:
         if rule.whole:
             turned = max((orthogonal(k, side) for k in kinds), default=0)
         else:
-            # Of AdamW a root and a quotient, of a stretch or piece by piece: gradients of parts before are gone.
+            # AdamW needs a root and a quotient, of a slice or piece by piece: gradients of earlier parts are freed.
             first = part if flat else min(part, elements(box_at(work.model.tensors[0], side, (0, 0, 0))))
             turned = ceil(max(rule.bytes * first, rule.bytes * min(part, largest) - BYTES[work.dtype] * part))
         spread = copies * min(4 * part, 4 * CHUNK) if flat else 0
@@ -51,6 +53,9 @@ def by_parts(work: Workload, gradients: int) -> Moments:
 
 
 def beside(copies: Figure, device: Device, computing: float) -> Figure:
-    """What copies add to so many seconds: where operators run beside Python, copies run beside operators."""
+    """Return what copies add to `computing` seconds.
+
+    Where the device runs asynchronously to Python, copies overlap with its operators.
+    """
     hidden = computing if device.kind.runs_ahead else 0.0
     return replace(copies, value=max(0.0, copies.value - hidden))

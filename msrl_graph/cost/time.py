@@ -1,12 +1,11 @@
 """costs: seconds of what a node does, piece by piece, for rows of given lengths.
 
-Invariant: nothing is composed here and no order assumed; estimate.py adds pieces up at the columns' bounds, a
-simulation at lengths of its own. Seconds are those of one data-parallel group (all its devices work on the same rows),
-and never less for more rows or tokens.
+Invariant: nothing is composed here and no order assumed. estimate.py adds the pieces up at the columns' bounds, a
+simulation at its own lengths. Seconds are those of one data-parallel group, whose devices all work on the same rows;
+they never decrease with more rows or tokens.
 
-A pass is the sum over its operators: products by the rate at their size, attention, what reads and writes memory, and
-what any operator takes at least; where a device works beside Python only the longer of the two counts. One set of
-constants, the device's, for all.
+A pass is the sum over its operators: products by the rate at their size, attention, memory accesses, and the least time
+of an operator. On a device that runs asynchronously to Python only the longer of the two counts.
 """
 
 from __future__ import annotations
@@ -29,31 +28,12 @@ from . import holdings
 from .collectives import Collectives, total
 from .lengths import Rows
 from .offloading import beside
-
-KERNELS = Figure(12, "assumed", "12 kernels a layer, fused")
-PRODUCTS = 7  # of a layer: q, k, v, o, gate, up, down
-# Logits' elements are read or written so often: in a forward pass that gives log-probabilities, and where a token is
-# drawn.
-SCORING = 7
-DRAWING = 15
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a forward pass meets, on all devices of a group: tokens in the layers, positions in the head, sequences in
-    attention with as many pairs of query and key each, bytes that are moved besides weights."""
-
-    tokens: float
-    scored: float
-    sequences: float
-    pairs: float
-    moved: float
+from .operators import DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the node `node` of a plan costs; `plan` has placements, `engines` are the specs by name. Make one for a node
-    and keep it: what does not depend on rows is counted once."""
+    """The costs of a node; what does not depend on rows is computed once."""
 
     plan: Plan
     engines: holdings.Engines
@@ -73,7 +53,7 @@ class Costs:
 
     @cached_property
     def _eager(self) -> Callable[[Act, Layout], OperatorCalls] | None:
-        """What counts operators; None where kernels are fused, by the engine or by a compiler of layers."""
+        """What counts operators; None if the engine or a compiler fuses kernels."""
         fused = compiled(self.plan.placement(self.node))
         return None if fused else self.spec.eager(self.device.kind.where)
 
@@ -91,7 +71,7 @@ class Costs:
 
     @cached_property
     def group(self) -> int:
-        """Devices of a data-parallel group, which work on the same rows."""
+        """The devices of a data-parallel group, which work on the same rows."""
         return self.layout.devices // self.layout.dp
 
     @cached_property
@@ -104,20 +84,19 @@ class Costs:
 
     @cached_property
     def _parameters(self) -> tuple[float, float]:
-        """That every token meets in the layers, and in the head."""
+        """The parameters that every token passes: in the layers, and in the head."""
         model = self.model
         embedding, head = (n * model.hidden for n in (model.vocabulary, model.outputs))
         return model.active_parameters - embedding - head * (not model.tied), head
 
     @cached_property
     def _slowest(self) -> float:
-        """How much longer than their mean the stage with the most layers takes."""
+        """The time of the stage with the most layers, relative to the mean stage."""
         return self.layout.most_layers(self.model.layers) * self.layout.pp / self.model.layers
 
     @cached_property
     def _filling(self) -> float:
-        """A micro-batch's share of filling and draining the pipeline in each step (arXiv:2104.04473, section 2.2), as a
-        factor."""
+        """The factor for filling and draining the pipeline (arXiv:2104.04473, 2.2)."""
         layout = self.layout
         steps = self.steps() if self.graph_node.verb == "update" else 1
         return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._said.epochs)))
@@ -140,13 +119,15 @@ class Costs:
 
     @cached_property
     def _cache(self) -> float:
-        """Bytes of keys and values a token, on one device."""
+        """The bytes of keys and values per token, on one device."""
         return holdings.kv_sequence(self.plan, self.node) / max(holdings.row_tokens(self.plan, self.node), 1)
 
     def rows(self, count: float) -> Rows:
-        """The sequences of so many rows at their bounds, that follow each other: those of one prompt share its tokens,
-        where so many cut prompts in two they count once for each part. An update's mini-batch has its part of the rows
-        of each prompt."""
+        """Return the sequences of consecutive rows at their bounds.
+
+        Sequences of one prompt share its tokens; a prompt that the cut splits counts once per part. An update's
+        mini-batch has its share of each prompt's rows.
+        """
         sequences, tokens, scored, fan = self._row
         count = float(count * sequences)
         if self.graph_node.verb == "update":
@@ -158,8 +139,7 @@ class Costs:
 
     @cached_property
     def _row(self) -> tuple[int, int, int, float]:
-        """Of a row: its sequences, the tokens of all, those of them that are scored, and how many sequences begin
-        alike."""
+        """Sequences, tokens and scored tokens of a row; sequences of equal beginning."""
         plan = self.plan
         node = self.node
         count = sequences(plan.graph, self.graph_node).count
@@ -170,44 +150,47 @@ class Costs:
             float(holdings.fan(plan, node)),
         )
 
-    # The acts of an engine.
-
     def prefill(self, lengths: Sequence[float]) -> Figure:
-        """The forward pass over prompts of so many tokens each, once for all samples of a prompt."""
+        """Return the forward pass over prompts of these lengths, once for all samples."""
         count = len(lengths)
         tokens = sum(lengths)
         moved = self._between(tokens) + self._logits(count, DRAWING)
-        work = _Work(tokens, count, count, sum(n * n for n in lengths) / max(count, 1), moved)
+        work = ForwardWork(tokens, count, count, sum(n * n for n in lengths) / max(count, 1), moved)
         parts = [self._pass("prefill", work), self.collectives.tensor_parallel(tokens, count, drawn=True)]
         return total(*parts, self.collectives.experts(tokens, 1))
 
     def decode_step(self, sequences: float, cached: float, parted: float = 0.0, prompt: float = 0.0) -> Figure:
-        """One more token of each of so many sequences, whose keys and values are `cached` tokens in all. `parted` of
-        them were one with another so far, for `prompt` tokens: of these what is no whole block they compute anew."""
+        """Return one more token for each sequence; `cached` is the sum of their contexts.
+
+        `parted` sequences equalled another one for `prompt` tokens so far: they recompute the tokens after the last
+        full block.
+        """
         passes = self.spec.cache_passes * cached * self._cache * self.group
         tokens = sequences + (parted * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
         moved = self._between(tokens) + self._logits(sequences, DRAWING) + passes
-        # A query looks at every key: to be compared with whole squares, of which causal attention needs half.
+        # A query sees every key. `pairs` are whole squares, of which causal attention needs half.
         pairs = cached / max(sequences, 1e-9) * (1 if "attention" in self.device.curves else 2)
-        work = _Work(tokens, sequences, sequences, pairs, moved)
+        work = ForwardWork(tokens, sequences, sequences, pairs, moved)
         parts = [self._pass("decode", work), self.collectives.tensor_parallel(tokens, sequences, drawn=True)]
         begun = self._eager("prefill", self.layout).sequence if self._eager else 0.0
         launch = self.device.launch
-        parts.append(Figure(parted * begun * launch.value, launch.source, "sequences that begin x launch"))
+        parts.append(Figure(parted * begun * launch.value, launch.source, "new sequences x launch"))
         return total(*parts, self.collectives.experts(tokens, 1))
 
     def opened(self, sequences: float) -> Figure:
-        """Memory for the cache of so many sequences at once, and zeros in it, where it is there as a whole."""
+        """Return the allocation and zeroing of a cache for this number of sequences."""
         block = self.spec.block if self._eager else 0
         link = self.device.copies
         tokens = -(-holdings.row_tokens(self.plan, self.node) // block) * block if block else 0
         return Figure(
-            sequences * tokens * self._cache / link.value, link.source, "the cache / copies into fresh memory"
+            sequences * tokens * self._cache / link.value, link.source, "bytes of the cache / copies into new memory"
         )
 
     def micro_batch(self, rows: Rows) -> Figure:
-        """One micro-batch: a forward pass of an infer; of an update the backward pass too, with full recomputation a
-        second forward pass, and one ahead of all where a loss is of the whole mini-batch."""
+        """Return one micro-batch: the forward pass, and in an update the backward pass.
+
+        Full recomputation adds a second forward pass; a loss of the whole mini-batch adds one before all.
+        """
         update = self.graph_node.verb == "update"
         tokens = rows.tokens
         count = rows.count
@@ -218,9 +201,9 @@ class Costs:
             tokens = rows.fed
             count = rows.count - rows.twins
             pairs = max(rows.longest - 1, 1) ** 2
-            # Of a ring, keys and values go round as they are laid out, by rows.
+            # In a ring, keys and values travel in their layout, by rows.
             around = count * rows.longest if self.layout.cp_kind == "ring" else tokens
-            # Attention's operands are laid out by rows, its result back by tokens.
+            # Attention's operands are copied to a layout by rows, its result back to tokens.
             laid = (
                 4
                 * (self.model.heads + self.model.kv_heads)
@@ -230,7 +213,7 @@ class Costs:
                 * self.model.layers
             )
         moved = self._between(tokens) + self._logits(rows.response, SCORING) + laid * BYTES[self.dtype]
-        work = _Work(tokens, rows.response, count, pairs, moved)
+        work = ForwardWork(tokens, rows.response, count, pairs, moved)
         parts = [self._pass("infer", work)] if not update else [self._pass("update", work, 3)]
         ahead = update and self._ahead
         parts += [self._pass("infer", work)] * (ahead + (update and self.recomputes))
@@ -249,7 +232,7 @@ class Costs:
         host = self.device.overheads.row
         if update:
             parts.append(self._stored(tokens, math.fsum(p.value for p in parts)))
-        found = total(*parts, Figure(rows.count * host.value, host.source, "rows x host's part"))
+        found = total(*parts, Figure(rows.count * host.value, host.source, "rows x host overhead"))
         if self.layout.pp == 1:
             return found
         factor = self._slowest * self._filling
@@ -258,8 +241,7 @@ class Costs:
         )
 
     def optimizer_step(self) -> Figure:
-        """The norm of the gradients and the optimizer on a device's part: gradients and state are read, weights and
-        state written."""
+        """Return the norm of the gradients and the optimizer's step on a device."""
         moved: float = self._weights + holdings.gradients(self.plan, self.engines, self.node) + 2 * self._optimizer
         basis = "weights, gradients and optimizer state / memory bandwidth"
         if self._eager is not None:
@@ -269,50 +251,47 @@ class Costs:
         bandwidth = self.device.rate("memory_bandwidth", size)
         parts = [Figure(moved / bandwidth.value, bandwidth.source, basis), self._calls("step")]
         if holdings.offloads(self.plan, self.node, "optimizer"):
-            parts.append(self._copied(2 * self._optimizer, "optimizer state in from host memory and out again"))
+            parts.append(self._copied(2 * self._optimizer, "optimizer state in from host memory and back"))
         agree = self.device.collective("all_reduce").least
         axes = sum(n > 1 for n in (self.layout.tp, self.layout.cp, self.layout.dp, self.layout.pp))
         norm = Figure(agree.value * axes, agree.source, "ranks agree on the norm")
         return total(*parts, norm, self.collectives.copies())
 
     def fetch(self) -> Figure:
-        """Weights that lie in host memory come in before the node computes; they go back only where they follow others
-        and have changed."""
+        """Return the copy of offloaded weights in; back out if they follow and changed."""
         if not holdings.offloads(self.plan, self.node, "weights"):
-            return Figure(0.0, "derived", "the weights are there")
+            return Figure(0.0, "derived", "the weights are on the device")
         worker = self.plan.graph.worker(self.graph_node.worker)
         if not worker.follows or self.plan.graph.sharing(worker.name)[0].name != self.node:
             return self._copied(self._weights, "weights in from host memory")
         size = round(self._weights * (1 + 2 / worker.every))
-        return self._copied(size, "weights in from host memory, and those that follow in and out again")
+        return self._copied(size, "weights in from host memory, weights that follow in and back")
 
     def _stored(self, tokens: float, computing: float) -> Figure:
-        """Copies of the activations of so many tokens, which take `computing` seconds."""
+        """Return the copies of these tokens' activations during `computing` seconds."""
         if not (most := holdings.activations_away(self.plan, self.engines, self.node)):
-            return Figure(0.0, "derived", "activations stay")
+            return Figure(0.0, "derived", "activations are not offloaded")
         bound = self.rows(holdings.micro_batch(self.plan, self.node))
         shared = self.device.kind.where in self.spec.shares_beginnings
         share = tokens / (bound.fed if shared else bound.tokens)
-        return beside(self._copied(round(2 * most * share), "activations out and in again"), self.device, computing)
+        return beside(self._copied(round(2 * most * share), "activations out and back in"), self.device, computing)
 
     def _copied(self, amount: int, what: str) -> Figure:
         link = self.device.copies
         return Figure(amount / link.value, link.source, f"{what}: bytes / host link")
 
     def exchange(self) -> Figure:
-        """The exchange of gradients of one optimizer step. Where weights are divided, each micro-batch does it."""
+        """Return the gradient exchange of a step; none if each micro-batch does it."""
         if self.graph_node.verb != "update" or self.spec.divided(self.layout):
             return Figure(
                 0.0, "derived", "within each micro-batch" if self.graph_node.verb == "update" else "no gradients"
             )
         return self.collectives.exchange()
 
-    # What they are made of.
-
     def _calls(self, act: Act, sequences: float = 0.0) -> Figure:
         launch = self.device.launch
         layers = self.model.layers
-        # Of a pipeline, a stage runs its own layers; in decoding once for each part.
+        # A pipeline stage runs its own layers; in decoding once for each part.
         layers = layers if act == "decode" else -(-layers // self.layout.pp)
         if self._eager is None:
             factor = 3 if act == "update" else act != "step"
@@ -322,7 +301,7 @@ class Costs:
         number = calls.layer * layers + calls.rest + calls.sequence * sequences
         return Figure(number * launch.value, launch.source, "operators x launch")
 
-    def _pass(self, act: Act, work: _Work, factor: int = 1) -> Figure:
+    def _pass(self, act: Act, work: ForwardWork, factor: int = 1) -> Figure:
         device = self.device
         item = BYTES[self.dtype]
         layers = self.model.layers
@@ -335,7 +314,7 @@ class Costs:
         rates = [device.rate(self.dtype, each) for each, _ in products]
         multiplied = math.fsum(each * n / rate.value for (each, n), rate in zip(products, rates, strict=True))
         whole = self._head_flops(act) * work.pairs
-        # Where it was measured, what is masked is in the rate.
+        # A measured rate includes the mask.
         each = (
             whole / device.rate("attention", whole).value
             if "attention" in device.curves
@@ -364,13 +343,15 @@ class Costs:
         return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
 
     def _kept(self, tokens: float, moved: float) -> Figure:
-        """What a backward pass needs of its forward pass does not stay in a CPU's caches, where the results of a
-        forward pass alone do: it is written to memory and read again. Of what an operator moves a third is its result,
-        and products have theirs."""
+        """Return the memory traffic of what a CPU's backward pass needs.
+
+        It leaves the caches, unlike the results of a forward pass alone. A third of what an operator moves is its
+        result; products have their own.
+        """
         device = self.device
         model = self.model
         if not device.kind.is_host or self._eager is None:
-            return Figure(0.0, "derived", "in the bytes of each operator")
+            return Figure(0.0, "derived", "part of each operator's bytes")
         products = (
             3 * model.hidden * self.layout.tp
             + 2 * (model.heads + model.kv_heads) * model.head_dim
@@ -381,8 +362,7 @@ class Costs:
         return Figure(2 * kept / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")
 
     def _head_flops(self, act: Act) -> float:
-        """Of one head's scores and sums, for one query and one key; latent attention decodes on the latents
-        (arXiv:2405.04434, 2.1.2)."""
+        """Return a head's FLOP for a query and a key; latents: arXiv:2405.04434, 2.1.2."""
         if latent := self.model.latent:
             return 2 * (
                 2 * latent.kv_rank + latent.rope if act == "decode" else latent.nope + latent.rope + latent.value
@@ -391,14 +371,16 @@ class Costs:
 
     @cached_property
     def _met(self) -> float:
-        """Bytes of weights that a device reads in a pass over many tokens: of experts all that it holds."""
+        """The bytes of weights that a device reads in a pass over many tokens."""
         if self.model.experts:
             return sum(self.collectives.held) * BYTES[self.dtype]
         return sum(self._parameters) * BYTES[self.dtype] * self.layout.cp / self.group
 
     def _read(self, sequences: float) -> float:
-        """Bytes of weights that a device reads for one more token of each sequence: of experts those that a token of
-        their ranks goes to, if routers choose evenly; a pipeline's stages read theirs once for each of its parts."""
+        """Return the bytes of weights that a device reads for one token per sequence.
+
+        Only experts that tokens reach count, if routing is even. A pipeline stage reads its weights once per part.
+        """
         dense, routed = self.collectives.held
         touched = 1.0
         if found := self.model.experts:
@@ -407,8 +389,11 @@ class Costs:
         return self._weights * (dense + routed * touched) / (dense + routed) * self.layout.pp
 
     def _between(self, tokens: float) -> float:
-        """Bytes that the operators of an eager layer move between its products: norms 14 h, residuals 6 h, rotation of
-        queries and keys 10 elements each, gating 5 f; a fused engine's are counted in the share of peak FLOP/s."""
+        """Return the bytes that an eager layer's operators move between its products.
+
+        Norms 14 h, residuals 6 h, rotation of queries and keys 10 elements each, gating 5 f. For a fused engine they
+        are part of the share of peak FLOP/s.
+        """
         if self._eager is None:
             return 0.0
         model = self.model
@@ -416,14 +401,12 @@ class Costs:
         return tokens * model.layers * (20 * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
 
     def _logits(self, positions: float, times: int) -> float:
-        """Bytes of float32 logits, read or written so often; those of a draw are whole on every device."""
+        """Return the bytes of accesses to float32 logits; sampling has all on each device."""
         copies = self.layout.tp if times == DRAWING else 1
         return positions * self.model.outputs * times * 4 * copies if self._eager else 0.0
 
-    # How often.
-
     def micro_batches(self) -> int:
-        """Of one group, in a pass over an iteration's rows."""
+        """Return the micro-batches of one group in a pass over an iteration's rows."""
         rows = holdings.group_rows(self.plan, self.node)
         step = holdings.row_count(self.plan, self.node)
         if self.graph_node.verb == "update":
@@ -432,5 +415,5 @@ class Costs:
         return -(-rows // step) * micro_batches(step, holdings.micro_batch(self.plan, self.node), self.layout)
 
     def steps(self) -> int:
-        """Optimizer steps of an update in an iteration."""
+        """Return the optimizer steps of an update in an iteration."""
         return self._said.steps(holdings.row_count(self.plan, self.node))

@@ -1,7 +1,7 @@
-"""costs: seconds of what goes on between the nodes of an iteration and around them: rows that are moved and handed
-over, functions, weights that change their layout.
+"""costs: seconds of transfers between the nodes of an iteration, and around them.
 
-Invariant: as in time.py, nothing is composed here and no order assumed.
+These are moving and handing over rows, functions, and resharding. Invariant: as in time.py, nothing is composed here
+and no order assumed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PER_TENSOR = 8  # operators of a reshard
 
 
 def dispatch(edge: Traffic, part: float = 1.0) -> Figure:
-    """Moving a part of an iteration's rows along a sample edge."""
+    """Return the seconds to move a part of an iteration's rows along a sample edge."""
     return replace(edge.seconds, value=edge.seconds.value * part)
 
 
 def handover(plan: Plan) -> Figure:
-    """From the rows of one node to the next node's having them, their moving left out."""
+    """Return the seconds until a node has the rows of another, without moving them."""
     return plan.cluster.device.overheads.handover
 
 
 def shares(plan: Plan) -> Figure:
-    """What the dock's own processes take of the hosts' processors in an iteration."""
+    """Return the processor seconds of the dock's own processes in an iteration."""
     number = 0.0
     for controller in plan.docks.controllers:
         node = plan.graph.node(controller.node)
@@ -42,8 +42,10 @@ def shares(plan: Plan) -> Figure:
 
 
 def around(plan: Plan) -> Figure:
-    """What is added to the critical path: an iteration's start and end, and what the dock's processes take from ranks
-    that have all cores."""
+    """Return the seconds that an iteration adds to its critical path.
+
+    These are its start and end, and, on ranks that use all cores, the dock's processes.
+    """
     turn = plan.cluster.device.overheads.turn
     if not plan.cluster.device.kind.is_host:
         return turn
@@ -51,13 +53,13 @@ def around(plan: Plan) -> Figure:
 
 
 def function(plan: Plan, rows: float) -> Figure:
-    """A Python function on so many rows, what it does itself left out."""
+    """Return the overhead of a Python function on `rows` rows, without its own work."""
     each = plan.cluster.device.overheads.function
     return Figure(each.value * rows / plan.cluster.nodes, each.source, each.basis)
 
 
 def taken(plan: Plan, functions: Iterable[str]) -> Figure:
-    """What calls of functions take from ranks that have all cores."""
+    """Return the seconds that calls of functions take from ranks that use all cores."""
     each = plan.cluster.device.overheads.function
     if not plan.cluster.device.kind.is_host:
         return Figure(0.0, "derived", "ranks have devices of their own")
@@ -66,8 +68,11 @@ def taken(plan: Plan, functions: Iterable[str]) -> Figure:
 
 
 def reshard(plan: Plan, edge: Reshard) -> Figure:
-    """All steps of a reshard but the swap-in, which overlaps, and what its operators take at least: a tensor is laid
-    into the bucket, taken out of it, and swapped out; a bucket is gathered."""
+    """Return the seconds of a reshard without its swap-in, which overlaps.
+
+    These are its steps plus the least time of its operators: a tensor is packed into the bucket, taken out of it, and
+    swapped out; a bucket is gathered.
+    """
     device = plan.cluster.device
     tensors = sum(map(len, edge.buckets))
     count = "four" if edge.mode == "send" else "five"
@@ -75,18 +80,21 @@ def reshard(plan: Plan, edge: Reshard) -> Figure:
     gathers = len(edge.buckets) * device.collective("all_gather").least.value * any(way.ranks > 1 for way in edge.ways)
     source = weakest(*(s.seconds for s in edge.steps), device.launch)
     seconds = math.fsum(s.seconds.value for s in edge.steps) + operators + gathers
-    return Figure(seconds, source, f"the sum of the {count} steps, and what operators take at least")
+    return Figure(seconds, source, f"the sum of the {count} steps, plus the least time of their operators")
 
 
 def publish(plan: Plan, edge: Reshard) -> Figure:
-    """The copy of the weights that others fetch, which the update makes as it begins: an operator a tensor."""
+    """Return the seconds to copy the weights that others fetch.
+
+    The update makes the copy as it begins, with one operator per tensor.
+    """
     if edge.copied is None:
         return Figure(0.0, "derived", "nothing is copied")
     device = plan.cluster.device
     step = edge.copied.seconds
     operators = device.launch.value * sum(map(len, edge.buckets))
     return Figure(
-        step.value + operators, weakest(step, device.launch), f"{step.basis}, and what operators take at least"
+        step.value + operators, weakest(step, device.launch), f"{step.basis}, plus the least time of the operators"
     )
 
 

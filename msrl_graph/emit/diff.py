@@ -1,7 +1,6 @@
-"""What changed between two plans.
+"""The differences between two plans.
 
-Invariant: the difference of a plan with itself is empty, and that of two the other way round has the opposite signs;
-what is the same is not shown.
+Invariant: a plan has no difference from itself; swapping two plans reverses the signs; what is equal is not shown.
 """
 
 from __future__ import annotations
@@ -21,9 +20,11 @@ Value = str | float | bool | None
 
 @dataclass(frozen=True)
 class Change:
-    """Of an item, what was `old` and is `new`, None where there was, or is, nothing; numbers of a `unit` have a
-    difference, and where the old one is not 0 the percentage of it that this is. A `detail` follows from other changes
-    of its item."""
+    """A value of an item that was `old` and is `new`; None if it does not exist.
+
+    Numbers of a `unit` have a difference, and its percentage of the old value unless that is 0. A `detail` follows from
+    other changes of its item.
+    """
 
     part: str
     item: str
@@ -37,7 +38,10 @@ class Change:
 
 
 def difference(old: Plan, new: Plan) -> tuple[Change, ...]:
-    """All that differs, in the order in which a plan is read. An item that only one of them has is one change."""
+    """Return all differences, in the order of a plan.
+
+    An item that only one plan has is one change.
+    """
     return tuple(_changes(old, new))
 
 
@@ -62,7 +66,10 @@ def _changes(old: Plan, new: Plan) -> Iterator[Change]:
 
 
 def _either(new: Mapping[str, object], old: Mapping[str, object]) -> list[str]:
-    """The keys of both in the order of the new, those that are gone where they were: behind what they followed."""
+    """Return the keys of both plans.
+
+    They are in the order of the new plan; removed keys follow the key that they followed before.
+    """
     order = list(new)
     before = ""
     for key in old:
@@ -87,14 +94,14 @@ def _change(part: str, item: str, what: str, old: Fact | None, new: Fact | None)
     if not unit:
         yield Change(part, item, what, was, now, detail=detail)
         return
-    # What is not there takes nothing: bytes of an item of memory that is new.
+    # A missing item counts as 0, as the bytes of a new item of memory.
     one = float(was or 0)
     two = float(now or 0)
     yield Change(part, item, what, was, now, unit, two - one, 100 * (two - one) / one if one else None, detail)
 
 
 def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour: bool = False) -> str:
-    """Tables by part; `old` is what the old plan is called."""
+    """Format changes as one table per part; `old` is the name of the old plan."""
     page = Page(width, colour)
     if not changes:
         page.closing(
@@ -111,15 +118,15 @@ def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour:
             cells = (_shown(c.old, c.unit), _shown(c.new, c.unit), _signed(c))
             rows.append((c.item if c.item != item else "", c.what, *cells))
             item = c.item
-        page.table(("of", "what", "was", "is", "change"), rows, (4,), ())
+        page.table(("item", "property", "old", "new", "change"), rows, (4,), ())
     rest = len(changes) - len(shown)
-    more = f", and {rest} that follow from these: `--format json` has all" if rest else ""
+    more = f", and {rest} that follow from these (`--format json` lists all)" if rest else ""
     page.closing(f"{many(len(shown), 'change')} from {old}{more}.{_whole(changes)}")
     return page.text()
 
 
 def _whole(changes: tuple[Change, ...]) -> str:
-    """What it comes to: the iteration."""
+    """Return the change of the iteration's time as a sentence."""
     for c in changes:
         if c.part == "Seconds" and c.item == "an iteration" and c.difference is not None:
             percent = f" ({_percent(c)})" if c.percent is not None else ""
@@ -163,6 +170,9 @@ def _percent(change: Change) -> str:
 
 
 def diff_json(changes: tuple[Change, ...], old: str) -> str:
-    """A list of changes; differences in the unit, percentages of the old value."""
+    """Format changes as JSON.
+
+    Differences are in the unit, percentages of the old value.
+    """
     content = {"format_version": FORMAT_VERSION, "stage": "diff", "old": old, "changes": changes}
     return msgspec.json.format(msgspec.json.encode(content)).decode() + "\n"

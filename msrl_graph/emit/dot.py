@@ -1,6 +1,6 @@
-"""Graphviz text of a picture: what `dot -Tsvg` reads.
+"""Graphviz text of a picture, for `dot -Tsvg`.
 
-Invariant: every name is a quoted string, whatever it holds, so that no name can end another or be taken for a keyword;
+Invariant: every name is a quoted string, whatever it contains, so that no name can end another or be read as a keyword;
 the same picture gives the same bytes.
 """
 
@@ -21,7 +21,10 @@ STYLES = {"reshard": "dashed", "kept": "dotted"}
 
 
 def dot_text(picture: Picture) -> str:
-    """A digraph: a cluster for each group, sample edges solid, resharding edges dashed, states dotted."""
+    """Return a digraph of a picture.
+
+    Groups are clusters; sample edges are solid, resharding edges dashed, states dotted.
+    """
     lines = [
         f"digraph {_quoted([picture.title])} {{",
         '  graph [fontname="sans-serif", newrank=true]',
@@ -29,7 +32,7 @@ def dot_text(picture: Picture) -> str:
         '  edge [fontname="sans-serif", fontsize=9]',
     ]
     for number, (group, what) in enumerate(picture.groups):
-        # Graphviz takes a subgraph for a cluster by the beginning of its name.
+        # To Graphviz a subgraph is a cluster if its name begins with `cluster`.
         lines += [
             f"  subgraph cluster_{number} {{",
             f"    label={_quoted([group, what])}",
@@ -41,7 +44,7 @@ def dot_text(picture: Picture) -> str:
     lines += [f"  {_box(b)}" for b in picture.boxes if not b.group]
     for a in picture.arrows:
         more = [f"label={_quoted(a.lines)}"] if a.lines else []
-        # Weights, and what is kept, go back to the start of an iteration: they say nothing of the order of states.
+        # Weights and states lead back to the start of an iteration: they do not order the nodes.
         more += [f"style={STYLES[a.kind]}", "constraint=false"] if a.kind in STYLES else []
         attributes = f" [{', '.join(more)}]" if more else ""
         lines.append(f"  {_quoted([a.src])} -> {_quoted([a.dst])}{attributes}")
@@ -55,7 +58,7 @@ def _box(box: Box) -> str:
 
 
 def _quoted(lines: Sequence[str]) -> str:
-    """A quoted string of lines; a backslash is one, and begins no escape of Graphviz's."""
+    """Quote lines as one string; a backslash is escaped, so it starts no escape."""
     plain = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
     shown = (line.replace("\\", "\\\\").replace('"', '\\"') for line in plain)
     return '"' + "\\n".join(shown) + '"'

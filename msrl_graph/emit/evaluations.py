@@ -1,6 +1,6 @@
-"""The evaluations of a plan as text: on what, when, how each of their generations draws, and what is kept by them.
+"""The evaluations of a plan as text: data, times, sampling, and kept checkpoints.
 
-Invariant: a generation is shown with the settings that it draws with, wherever they are stated.
+Invariant: a generation is shown with the settings that it samples with, wherever they are stated.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from .text_page import Sheet
 
 
 def write_evaluations(page: Sheet, plan: Plan) -> None:
+    """Write the evaluations of a plan."""
     if not plan.deploy.evaluations:
         return
-    told = "no update; a generation that reads another's text draws as in training or by `draws`"
+    told = "without updates; a generation that reads another's text samples as in training, or by `draws`"
     page.heading("Evaluations", told)
     rows = []
     for evaluation in plan.deploy.evaluations:
-        when = f"each {many(evaluation.every, 'iteration')}, " if evaluation.every > 1 else ""
-        when = "each iteration, " if evaluation.every == 1 else when
+        when = f"every {many(evaluation.every, 'iteration')}, " if evaluation.every > 1 else ""
+        when = "every iteration, " if evaluation.every == 1 else when
         generations = _generations(plan, evaluation) or [("-", "-", "-")]
         for place, generation in enumerate(generations):
-            head = (evaluation.task, evaluation.data, f"{when}before and after") if not place else ("", "", "")
+            head = (evaluation.task, evaluation.data, f"{when}before and after training") if not place else ("", "", "")
             rows.append((*head, *generation))
     page.table(("evaluation", "data", "when", "generation", "responses", "temperature"), rows, right=(4,), keep=(0, 1))
     for evaluation in plan.deploy.evaluations:
@@ -36,7 +37,10 @@ def write_evaluations(page: Sheet, plan: Plan) -> None:
 
 
 def _generations(plan: Plan, evaluation: Evaluation) -> list[tuple[str, str, str]]:
-    """List the generations that an evaluation runs: name, responses for each row that it reads, temperature."""
+    """List the generations that an evaluation runs.
+
+    Each has its name, the responses for each row that it reads, and the temperature.
+    """
     needed = upstream(plan.graph, evaluation.columns)
     found = []
     for node in plan.graph.verb("generate"):

@@ -1,8 +1,8 @@
-"""What a plan says, as facts that can be held against another plan's.
+"""A plan as facts that can be compared with another plan's.
 
-Invariant: everything that a run or its figures follow from is a fact, under a name that a person knows it by; left out
-is what says no more than the rest: spans, words that explain (reasons, formulas, the record of a search), and tensors
-(the sizes of a model tell them).
+Invariant: everything that determines a run or its figures is a fact, under a name that users know. Left out is what
+adds nothing: source positions, explanations (reasons, formulas, the record of a search), and tensors (the sizes of a
+model determine them).
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from .humanize import doing
 
 @dataclass(frozen=True)
 class Fact:
-    """A value; a number with a `unit` (bytes, s, …) can be subtracted from another. A `detail` follows from what else
-    is said."""
+    """A value; numbers with a `unit` (bytes, s, …) can be subtracted.
+
+    A `detail` follows from other facts.
+    """
 
     value: str | float | bool | None
     unit: str = ""
     detail: bool = False
 
 
-# By item (a node, an edge, a phase) and by what is said of it.
+# By item (a node, an edge, a phase) and by property.
 Section = dict[str, dict[str, Fact]]
 
 
 def facts(plan: Plan) -> dict[str, Section]:
-    """All facts of a plan, by section, in the order in which they are read."""
+    """Return all facts of a plan, by section, in reading order."""
     graph = plan.graph
     deploy = plan.deploy
     cluster = plan.cluster
@@ -130,7 +132,7 @@ def _deployed(plan: Plan) -> Section:
 
 
 def _leaves(part: Any, skip: Sequence[str] = ()) -> dict[str, Fact]:
-    """The fields of a part, those of its parts as `name.name`."""
+    """Return the fields of a part; those of its parts are named `name.name`."""
     if isinstance(part, dict):
         items = part.items()
     elif is_dataclass(part):
@@ -199,10 +201,10 @@ def _placements(plan: Plan) -> Section:
 
 def _docks(plan: Plan) -> Section:
     docks = plan.docks
-    found: Section = {"": {"mode": Fact(docks.mode), "a wait may last": Fact(docks.deadline, "s")}}
+    found: Section = {"": {"mode": Fact(docks.mode), "deadline of a wait": Fact(docks.deadline, "s")}}
     found[""]["warehouses"] = Fact(float(len(docks.warehouses)), "warehouses")
-    found[""]["rows a host"] = Fact(float(docks.capacity), "bytes") if docks.capacity else Fact("what its memory holds")
-    found[""]["largest share"] = Fact(docks.imbalance, "x an even one")
+    found[""]["rows a host"] = Fact(float(docks.capacity), "bytes") if docks.capacity else Fact("limited by memory")
+    found[""]["largest share"] = Fact(docks.imbalance, "x the even share")
     for c in docks.controllers:
         found[f"controller of {c.node}"] = _leaves(c, skip=("node",))
     return found

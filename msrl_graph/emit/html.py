@@ -1,8 +1,8 @@
-"""A stage as one page that opens anywhere: pictures first, then all that the text says, as tables.
+"""A stage as one self-contained HTML page: pictures, then the text as tables.
 
-Invariant: the page holds all that it shows and asks for nothing, no script, no file, no network; text of a program is
-escaped wherever it stands; its length follows from the program and from classes of equal hosts, never from the number
-of devices.
+Invariant: the page contains all that it shows and loads nothing: no script, no file, nothing from a network. Text of a
+program is escaped everywhere. The length depends on the program and on classes of equal hosts, never on the number of
+devices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .svg import COLOURS, clean, shorten, svg
 from .text import write_graph, write_placed, write_plan
 
 FUNCTIONS = "functions"
-# What memory is taken by, and the words that tell it in an item's name; the first that fits.
+# Kinds of memory, and the words that identify them in an item's name; the first match counts.
 KINDS = (
     ("optimizer", ("optimizer", "masters")),
     ("gradients", ("gradients",)),
@@ -35,14 +35,16 @@ KINDS = (
     ("logits", ("logits",)),
     ("other", ("",)),
 )
-FINEST = 1000  # parts of an iteration that a timeline tells apart
+FINEST = 1000  # the resolution of a timeline, in parts of an iteration
 WIDEST = 16  # devices of a host that are drawn one by one
 
 
 @dataclass(frozen=True)
 class BusyInterval:
-    """Seconds of an iteration, from its start, in which some devices of a pool worked at something; `share` of the
-    pool's devices."""
+    """Seconds of an iteration in which devices of a pool worked at something.
+
+    They count from its start; `share` is the share of the pool's devices.
+    """
 
     pool: str
     what: str
@@ -53,7 +55,7 @@ class BusyInterval:
 
 @dataclass(frozen=True)
 class Timeline:
-    """An iteration: its seconds, and who worked when."""
+    """An iteration: its seconds, and which pool worked when."""
 
     seconds: float
     stretches: tuple[BusyInterval, ...]
@@ -92,14 +94,14 @@ class Sections:
 
 
 def graph_html(graph: Graph) -> str:
-    """A page of an algorithm: its graph, workers, columns, states and edges."""
+    """Return a page of an algorithm: its graph, workers, columns, states and edges."""
     sheet = Sections()
     write_graph(sheet, graph)
     return _page(f"Algorithm {graph.name}", sheet, **drawn(graph_picture(graph)))
 
 
 def placed_html(plan: Plan) -> str:
-    """A page of a placed graph: docks and allgather-swaps between the nodes, and the devices."""
+    """Return a page of a placed graph: docks, allgather-swaps, and the devices."""
     sheet = Sections()
     write_placed(sheet, plan)
     return _page(
@@ -111,7 +113,7 @@ def placed_html(plan: Plan) -> str:
 
 
 def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
-    """A page of a plan, and of an iteration of it, where somebody has worked one out."""
+    """Return a page of a plan, with a timeline of an iteration if one is given."""
     sheet = Sections()
     write_plan(sheet, plan)
     shown = {
@@ -124,8 +126,8 @@ def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
 
 
 def fragment(picture: Picture) -> str:
-    """A picture with its legend, for a page that is not ours (a notebook)."""
-    # A plain string: the template's own kind escapes whatever it is put together with.
+    """Return a picture with its legend for another page, such as a notebook."""
+    # A plain string: jinja's Markup would escape strings that are joined to it.
     return str(template("drawing.html.j2").module.fragment(**drawn(picture)))  # type: ignore[attr-defined]
 
 
@@ -164,12 +166,12 @@ def drawn(picture: Picture) -> dict[str, Any]:
 
 
 def colours(plan: Plan) -> dict[str, int]:
-    """By pool, as the picture has them."""
+    """Return the colour of each pool in the picture."""
     return {name: n % COLOURS for n, (name, _) in enumerate(plan_picture(plan).groups)}
 
 
 def _figures(plan: Plan) -> list[tuple[str, str, str]]:
-    """What one wants to know first: name, figure, what to say of it."""
+    """Return the main figures: name, value, remark."""
     found = []
     if plan.estimate is not None:
         whole = plan.estimate.iteration_seconds
@@ -181,7 +183,7 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
                 (
                     "versions old",
                     f"{stale.mean.value:.3g}",
-                    f"the weights that generate, on average; rows at most {stale.bound}",
+                    f"the weights that generate, on average; rows are at most {stale.bound}",
                 )
             )
     cluster = plan.cluster
@@ -209,10 +211,10 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _devices(plan: Plan) -> dict[str, Any]:
-    """Hosts in classes of those whose devices are in the same pools, and the pools with their nodes."""
+    """Return the pools with their nodes, and the hosts in classes of equal pools."""
     of = colours(plan)
     each = plan.cluster.devices_per_node
-    # Pools are runs of devices: what a host holds changes only on hosts where a run begins or ends.
+    # Pools are ranges of devices: hosts differ only where a range begins or ends.
     cuts = {0, plan.cluster.nodes}
     for p in plan.pools:
         for end in (end for run in runs(p.first, p.devices, p.each, each) for end in run):
@@ -277,7 +279,7 @@ def _bar(memory: PhaseMemory, whole: float) -> dict[str, Any]:
 
 
 def _kind(item: str) -> int:
-    """Which of KINDS an item of memory is."""
+    """Return the index in KINDS of an item of memory."""
     return next(n for n, (_, words) in enumerate(KINDS) if any(w in item for w in words))
 
 
@@ -317,7 +319,7 @@ def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
 
 
 def _joined(stretches: Sequence[BusyInterval], least: float) -> list[tuple[float, float]]:
-    """Stretches in order, those that touch or nearly do as one."""
+    """Return stretches in order, with touching or nearly touching ones joined."""
     found: list[tuple[float, float]] = []
     for s in sorted(stretches, key=lambda s: (s.begin, s.end)):
         if found and s.begin <= found[-1][1] + least:
@@ -328,7 +330,7 @@ def _joined(stretches: Sequence[BusyInterval], least: float) -> list[tuple[float
 
 
 def _ticks(seconds: float) -> list[float]:
-    """About five round times up to so many seconds."""
+    """Return about five round times up to `seconds`."""
     one = 1e-6
     while True:
         for step in (one, 2 * one, 5 * one):

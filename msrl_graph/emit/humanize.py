@@ -1,6 +1,6 @@
-"""Numbers and layouts in words.
+"""Numbers and layouts as text.
 
-Invariant: nothing here draws: who only checks a program loads it too.
+Invariant: nothing here draws, so that a mere check of a program can load it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..sharding.layout import Layout
 
 
 def size(number: float) -> str:
-    """Bytes, decimal units, three digits."""
+    """Format bytes in decimal units, with three digits."""
     for unit, one in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= one:
             return f"{number / one:.3g} {unit}" if number < 999.5 * one else f"{number / one:,.0f} {unit}"
@@ -22,6 +22,7 @@ def size(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
+    """Format seconds, with three digits."""
     if seconds == 0:
         return "0"
     for unit, one in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
@@ -31,20 +32,20 @@ def duration(seconds: float) -> str:
 
 
 def many(number: int, noun: str) -> str:
-    """So many of a thing, in words: `1 host`, `2 hosts`."""
+    """Format a count with its noun: `1 host`, `2 hosts`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def doing(plan: Plan, stream: InstructionStream) -> str:
-    """What the processes of a pool do of an iteration, in order."""
+    """Describe a pool's instructions in an iteration, in order."""
     steps, first = [*map(str, stream.instructions)], opening(plan, stream)
     if not first:
         return ", ".join(steps)
     if stream.pool == FUNCTIONS:
-        return f"{', '.join(steps[:first])}; after those of the iteration before {', '.join(steps[first:])}"
+        return f"{', '.join(steps[:first])}; after those of the iteration before: {', '.join(steps[first:])}"
     lead = leads(plan)[stream.pool]
     of = "the next iteration" if lead == 1 else f"the iteration {lead} after this"
-    return f"of {of} {', '.join(steps[:first])}; then of this one {', '.join(steps[first:])}"
+    return f"for {of}: {', '.join(steps[:first])}; then for this one: {', '.join(steps[first:])}"
 
 
 def staleness(mean: float, bound: int) -> str:
@@ -53,25 +54,28 @@ def staleness(mean: float, bound: int) -> str:
 
 
 def laid(layout: Layout) -> str:
-    """A layout in words."""
+    """Format a layout."""
     return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
 
 
 def spread(experts: ExpertSizes, layout: Layout) -> str:
-    """What a rank has of a layer's experts, and the mesh that they lie in on the devices of a stage."""
+    """Describe a rank's share of a layer's experts, and their mesh in a stage."""
     part = f"1/{layout.etp} of each of " if layout.etp > 1 else ""
     number = f"{experts.number // layout.ep} of {experts.number}" if layout.ep > 1 else f"all {experts.number}"
     return f"{part}{number} a rank; ep {layout.ep} x etp {layout.etp} x edp {layout.edp}"
 
 
 def versus(found: SearchRecord, rival: Rival) -> str:
-    """What staleness gains or would cost, where the file leaves open whether any pool is ahead."""
-    kind = "with pools that are ahead of the updates" if rival.ahead else "with all pools in step"
+    """Describe what staleness gains or would cost.
+
+    The file leaves open whether any pool is ahead.
+    """
+    kind = "with pools ahead of the updates" if rival.ahead else "with all pools in step"
     if not rival.seconds:
-        return f"{kind} nothing fits"
-    best = f"{kind} the best that was found takes {duration(rival.seconds)}"
+        return f"{kind}, nothing fits"
+    best = f"{kind}, the best plan found takes {duration(rival.seconds)}"
     old = staleness(rival.mean, rival.bound)
     if rival.ahead:
         more = rival.seconds / found.seconds - 1
-        return f"{best}, {f'{100 * more:.3g} % more' if more > 0 else 'as long'}, from weights {old}"
+        return f"{best}, {f'{100 * more:.3g} % more' if more > 0 else 'as long'}, with weights {old}"
     return f"{best}, of which staleness saves {100 * (1 - found.seconds / rival.seconds):.3g} %; weights are {old}"

@@ -1,6 +1,6 @@
 """JSON of every stage.
 
-Invariant: each carries `format_version` and `stage`. The plan's is `plan.to_json()`, which `plan.from_json` reads back.
+Invariant: each has `format_version` and `stage`. That of a plan is `plan.to_json()`, which `plan.from_json` reads.
 """
 
 from __future__ import annotations
@@ -30,18 +30,22 @@ def tree_json(root: object) -> str:
 
 
 def graph_json(graph: Graph) -> str:
+    """Return an algorithm's graph as JSON."""
     return _text({"format_version": FORMAT_VERSION, "stage": "graph", "graph": graph})
 
 
 def placed_json(plan: Plan) -> str:
-    """Nodes (states, docks, allgather_swaps) and edges, beside the parts of the plan that they are drawn from."""
+    """Return a placed graph as JSON: its nodes and edges, and parts of the plan.
+
+    Nodes are states, docks and allgather_swaps.
+    """
     nodes, edges = placed(plan)
     parts = {"pools": plan.pools, "placements": plan.placements, "docks": plan.docks, "reshards": plan.reshards}
     return _text({"format_version": FORMAT_VERSION, "stage": "placed", "nodes": nodes, "edges": edges, **parts})
 
 
 def plan_json(plan: Plan) -> str:
-    """With the places of the plan's files: it runs from any folder."""
+    """Return a plan as JSON, with absolute file paths: it runs from any folder."""
     return _text(located(plan))
 
 

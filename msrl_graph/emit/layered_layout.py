@@ -1,9 +1,9 @@
-"""A layered drawing: where boxes stand and which points arrows pass, from the order of the boxes alone.
+"""A layered drawing: positions of boxes and points of arrows.
 
-Invariant: boxes and labels of a layer never overlap, and an arrow that passes a layer has a place of its own in it, so
-it crosses neither; arrows between boxes lead from an earlier box to a later one or are drawn the other way round; the
-same input gives the same numbers. After Sugiyama et al. 1981: ranks, an order by barycentres, positions by least
-squares.
+Its only input is the order of the boxes. Invariant: boxes and labels of a layer never overlap. An arrow that passes a
+layer has a place of its own in it, so it crosses neither. Arrows lead from an earlier box to a later one, or are drawn
+reversed. The same input gives the same numbers. Method: Sugiyama et al. 1981: ranks, an order by barycentres, positions
+by least squares.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ Extent = tuple[float, float]  # width and height
 APART = 22.0
 BETWEEN = 20.0
 SWEEPS = 12
-FIRM = 6.0  # how much more a straight arrow weighs than a box in the middle of its neighbours
+FIRM = 6.0  # the weight of a straight arrow, relative to that of a centred box
 
 
 @dataclass
 class Item:
-    """What has a place in a layer: a box, a label, or the passage of an arrow. `x`, `y` is its centre."""
+    """An element of a layer: a box, a label, or an arrow passing through.
+
+    `x`, `y` is its centre.
+    """
 
     width: float
     height: float
@@ -36,7 +39,7 @@ class Item:
 
 @dataclass(frozen=True)
 class ArrowRoute:
-    """An arrow's points from its start to its end, and its label's centre."""
+    """The points of an arrow from start to end, and the centre of its label."""
 
     points: tuple[tuple[float, float], ...]
     label: tuple[float, float] | None
@@ -44,7 +47,7 @@ class ArrowRoute:
 
 @dataclass(frozen=True)
 class LayeredDrawing:
-    """`places`: the centre of each box."""
+    """A drawing; `places` are the centres of the boxes."""
 
     width: float
     height: float
@@ -53,7 +56,10 @@ class LayeredDrawing:
 
 
 def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]]) -> LayeredDrawing:
-    """Boxes in dependency order by name, arrows with the extents of their labels (0, 0: none)."""
+    """Draw boxes, given in dependency order, and arrows.
+
+    Arrows come with the extents of their labels (0, 0: none).
+    """
     order = {name: i for i, name in enumerate(boxes)}
     ends = [(a, b) if order[a] <= order[b] else (b, a) for a, b, _ in arrows]
     items = {
@@ -66,7 +72,7 @@ def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]])
         first = items[a]
         last = items[b]
         chain = [Item(4.0, 0.0, r) for r in range(first.rank + 1, last.rank)]
-        # Between two layers of boxes, in the middle of a long arrow.
+        # The label is between two layers of boxes, in the middle of a long arrow.
         middle = (len(chain) - 1) // 2 // 2 * 2
         label = chain[middle] if chain and extent[0] else None
         if label is not None:
@@ -105,7 +111,7 @@ def draw(boxes: Mapping[str, Extent], arrows: Sequence[tuple[str, str, Extent]])
 
 
 def _ranks(boxes: Mapping[str, Extent], ends: Sequence[tuple[str, str]]) -> list[int]:
-    """Twice the length of the longest way to each box: odd ranks are left to labels."""
+    """Return twice the length of the longest path to each box; labels use odd ranks."""
     ranks = dict.fromkeys(boxes, 0)
     for name in boxes:
         ranks[name] = max((ranks[a] + 2 for a, b in ends if b == name and a != name), default=0)
@@ -113,7 +119,7 @@ def _ranks(boxes: Mapping[str, Extent], ends: Sequence[tuple[str, str]]) -> list
 
 
 def _ordered(layers: list[list[Item]]) -> list[list[Item]]:
-    """Layers in the order with the fewest crossings that sweeps by barycentres find."""
+    """Order the layers with the fewest crossings that barycentre sweeps find."""
     best = layers
     least = _crossings(layers)
     for sweep in range(SWEEPS):
@@ -142,7 +148,10 @@ def _crossings(layers: Sequence[Sequence[Item]]) -> int:
 
 
 def _place(layers: Sequence[Sequence[Item]]) -> None:
-    """Horizontal positions: each item in the middle of its neighbours as far as the layer's order and widths allow."""
+    """Set horizontal positions: each item is centred between its neighbours.
+
+    The layer's order and the widths limit this.
+    """
     for layer in layers:
         _spread(layer, [(0.0, 1.0)] * len(layer))
     for sweep in range(4 * SWEEPS):
@@ -158,8 +167,7 @@ def _place(layers: Sequence[Sequence[Item]]) -> None:
 
 
 def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item]]) -> None:
-    """Arrows that pass several layers pass them at one position, as far as what stands beside them leaves room for
-    it."""
+    """Move the passages of an arrow to one position, if their neighbours leave room."""
     beside = {
         id(i): (one, two)
         for layer in layers
@@ -183,14 +191,16 @@ def _straighten(layers: Sequence[Sequence[Item]], chains: Sequence[Sequence[Item
 
 
 def _spread(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> None:
-    """The positions nearest to those wanted, by weighted least squares, at which nothing overlaps (pool adjacent
-    violators)."""
+    """Set the positions nearest to the wanted ones at which nothing overlaps.
+
+    Nearest is by weighted least squares (pool adjacent violators).
+    """
     offsets = []
     at = 0.0
     for before, item in zip([None, *layer], layer, strict=False):
         at += (before.width + item.width) / 2 + APART if before is not None else 0.0
         offsets.append(at)
-    blocks: list[tuple[float, float, int]] = []  # mean of what is wanted but for the offsets, weight, items
+    blocks: list[tuple[float, float, int]] = []  # mean wanted position without the offset, weight, items
     for (x, weight), offset in zip(wanted, offsets, strict=True):
         mean = x - offset
         size = 1
@@ -206,7 +216,10 @@ def _spread(layer: Sequence[Item], wanted: Sequence[tuple[float, float]]) -> Non
 
 
 def _points(path: Sequence[Item], heights: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """From the lower edge of the first box to the upper edge of the last, straight through each layer between."""
+    """Return points from the first box's lower edge to the last box's upper edge.
+
+    The arrow passes each layer between vertically.
+    """
     first = path[0]
     last = path[-1]
     points = [(_port(first, first.below, path[1], first.width), first.y + first.height / 2)]
@@ -216,7 +229,7 @@ def _points(path: Sequence[Item], heights: Sequence[tuple[float, float]]) -> lis
 
 
 def _port(item: Item, near: Sequence[Item], other: Item, width: float) -> float:
-    """Where on an edge of a box an arrow ends: side by side, in the order of where they come from."""
+    """Return where an arrow ends on a box's edge: in the order of the neighbours."""
     ordered = sorted(range(len(near)), key=lambda n: near[n].x)
     place = next((k for k, n in enumerate(ordered) if near[n] is other), 0)
     return item.x + (0.7 * width) * ((place + 1) / (len(near) + 1) - 0.5) if near else item.x

@@ -1,7 +1,7 @@
-"""What a stage shows as a picture, apart from how it is drawn: boxes in groups, and arrows between them.
+"""What a picture of a stage shows, apart from drawing: grouped boxes, and arrows.
 
-Invariant: boxes stand in dependency order, so that every sample arrow leads onwards; a group is a worker (of a graph)
-or a pool (of a plan), named once and in the order of its first box.
+Invariant: boxes are in dependency order, so that every sample arrow leads forward; a group is a worker (of a graph) or
+a pool (of a plan), occurs once, and is in the order of its first box.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from .placed_graph import placed
 
 @dataclass(frozen=True)
 class Box:
-    """`kind`: source, function, generate, infer, update (nodes), dock, allgather_swap or send; `group` "" for what
-    stands in none."""
+    """A box of a picture.
+
+    `kind` is source, function, generate, infer, update (nodes), dock, allgather_swap or send; `group` is "" for boxes
+    outside groups.
+    """
 
     name: str
     kind: str
@@ -28,8 +31,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """`kind`: sample, reshard (drawn dashed), or kept: a state, from who sets it to who reads it an iteration later
-    (dotted)."""
+    """An arrow of a picture.
+
+    `kind` is sample, reshard (dashed), or kept (dotted): a state, from the node that sets it to a node that reads it an
+    iteration later.
+    """
 
     src: str
     dst: str
@@ -39,7 +45,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Picture:
-    """`groups`: names, and what to say of each beside its name."""
+    """A picture; `groups` are names with remarks."""
 
     title: str
     groups: tuple[tuple[str, str], ...]
@@ -48,11 +54,11 @@ class Picture:
 
 
 def graph_picture(graph: Graph) -> Picture:
-    """Nodes by worker; sample edges with the columns that they carry."""
+    """Return nodes by worker, and sample edges with their columns."""
     boxes = []
     for node in graph.nodes:
         scope = (*((f"per {node.per}",) if node.per != "row" else ()), *_sets(node))
-        # The source is no worker's node.
+        # The source belongs to no worker.
         boxes.append(Box(node.name, _kind(graph, node), "" if node.verb == "source" else node.worker, scope))
     groups = []
     for w in graph.workers:
@@ -68,7 +74,7 @@ def graph_picture(graph: Graph) -> Picture:
 
 
 def plan_picture(plan: Plan) -> Picture:
-    """Nodes by pool, with layouts and seconds; what each edge moves."""
+    """Return nodes by pool, with layouts and seconds, and what each edge moves."""
     graph = plan.graph
     seconds = {p.name: p.seconds.value for p in plan.estimate.phases} if plan.estimate else {}
     boxes = []
@@ -89,7 +95,7 @@ def plan_picture(plan: Plan) -> Picture:
 
 
 def placed_picture(plan: Plan) -> Picture:
-    """Nodes by pool, and between them what the passes put in: docks, allgather-swaps, sends."""
+    """Return nodes by pool, with the docks, allgather-swaps and sends between them."""
     graph = plan.graph
     vertices, arcs = placed(plan)
     found = {v.name: v for v in vertices}
@@ -97,7 +103,7 @@ def placed_picture(plan: Plan) -> Picture:
     boxes = []
     for node in graph.nodes:
         into = [n for n, dst in feeds.items() if dst == node.name]
-        # A dock stands before its node; what brings weights stands between the node and the update, which comes later.
+        # A dock is before its node. A box that brings weights is between the node and the update, which comes later.
         order = [
             *(n for n in into if found[n].kind == "dock"),
             node.name,
@@ -128,7 +134,7 @@ def _sets(node: Node) -> tuple[str, ...]:
 
 
 def _kept(graph: Graph) -> list[Arrow]:
-    """What outlives an iteration, to all who read it but who sets it: its box says that."""
+    """Return arrows of states to their readers; boxes show their setters."""
     found: dict[tuple[str, str], list[str]] = {}
     for node in graph.nodes:
         for name in node.sets:
@@ -143,12 +149,12 @@ def _columns(graph: Graph, edge: Edge) -> tuple[str, ...]:
 
 
 def _stated(edge: Edge) -> tuple[str, ...]:
-    """What the program says of an edge."""
+    """Format the attributes of an edge."""
     return (", ".join(f"{k} = {v}" for k, v in edge.attributes.items()),) if edge.attributes else ()
 
 
 def _moves(reshard: Reshard) -> tuple[str, ...]:
-    """How weights go over, and what that moves at the busiest device."""
+    """Describe the routes of weights, and the bytes of the busiest device."""
     most = sum(w.bytes for w in reshard.ways)
     seconds = sum(s.seconds.value for s in reshard.steps)
     how = dict.fromkeys(w.how for w in reshard.ways)
@@ -161,6 +167,6 @@ def _pools(plan: Plan, boxes: Sequence[Box]) -> tuple[tuple[str, str], ...]:
 
 
 def _named(words: Iterable[tuple[str, str]], boxes: Sequence[Box]) -> tuple[tuple[str, str], ...]:
-    """The groups that have boxes, in the order of their first."""
+    """Return the groups that have boxes, in the order of their first box."""
     known = dict(words)
     return tuple((g, known[g]) for g in dict.fromkeys(b.group for b in boxes if b.group))

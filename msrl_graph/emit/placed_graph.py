@@ -1,7 +1,7 @@
-"""The placed graph: an algorithm's graph with what the passes put in, as nodes and edges.
+"""The placed graph: an algorithm's graph with its docks and reshards.
 
-Invariant: every sample edge goes through the `dock` before the node that it leads to, every resharding edge through a
-node of its own, an `allgather_swap` or between two pools a `send`.
+Invariant: every sample edge passes the `dock` before its destination, every resharding edge a node of its own: an
+`allgather_swap`, or between two pools a `send`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from ..ir.plan import Plan
 
 @dataclass(frozen=True)
 class Vertex:
+    """A node of the placed graph."""
+
     name: str
     kind: str  # state, dock, allgather_swap or send
     where: str
@@ -21,13 +23,15 @@ class Vertex:
 
 @dataclass(frozen=True)
 class Arc:
+    """An edge of the placed graph."""
+
     src: str
     dst: str
     kind: str  # sample or reshard
 
 
 def placed(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
-    """The vertices and arcs of a plan with placements, docks and reshards."""
+    """Return the vertices and arcs of a plan with placements, docks and reshards."""
     vertices = []
     arcs = []
     for p in plan.placements:

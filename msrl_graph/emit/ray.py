@@ -1,4 +1,4 @@
-"""A Python script that runs a plan on Ray: what a person reads first, the plan as data at its end.
+"""A Python script that runs a plan on Ray: a summary, then the plan as data.
 
 Invariant: one runnable file; it calls the same runtime with the same plan as `msrl-run` does.
 """
@@ -14,20 +14,20 @@ from ..ir.plan import Plan
 
 
 def ray_script(plan: Plan) -> str:
-    """The script's text, which finds the files of the plan from any folder."""
+    """Return the script, which finds the plan's files from any folder."""
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["pyrepr"] = repr
     template = environment.from_string((Path(__file__).parent / "ray.py.j2").read_text(encoding="utf-8"))
     pools = dict.fromkeys([*(p.name for p in plan.pools), *(p.pool for p in plan.placements)])
     placed = [(pool, [p for p in plan.placements if p.pool == pool]) for pool in pools]
-    # Two quotes in a row end no JSON string but an empty one, so three never meet, and no backslash stands last.
+    # In JSON, two adjacent quotes are only an empty string, so three never occur, nor is a backslash ever last.
     data = msgspec.json.format(plan.to_json(), indent=-1)
     title = f"{plan.graph.name} on {plan.cluster.name}: {plan.cluster.devices} devices of {plan.cluster.nodes} hosts."
     return template.render(plan=plan, pools=placed, data=_lines(data), title=title, name=plan.graph.name, size=_size)
 
 
 def _lines(data: str) -> str:
-    """One line a top-level part, so that two scripts can be compared."""
+    """Put each top-level part on a line, so that two scripts can be compared."""
     parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     return "{\n" + ",\n".join(f'"{key}": {bytes(raw).decode()}' for key, raw in parts.items()) + "\n}"
 

@@ -1,6 +1,6 @@
-"""Resharding edges as text for a person: what each moves, by which steps, and what is released meanwhile.
+"""Resharding edges as text: bytes and steps of each, and what it releases.
 
-Invariant: as of all text of a plan, every figure stands beside its source.
+Invariant: as in all text of a plan, every figure has its source next to it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .text_page import Sheet
 
 
 def write_reshards(page: Sheet, plan: Plan) -> None:
-    """Each resharding edge: what it moves, step by step."""
+    """Write each resharding edge, step by step."""
     sent = Sends(plan)
     for r in plan.reshards:
         page.heading(
@@ -40,11 +40,11 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
                     size(s.bytes),
                     duration(s.seconds.value),
                     s.seconds.source,
-                    "after the generation, behind inference",
+                    "after the generation, overlaps with inference",
                 )
             )
         if (copy := r.copied) is not None:
-            how = "by the update as it begins, which then goes on"
+            how = "by the update when it begins, before it continues"
             cells = copy.name, size(copy.bytes), duration(copy.seconds.value), copy.seconds.source
             steps.insert(0, ("", *cells, how))
         page.table(("", "step", "bytes a device", "seconds", "source", "how"), steps, (2, 3), (0, 1, 4))
@@ -52,7 +52,7 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
             _write_share(page, r, sent)
         if sends:
             page.line(
-                f"releases nothing: {size(r.update_bytes_per_device)} of update weights a device stay where they are "
+                f"releases nothing: {size(r.update_bytes_per_device)} of update weights a device stay in place "
                 "(derived)"
             )
             page.line(f"peak {size(r.peak_bytes_per_device)} a device: {_peak('staged')} (derived)")
@@ -67,23 +67,24 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
 
 
 def _write_share(page: Sheet, r: Reshard, sent: Sends) -> None:
-    """How often weights come that are not sent each time."""
+    """Write how often weights come that are not sent each time."""
     share, multiples = sent.share((r.src, r.dst)), sorted({*sent.multiples[r.src, r.dst]})
     page.line(
-        f"fetched in {100 * share:.3g} % of the iterations, on average {size(share * r.received_bytes_per_device)} a "
-        f"device each (derived): sent are versions that are multiples of {' or '.join(map(str, multiples))}, and "
-        f"{r.dst} keeps its weights meanwhile"
+        f"fetched in {100 * share:.3g} % of the iterations, {size(share * r.received_bytes_per_device)} a device and "
+        f"iteration on average (derived): only versions that are multiples of {' or '.join(map(str, multiples))} are "
+        f"sent; {r.dst} keeps its weights in between"
     )
 
 
 def _way(way: ReshardRoute, ways: int) -> str:
-    """How weights come to the ranks that want them, in words."""
+    """Describe how weights reach the ranks that want them."""
     of = f"{way.of}: " if ways > 1 else ""
     blocks = f" ({many(way.block, 'neighbour')} of each stage)" if way.across else ""
     if way.how == "all-to-all":
-        return f"{of}each rank receives just its slices, in groups of {way.ranks}{blocks}"
+        return f"{of}each rank receives only its slices, in groups of {way.ranks}{blocks}"
     return f"{of}ranks gather in groups of {way.ranks}{blocks}"
 
 
 def _peak(order: str) -> str:
+    """Return the formula of the peak."""
     return "max(update, generation) + a bucket" if order == "staged" else "update + generation + a bucket"

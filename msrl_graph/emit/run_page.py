@@ -1,7 +1,7 @@
-"""The page on which a run is watched: the plan's picture, and places for what changes.
+"""The page of a running plan: its picture, and elements that change.
 
-Invariant: as a plan's page it holds all that it shows, but asks for facts where it came from, and nowhere else; text of
-a program is escaped in it, and what is told later is only ever put there as text.
+Invariant: like a plan's page it contains all that it shows, but it requests facts from its own server, and from no
+other. Text of a program is escaped; later messages are only ever inserted as text.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from .picture import plan_picture
 
 
 def watch_html(plan: Plan) -> str:
+    """Return the page that follows a run of a plan."""
     scalars = [c.name for c in plan.graph.columns if c.element in ("f32", "bf16") and not c.dims]
     return (
         template("watch.html.j2").render(

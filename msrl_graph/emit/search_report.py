@@ -1,7 +1,7 @@
-"""Why a plan is as it is: what a search over layouts took, the runners-up, and what each loses by.
+"""Why a plan is as it is: the search's choice, the runners-up, and their losses.
 
-Invariant: a runner-up's figures are those of the passes on the plan that it would be; where only a bound is known, that
-is said.
+Invariant: a runner-up's figures are those of the passes on the plan that it would be; where only a bound is known, the
+text says so.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from .text_page import WIDTH, Page
 
 
 def why_text(plan: Plan, other: SearchRecord | None = None, width: int = WIDTH, colour: bool = False) -> str:
-    """What the search found; for a plan whose layouts are all stated, `other` is what it would have found without
-    them."""
+    """Describe the search.
+
+    For a plan whose layouts are all stated, `other` is what the search would find without them.
+    """
     page = Page(width, colour)
     if plan.search is not None and other is None:
         _searched(page, "Search", plan.search)
@@ -34,30 +36,29 @@ def why_text(plan: Plan, other: SearchRecord | None = None, width: int = WIDTH, 
             else "longer than"
         )
         page.line(
-            f"without them an iteration would take {duration(best)}, {less} the {duration(stated)} of what is stated"
+            f"without the stated layouts an iteration would take {duration(best)}, {less} the stated {duration(stated)}"
         )
-        _searched(page, "What the search would take", other)
+        _searched(page, "What the search would choose", other)
     return page.text()
 
 
 def _searched(page: Page, heading: str, found: SearchRecord, of: str = "pools, layouts and engines") -> None:
     page.heading(
-        heading, f"{found.candidates:,} combinations of {of}, of which {found.evaluated:,} went through all passes"
+        heading, f"{found.candidates:,} combinations of {of}, {found.evaluated:,} of them evaluated by all passes"
     )
     if not found.seconds:
         page.line(f"nothing that fits was found: {found.ended}")
     elif found.optimal:
         page.line(
-            f"an iteration of {duration(found.seconds)} is optimal in the plan's own model: all others are bounded by "
-            "as much or more"
+            f"an iteration of {duration(found.seconds)} is optimal in the plan's own model: no other can be faster"
         )
     else:
         gap = (
-            f"none takes less than {duration(found.bound)}, a gap of {found.percent}"
+            f"no plan takes less than {duration(found.bound)}, a gap of {found.percent}"
             if found.bound
-            else "of the others no bound is known"
+            else "no bound is known for the other plans"
         )
-        page.line(f"{found.ended} ended it at {duration(found.seconds)}: {gap}")
+        page.line(f"{found.ended} ended the search at {duration(found.seconds)}: {gap}")
     if found.rival is not None:
         page.line(versus(found, found.rival))
     rows = [
@@ -83,7 +84,10 @@ def _seconds(candidate: Candidate) -> str:
 
 
 def _loses(candidate: Candidate, best: float) -> str:
-    """What a candidate loses in all and by phase, the most first; or why it cannot be taken."""
+    """Describe a candidate's loss, in total and by phase with the largest first.
+
+    For a candidate that cannot be taken, return the reason.
+    """
     if candidate.wrong:
         return f"does not fit: {candidate.wrong}"
     whole = candidate.seconds - best

@@ -1,7 +1,7 @@
-"""A picture as SVG, drawn without any other program: what stands in a page and what a notebook shows.
+"""A picture as SVG, drawn without another program, for pages and notebooks.
 
-Invariant: well-formed XML, and text of a program is text in it, whatever it holds; colours come from the page (the
-classes in drawing.html.j2), so that one drawing serves light and dark.
+Invariant: it is well-formed XML, and text of a program is text in it, whatever it contains. Colours come from the page
+(the classes in drawing.html.j2), so that one drawing serves light and dark.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ from rich.cells import cell_len, set_cell_size
 from .layered_layout import Extent, draw
 from .picture import Box, Picture
 
-LETTER, SMALL = 7.7, 6.3  # the width of a letter in pixels: of a name, of what else is said; wide fonts have no more
-LINE, LONGEST = 15.0, 40  # the height of a line in pixels; letters in it
+LETTER, SMALL = 7.7, 6.3  # the most pixels of a letter's width: in a name, in other text
+LINE, LONGEST = 15.0, 40  # the height of a line in pixels; the most letters in a line
 COLOURS = 8
 ARROWS = {"sample": "->", "reshard": "=>", "kept": "sets, for"}
 MARGIN = 8.0
 
 
 def clean(text: str) -> str:
-    """Without what XML cannot hold, and on one line."""
+    """Replace characters that XML cannot contain, and line breaks, with spaces."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def svg(picture: Picture) -> str:
-    """The SVG element: its classes are `state` or `put` (what the passes put in), `cN` for the N-th group, and an
-    arrow's kind."""
+    """Return the SVG element.
+
+    Its classes are `state` or `put` (inserted by the passes), `cN` for the N-th group, and an arrow's kind.
+    """
     boxes = {b.name: _extent(b.name, b.lines, 22, 14) for b in picture.boxes}
     labels = [_extent("", a.lines, 6, 0) if a.lines else (0.0, 0.0) for a in picture.arrows]
     drawn = draw(boxes, [(a.src, a.dst, e) for a, e in zip(picture.arrows, labels, strict=True)])
     width = drawn.width + 2 * MARGIN
     height = drawn.height + 2 * MARGIN
     root = ET.Element("svg", {"viewBox": f"{-MARGIN:g} {-MARGIN:g} {width:.1f} {height:.1f}", "role": "img"})
-    # As large as it is drawn, or as small as it can still be read.
+    # Between the size of the drawing and the smallest readable size.
     root.set("style", f"width:100%;max-width:{width:.0f}px;min-width:{0.72 * width:.0f}px")
     ET.SubElement(root, "title").text = clean(picture.title)
     groups = {name: n % COLOURS for n, (name, _) in enumerate(picture.groups)}
@@ -54,7 +56,10 @@ def svg(picture: Picture) -> str:
 
 
 def shorten(text: str, most: int = LONGEST) -> str:
-    """At most so many letters of a text, its beginning and its end: the verb of a node stands last."""
+    """Shorten a text to `most` letters, keeping its beginning and its end.
+
+    The verb of a node is at the end.
+    """
     text = clean(text)
     if cell_len(text) <= most:
         return text
@@ -123,7 +128,10 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _tip(points: Sequence[tuple[float, float]]) -> str:
-    """Arrows end upright, downwards or (against the order of the boxes) upwards."""
+    """Return the tip of an arrow, which ends vertically.
+
+    It points down, or up for an arrow against the order of the boxes.
+    """
     x, y = points[-1]
     back = -7 if points[-1][1] >= points[0][1] else 7
     return f"M{x:.1f} {y:.1f} L{x - 4:.1f} {y + back:.1f} L{x + 4:.1f} {y + back:.1f} Z"

@@ -1,7 +1,7 @@
-"""A plan as text for a person: what runs where, what moves, what fits, how long it takes, and why.
+"""A plan as text: what runs where, moves, fits and takes how long, with reasons.
 
-Invariant: every figure stands beside its source (measured, derived, datasheet, stated, assumed), every choice beside
-its reason. At 100 columns no table is cut off; without a terminal there is no colour.
+Invariant: every figure has its source next to it (measured, derived, datasheet, stated, assumed), every choice its
+reason. At 100 columns no table is cut off; without a terminal there is no colour.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .text_page import WIDTH, Page, Sheet
 
 
 def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
-    """The whole plan; a part that no pass has filled yet is left out."""
+    """Format a plan; parts that no pass has filled yet are left out."""
     page = Page(width, colour)
     write_plan(page, plan)
     return page.text()
 
 
 def write_plan(page: Sheet, plan: Plan) -> None:
-    """`plan_text` on any sheet."""
+    """Write a plan to any sheet."""
     _head(page, plan)
     if plan.placements:
         _pools(page, plan)
@@ -58,7 +58,7 @@ def write_plan(page: Sheet, plan: Plan) -> None:
 
 
 def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
-    """An algorithm without a place to run: workers, columns, states, edges."""
+    """Format an algorithm: workers, columns, states, edges."""
     page = Page(width, colour)
     write_graph(page, graph)
     return page.text()
@@ -71,7 +71,7 @@ def _worker(worker: Worker) -> Iterator[str]:
 
 
 def write_graph(page: Sheet, graph: Graph) -> None:
-    """`graph_text` on any sheet."""
+    """Write an algorithm to any sheet."""
     page.heading(f"Algorithm {graph.name}", f"{_rows(graph)} an iteration")
     if graph.params:
         page.line("params: " + ", ".join(f"{k} = {v}" for k, v in graph.params.items()))
@@ -119,7 +119,7 @@ def write_graph(page: Sheet, graph: Graph) -> None:
 
 
 def _kept(page: Sheet, graph: Graph) -> None:
-    """The states of the algorithm: who sets each, who reads it."""
+    """Write the states of the algorithm: which nodes set and read each."""
     if not graph.states:
         return
     page.heading("Values that outlive an iteration")
@@ -141,14 +141,14 @@ def _kept(page: Sheet, graph: Graph) -> None:
 
 
 def placed_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
-    """The graph with its docks and allgather-swaps."""
+    """Format the graph with its docks and allgather-swaps."""
     page = Page(width, colour)
     write_placed(page, plan)
     return page.text()
 
 
 def write_placed(page: Sheet, plan: Plan) -> None:
-    """`placed_text` on any sheet."""
+    """Write a placed graph to any sheet."""
     vertices, arcs = placed(plan)
     page.heading(f"Placed graph of {plan.graph.name}", f"on cluster {plan.cluster.name}")
     rows = [(v.name, v.kind, v.where, ", ".join(f"{k} {w}" for k, w in v.facts.items())) for v in vertices]
@@ -186,7 +186,7 @@ def _head(page: Sheet, plan: Plan) -> None:
         (what, value, f"{100 * device.share(name):.0f} %" if name else "", f.source, f.basis)
         for what, value, name, f in rows
     ]
-    page.table(("what", "figure", "reached", "source", "where from"), lines, right=(1, 2), keep=(0, 3))
+    page.table(("figure", "value", "reached", "source", "basis"), lines, right=(1, 2), keep=(0, 3))
 
 
 def _flops(rate: float) -> str:
@@ -194,7 +194,7 @@ def _flops(rate: float) -> str:
 
 
 def _rows(graph: Graph) -> str:
-    """Prompts, and what is generated of each, or of each of what is generated."""
+    """Describe the prompts of an iteration, and what is generated at each level."""
     words = [many(graph.rows[0], "prompt")]
     for level in range(1, len(graph.rows)):
         above = graph.under[level]
@@ -226,7 +226,7 @@ def _pools(page: Sheet, plan: Plan) -> None:
                 time = seconds.get(p.node)
                 cells = (
                     p.node,
-                    laid(replace(p.layout, etp=1)),  # which is told below, with the experts
+                    laid(replace(p.layout, etp=1)),  # listed below, with the experts
                     p.engine.name,
                     str(p.layout.devices),
                     size(p.weight_bytes),
@@ -273,15 +273,15 @@ def _docks(page: Sheet, plan: Plan) -> None:
         f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.warehouses) == 1 else 'hosts'} "
         f"{_range(docks.warehouses)}"
     )
-    what = f"{docks.mode}: {many(len(docks.controllers), 'controller')}, {where}; a wait may last {docks.deadline:g} s"
+    what = f"{docks.mode}: {many(len(docks.controllers), 'controller')}, {where}; deadline {docks.deadline:g} s"
     what += f"; at most {size(docks.capacity)} of rows a host" if docks.capacity else ""
     what += (
-        f"; a share may be {docks.imbalance:g} x an even one, for rows to stay on their host"
+        f"; a share may be {docks.imbalance:g} x the even share, to keep rows on their host"
         if docks.imbalance > 1
         else ""
     )
     if len({c.host for c in docks.controllers}) > 1:
-        what += "; each controller is where the fewest groups ask, of the hosts with the fewest ranks"
+        what += "; each controller is on a host with the fewest busy devices and groups to serve"
     page.heading("Transfer dock", what)
     rows = []
     for c in docks.controllers:
@@ -289,7 +289,7 @@ def _docks(page: Sheet, plan: Plan) -> None:
         chunk = f"{' or '.join(batch)} as soon as ready" if batch else "all"
         lockstep = "in lockstep: a collective spans its groups" if c.lockstep else "each group on its own"
         rows.append((c.node, str(c.host), ", ".join(c.columns), str(c.groups), chunk, lockstep))
-    page.table(("controller of", "host", "columns that it hears of", "groups", "hands out", "how"), rows, (1, 3))
+    page.table(("controller of", "host", "columns", "groups", "hands out", "how"), rows, (1, 3))
 
 
 def _traffic(page: Sheet, plan: Plan) -> None:
@@ -324,13 +324,13 @@ def _memory(page: Sheet, plan: Plan) -> None:
         phases = [m for m in plan.memory if (m.place, m.pool) == (place, pool)]
         has = phases[0].capacity
         of = f", pool {pool}" if place == "device" and len(plan.pools) > 1 else ""
-        page.heading(f"Memory a {place}{of}", f"{size(has.value)} ({has.source}); the sums are derived")
+        page.heading(f"Memory of a {place}{of}", f"{size(has.value)} ({has.source}); the sums are derived")
         rows = []
         for m in phases:
             items = ", ".join(f"{k} {size(v)}" for k, v in sorted(m.items.items(), key=lambda i: (-i[1], i[0])))
             part = f"{100 * m.total / m.capacity.value:.1f} %" + (" OVER" if m.total > m.capacity.value else "")
             rows.append((m.phase, size(m.total), part, f"{items or '-'}{f' ({m.remark})' if m.remark else ''}"))
-        page.table(("phase", "peak", "of it", "what"), rows, (1, 2))
+        page.table(("phase", "peak", "share", "items"), rows, (1, 2))
 
 
 def _estimate(page: Sheet, plan: Plan) -> None:
@@ -348,16 +348,17 @@ def _estimate(page: Sheet, plan: Plan) -> None:
         in_step = stale.in_step_seconds
         page.line(f"staleness: the weights that generate are {staleness(mean.value, stale.bound)} ({mean.source})")
         for state, most in late_states(plan).items():
-            page.line(f"state {state}: draws rows by its value of up to {many(most, 'iteration')} before")
+            page.line(f"state {state}: rows are sampled by its value from up to {many(most, 'iteration')} before")
         page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saved(whole, in_step)}")
     if cuts := max((GenerateAttributes.of(n).cuts for n in plan.graph.verb("generate") if n.cuts), default=0):
         page.line(
-            f"partial rollout: rows are at most {many(row_age_bound(plan), 'version')} old, {cuts} of them by `cuts`"
+            f"partial rollout: rows are at most {many(row_age_bound(plan), 'version')} old; {cuts} of these are due to "
+            "`cuts`"
         )
 
 
 def _surroundings(page: Sheet, plan: Plan) -> None:
-    page.heading("Environment", "of the ranks' processes; variables, unless they are set otherwise")
+    page.heading("Environment", "of the ranks' processes; variables that are already set keep their values")
     for of in (s for s in plan.surroundings if s.python):
         page.line(f"interpreter of {of.pool}: {of.python}")
     found: dict[Setting, list[str]] = {}
@@ -374,7 +375,7 @@ def _surroundings(page: Sheet, plan: Plan) -> None:
 
 
 def saved(whole: Figure, in_step: Figure) -> str:
-    """What staleness gains, in words."""
+    """Describe what staleness saves."""
     share = 1 - whole.value / in_step.value
     return f"staleness saves {100 * share:.3g} % of it" if share > 0 else "staleness saves none of it"
 
@@ -396,7 +397,7 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _count(plan: Plan) -> str:
-    """The closing count: what this plan adds to the graph."""
+    """Return the closing line: what this plan adds to the graph."""
     hosts = plan.cluster.nodes
     released = sum(r.released_bytes_per_device for r in plan.reshards)
     parts = [

@@ -1,6 +1,7 @@
-"""What text for a person is written on: a page of headings, lines and tables; and how figures read there.
+"""A page of text for users: headings, lines and tables.
 
-Invariant: without a terminal there is no colour, and nothing that a program holds can steer the terminal (`shown`).
+Invariant: without a terminal there is no colour, and nothing that a program contains can control the terminal
+(`shown`).
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ WIDTH = 100
 
 
 class Sheet(Protocol):
-    """What sections are written on: headings, and under each lines and tables."""
+    """A page that sections are written to: headings with lines and tables."""
 
     def heading(self, text: str, more: str = "") -> None: ...
     def line(self, text: str) -> None: ...
     def table(
         self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)
     ) -> None:
-        """`right` are the columns of figures, `keep` those that are never wrapped."""
+        """Write a table; `right` are columns of figures, `keep` columns that never wrap."""
 
     def closing(self, text: str) -> None:
-        """What it comes to, in a sentence."""
+        """Write the summary, one sentence."""
 
 
 class Page:
@@ -43,7 +44,7 @@ class Page:
             file=self.out,
             width=width,
             force_terminal=colour,
-            force_jupyter=False,  # it would show each line in a cell of its own, and give no text
+            force_jupyter=False,  # a notebook would show each line in a cell of its own, and return no text
             color_system="standard" if colour else None,
             highlight=False,
             emoji=False,

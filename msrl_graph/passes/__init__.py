@@ -1,5 +1,5 @@
-"""Passes: `Plan -> Plan`, pure and deterministic, one idea a file.
+"""The passes: pure, deterministic functions from a plan to a plan.
 
-Invariant: a pass fills its own part of the plan (and notes on it) and reads only what the passes fill that it needs
-(spec.py); order.py lists them all.
+Each file holds one pass. Invariant: a pass fills its own part of the plan, may add notes, and reads only the parts
+filled by the passes that it needs (spec.py). order.py lists all passes.
 """

@@ -1,7 +1,8 @@
-"""dock: a controller for every node, a warehouse on every host (arXiv:2507.19017, figure 4).
+"""dock: a controller for every node, a warehouse on every host.
 
-Invariant: a controller hears only of the columns that its node reads. Controllers are spread: each is on the host whose
-controllers the fewest groups ask, of those hosts with the fewest busy devices; of equals one with ranks of its node.
+Source: arXiv:2507.19017, figure 4. Invariant: a controller is informed only of the columns that its node reads. Each
+controller goes to the host with the fewest busy devices; ties go to the host whose controllers serve the fewest groups,
+then to a host with ranks of the node.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .spec import Pass
 
 @dataclass(frozen=True)
 class InsertDock(Pass):
-    """`engines` are the specs by name."""
+    """The pass that places controllers and warehouses; `engines` are specs by name."""
 
     name = "dock"
     needs = ("place",)
@@ -31,7 +32,7 @@ class InsertDock(Pass):
     def apply(self, plan: Plan) -> Plan:
         options = plan.deploy.dock
         hosts = range(1 if options.mode == "central" else plan.cluster.nodes)
-        # By host: devices of each pool, those that have a rank, and groups that ask its controllers.
+        # By host: the devices of each pool, the busy devices, and the groups that its controllers serve.
         every = {pool.name: plan.on_hosts(pool.name) for pool in plan.pools}
         busy, asked = [*map(sum, zip(*every.values(), strict=True))], [0] * plan.cluster.nodes
         found = [self._controller(plan, p) for p in plan.placements if plan.graph.node(p.node).verb != "source"]

@@ -1,8 +1,8 @@
-"""environment: what each pool's processes begin in: their interpreter, and the variables that their devices and their
-engines want.
+"""environment: the interpreter and the variables of each pool's processes.
 
-Invariant: a variable stands in a pool once. Of two who want different values of one the first has it, devices before
-engines, engines in the order of the graph, and a note tells of the other.
+The variables are those that the pool's devices and engines need. Invariant: a variable occurs once in a pool. If two
+sources want different values, the first wins and a note reports the other; devices come before engines, and engines
+follow the order of the graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .spec import Pass
 
 @dataclass(frozen=True)
 class PrepareEnvironments(Pass):
-    """`engines` are the specs by name."""
+    """The pass that fills in process environments; `engines` are the specs by name."""
 
     name = "environment"
     needs = ("place",)
@@ -37,7 +37,7 @@ class PrepareEnvironments(Pass):
                     if own.value != other.value:
                         notes.append(_told(pool.name, own, other))
             stated = (p.engine.options.get("python") for p in plan.placements if p.pool == pool.name)
-            python = str(next(filter(None, stated), ""))  # of two the check tells
+            python = str(next(filter(None, stated), ""))  # a check reports two different ones
             if settings or python:
                 found.append(ProcessEnvironment(pool.name, tuple(settings.values()), python))
         return replace(plan, surroundings=tuple(found), notes=(*plan.notes, *dict.fromkeys(notes)))

@@ -1,8 +1,9 @@
-"""estimate: seconds of each phase, of an iteration along its critical path, and tokens a second a device (eq. 5).
+"""estimate: seconds of each phase and of an iteration, and the throughput.
 
-Invariant: only composition; what a piece takes is in cost/time.py. Every row is taken at its bound and nothing is
-measured here; a figure is worth what its weakest input is worth, and its basis is its formula. Pipelines' bubbles and
-Python functions are left out, and noted.
+The iteration follows its critical path; the throughput is in tokens per second and device (eq. 5). Invariant: this
+module only composes; cost/time.py holds the cost of each piece. Every row has the length of its bound and nothing is
+measured here. The source of a figure is its weakest input's, and its basis is its formula. Pipeline bubbles and the
+work of Python functions are left out, and a note says so.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ EXCHANGE = "gradient exchange"
 
 @dataclass(frozen=True)
 class EstimateTime(Pass):
-    """`engines` are the specs by name; `rows` the responses of an iteration, where their lengths are known, not only
-    their bounds."""
+    """The pass that estimates time.
+
+    `engines` are the specs by name. `rows` are the responses of an iteration where their lengths are known, not only
+    their bounds.
+    """
 
     name = "estimate"
     needs = ("place", "reshard", "schedule", "traffic")
@@ -51,8 +55,8 @@ class EstimateTime(Pass):
         for r in plan.reshards:
             src = plan.placement(r.src).pool
             dst = plan.placement(r.dst).pool
-            alone = r.copied is not None  # from a copy, whose making is the update's
-            # Of weights that are not sent each time, so much of it on average.
+            alone = r.copied is not None  # fetched from a copy, which the update's ranks make
+            # Weights that are not sent each time cost this share on average.
             share = sends.share((r.src, r.dst)) if alone else 1.0
             seconds["RESHARD", r.dst] = _on_average(costs.reshard(plan, r), share)
             used["RESHARD", r.dst] = {dst} if alone else {src, dst}
@@ -62,7 +66,7 @@ class EstimateTime(Pass):
             if r.swap_in.bytes:
                 seconds["SWAP_IN", r.src] = costs.swap_in(r)
                 used["SWAP_IN", r.src] = {src}
-        # Edges of other pools run beside these: an iteration shows what the slowest rank spends on its own.
+        # Edges of different pools run in parallel: a phase shows the pool that spends most.
         for name, op in (("reshard", "RESHARD"), ("copy to send from", "PUBLISH"), ("swap in (H2D)", "SWAP_IN")):
             by_pool = {p.name: [f for k, f in seconds.items() if k[0] == op and p.name in used[k]] for p in plan.pools}
             pool, found = max(by_pool.items(), key=lambda item: math.fsum(f.value for f in item[1]))
@@ -109,25 +113,30 @@ class EstimateTime(Pass):
         ]:
             notes += (
                 PlanNote(
-                    "estimate", f"of Python functions only their calls count, not what they do: {', '.join(names)}"
+                    "estimate",
+                    f"only the call overhead of Python functions is counted, not their work: {', '.join(names)}",
                 ),
             )
         if words := unfiltered(plan.graph):
             notes += (PlanNote("estimate", words),)
         if any(n.cuts for n in plan.graph.verb("generate")):
-            notes += (PlanNote("estimate", "each row whole: what `partial` gains, `msrl-compile --simulate N` shows"),)
+            notes += (
+                PlanNote("estimate", "partial rollout is not estimated: `msrl-compile --simulate N` shows its gain"),
+            )
         rate = _throughput(plan, iteration)
         return replace(plan, estimate=Estimate(tuple(phases), iteration, rate, staleness), notes=notes)
 
     def of_node(self, plan: Plan, node: str) -> tuple[Figure, Figure]:
-        """What a node takes in an iteration, and its exchanges of gradients; of the plan's placements only its own
-        counts."""
+        """Return a node's seconds in an iteration, and those of its gradient exchanges.
+
+        Of the plan's placements only the node's own matters.
+        """
         costs = Costs(plan, self.engines, node)
         exchange = costs.exchange()
         return self._seconds(costs), replace(exchange, value=exchange.value * costs.steps())
 
     def _seconds(self, node: Costs) -> Figure:
-        """All of an iteration's rows, but for the exchange of gradients."""
+        """Return the seconds for all rows of an iteration, without gradient exchanges."""
         if node.graph_node.verb == "generate":
             return self._generate(node)
         plan = node.plan
@@ -154,8 +163,10 @@ class EstimateTime(Pass):
         return Figure(seconds, source, basis)
 
     def _part(self, node: Costs, rows: Rows, count: float) -> Rows:
-        """So many of an iteration's rows: those of an update's mini-batch are drawn from all prompts, then parted as
-        they follow."""
+        """Return `count` of an iteration's rows.
+
+        Rows of an update's mini-batch are sampled from all prompts and then split in order.
+        """
         samples = max((holdings.samples(node.plan, n.name) for n in node.plan.graph.verb("generate")), default=1)
         mini = (
             UpdateAttributes.of(node.graph_node).step_rows(rows.count)
@@ -173,8 +184,8 @@ class EstimateTime(Pass):
         written = holdings.written_tokens(plan, name)
         rows = self.rows or Rows.alike(prompts * samples, holdings.row_tokens(plan, name) - written, written, samples)
         prompt = rows.prompt / rows.count
-        # The first token comes with the prompt, the last of a row is not fed; rows that have drawn alike so far may be
-        # one.
+        # The prefill gives the first token, and a row's last token is not fed back. Rows that have sampled the same
+        # tokens so far may be computed as one.
         steps = max(rows.longest - prompt - 1, 0)
         fed = rows.response - rows.count
         if node.device.kind.where in node.spec.shares_beginnings:
@@ -198,20 +209,27 @@ class EstimateTime(Pass):
 
 
 def _on_average(each: Figure, share: float) -> Figure:
-    """Of what takes so many seconds, and comes in a share of the iterations."""
+    """Scale a cost that occurs only in a share of the iterations."""
     if share == 1:
         return each
     return replace(each, value=each.value * share, basis=f"in {100 * share:.3g} % of the iterations, {each.basis}")
 
 
 def unfiltered(graph: Graph) -> str:
-    """What is not known of filters, whose functions are not run; nothing where there are none."""
+    """Return a note on the filters, whose functions are not run; "" if there are none."""
     names = [n.name for n in graph.nodes if "keep" in n.attributes or "select" in n.attributes]
-    return f"rows that filters drop count to the end, and a refill's rounds do not: {', '.join(names)}" if names else ""
+    return (
+        f"rows that filters drop count as kept, and the rounds of a refill are not counted: {', '.join(names)}"
+        if names
+        else ""
+    )
 
 
 def _throughput(plan: Plan, iteration: Figure) -> Figure:
-    """Eq. 5, with the token columns of the longest rows that are generated (or read by an update, off-line)."""
+    """Return the throughput by eq. 5.
+
+    The token columns are those of the longest generated rows; off-line, those of the rows that an update reads.
+    """
     nodes = [n.name for n in plan.graph.verb("generate")] or [n.name for n in plan.graph.verb("update")]
     if not nodes or not iteration.value:
         return Figure(0.0, iteration.source, "nothing is generated or updated")

@@ -1,7 +1,7 @@
-"""memory: what each phase holds on a device and on a host at its peak.
+"""memory: the peak memory of each phase, on a device and on a host.
 
 Invariant: every phase is listed, whether it fits or not; checks/memory.py judges. Items are those of the busiest device
-and host.
+and the busiest host.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..ir.graph import Graph
 from ..ir.plan import PhaseMemory, Plan
 from .spec import Pass
 
-# What is not there from the start: of the optimizer all but the float32 masters beside bf16 weights, since moments come
-# with the first step; and what generations keep when it is fetched.
+# Endings of items that do not exist at the start: optimizer states, whose moments are created by the first step (the
+# float32 masters of bf16 weights exist from the start), and what generations keep once it is fetched.
 LATER = (" optimizer", holdings.KEPT)
 PHASES = ("load", "reshard", "generate", "swap", "infer", "update")
 
 
 @dataclass(frozen=True)
 class CountMemory(Pass):
-    """`engines` are the specs by name."""
+    """The pass that counts memory; `engines` are the specs by name."""
 
     name = "memory"
     needs = ("place", "dock", "reshard")
@@ -50,7 +50,10 @@ class CountMemory(Pass):
         return replace(plan, memory=(*devices, *hosts))
 
     def devices(self, plan: Plan) -> list[PhaseMemory]:
-        """Of the devices of each pool: needs no docks, and no reshards where that phase is of no interest."""
+        """Return the phases of every pool's devices.
+
+        Needs no docks; needs the reshards only if the caller wants their phase.
+        """
         return [m for pool in plan.pools for m in self._pool(plan, pool.name)]
 
     def _pool(self, plan: Plan, pool: str) -> list[PhaseMemory]:
@@ -75,7 +78,7 @@ class CountMemory(Pass):
         items |= holdings.masters(plan, self.engines, pool)
         nodes = [p.node for p in plan.placements if p.pool == pool]
         largest = max((plan.model(n).largest_read * BYTES[holdings.dtype(plan, n)] for n in nodes), default=0)
-        # Weights that leave are read first, one state's after the other's.
+        # Weights that will be offloaded are read first, one state after the other.
         leaving = holdings.offloaded(plan, self.engines, pool)
         first = max(((size, item) for item, size in leaving.items() if item.endswith(" weights")), default=(0, ""))
         if first[0] > sum(items.values()):
@@ -89,10 +92,14 @@ class CountMemory(Pass):
         )
 
     def _built(self, plan: Plan, pool: str) -> Iterator[PhaseMemory]:
-        """Generators are built before all else, one after the other, and what is theirs alone goes again; or, where no
-        process group can be made once they sleep, last, beside what there is while they generate."""
+        """Yield the memory of generators while they are built.
+
+        Generators are built one after the other, before anything else, and free their own memory again. Where no
+        process group can be made while they sleep, they are built last, next to what the device holds during
+        generation.
+        """
         early, nodes = plan.cluster.device.kind.groups_beside_sleep, [*plan.graph.verb("generate")]
-        own = {f"{n.name} weights" for n in nodes}  # of those that nothing reshards into, which stay
+        own = {f"{n.name} weights" for n in nodes}  # of generators that no edge reshards into: these stay
         frozen = {k: v for k, v in holdings.resident(plan, self.engines, pool).items() if k in own}
         for node in nodes:
             building = holdings.spec(plan, self.engines, node.name).building
@@ -102,10 +109,10 @@ class CountMemory(Pass):
             beside = frozen if early else self._beside(plan, pool, node.name)
             items = beside | {name: holdings.weights(plan, self.engines, node.name)}
             items |= building(holdings.work(plan, self.engines, node.name))
-            yield self._entry(plan, pool, "load", items, f"{node.name} is built with its whole cache, which goes again")
+            yield self._entry(plan, pool, "load", items, f"{node.name} is built with its whole cache, then frees it")
 
     def _beside(self, plan: Plan, pool: str, node: str) -> dict[str, int]:
-        """What there is beside a generation before the first update."""
+        """Return the items on a device during a generation before the first update."""
         items = holdings.generation_items(plan, self.engines, node)
         return {k: v for k, v in items.items() if not k.endswith(LATER)} | holdings.masters(plan, self.engines, pool)
 
@@ -119,14 +126,14 @@ class CountMemory(Pass):
             items = holdings.resident(plan, self.engines, pool, r.dst)
             worker = plan.graph.node(r.src).worker
             if r.order == "staged":
-                # Either the update weights are there, or what takes their place.
+                # The device holds either the update weights or what replaces them.
                 items[f"{worker} weights"] = max(
                     0, r.update_bytes_per_device - r.generate_bytes_per_device - r.bucket_bytes
                 )
             items |= {"generation weights": r.generate_bytes_per_device * (pool == target), "bucket": r.bucket_bytes}
             how = r.order if source == target else r.mode
             entries.append(self._entry(plan, pool, "reshard", items, f"{r.name}, {how}"))
-            if pool == source:  # before, the trainer computes what the generator is then compared with
+            if pool == source:  # first the trainer computes the reference for the comparison with the generator
                 items = holdings.resident(plan, self.engines, pool) | holdings.probing(plan, self.engines, r.src, r.dst)
                 entries.append(self._entry(plan, pool, "reshard", items, f"{r.name}, while it is probed"))
         return entries
@@ -137,7 +144,7 @@ class CountMemory(Pass):
             for r in plan.reshards
             if r.released_bytes_per_device and plan.placement(r.src).pool == pool
         ]
-        remark = f"{' and '.join(dict.fromkeys(back))} come back from the host's memory after generation"
+        remark = f"{' and '.join(dict.fromkeys(back))} return from host memory after generation"
         return [self._entry(plan, pool, "swap", holdings.resident(plan, self.engines, pool), remark)] if back else []
 
     def _of_node(self, plan: Plan, node: str, verb: str) -> PhaseMemory:
@@ -175,11 +182,14 @@ class CountMemory(Pass):
     def _host(
         self, plan: Plan, phase: str, devices: list[PhaseMemory], away: Mapping[str, int], rows: int
     ) -> PhaseMemory:
-        """`away` is what is offloaded, by item, `rows` the bytes of an iteration's."""
+        """Return a phase's memory on the busiest host.
+
+        `away` are the offloaded bytes by item, `rows` the bytes of an iteration's rows.
+        """
         cluster = plan.cluster
         items = dict(away)
         if phase == "update":
-            there = {p.name for p in plan.pools}  # the planner counts one of them alone
+            there = {p.name for p in plan.pools}  # the planner may count one pool alone
             for placement in map(plan.placement, (n.name for n in plan.graph.verb("update"))):
                 size = holdings.activations_away(plan, self.engines, placement.node) if placement.pool in there else 0
                 if size:
@@ -191,10 +201,10 @@ class CountMemory(Pass):
                 ranks = max(plan.on_hosts(plan.placement(r.src).pool))
                 items[name] = max(items.get(name, 0), r.released_bytes_per_device * ranks)
         if phase in PHASES[2:]:
-            # A generation may be ahead by iterations of rows that no update has read.
+            # A generation may be several iterations ahead: no update has read their rows yet.
             items["rows"] = lanes(plan) * rows // len(plan.docks.warehouses)
         if cluster.device.kind.shares_host_memory:
-            # A pool that has no such phase is in any of its own meanwhile.
+            # A pool without this phase may be in any of its own phases meanwhile.
             held = [0] * cluster.nodes
             for pool in plan.pools:
                 own = [m for m in devices if m.pool == pool.name]
@@ -206,19 +216,21 @@ class CountMemory(Pass):
 
 
 def _rounds(graph: Graph) -> dict[str, int]:
-    """Of the columns that are not written after a filter that refills, from how many rounds of prompts rows may lie in
-    the dock."""
+    """Return, by column, from how many rounds of prompts the dock may hold rows.
+
+    Only columns that are not written after a refilling filter are listed.
+    """
     found: dict[str, int] = {}
     for filter in (n for n in graph.nodes if CallAttributes.of(n).refill):
         after = graph.flow.after(filter.name)
-        # The last of several rounds of any size may begin just before the bound.
+        # With rounds of adaptive size, the last may begin just before the bound.
         rounds = (1 + CallAttributes.of(filter).refill) * (2 if CallAttributes.of(filter).adaptive else 1)
         found |= {c: rounds for n in graph.nodes if n.name not in after for c in n.writes}
     return found
 
 
 def over(memory: Iterable[PhaseMemory]) -> str:
-    """What does not fit, the worst of it; "" where all fits."""
+    """Describe the worst phase that does not fit; "" if all fit."""
     found = [m for m in memory if m.total > m.capacity.value]
     if not found:
         return ""

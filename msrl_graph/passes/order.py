@@ -1,7 +1,7 @@
 """All passes, in their order.
 
-Invariant: this is the one list. The compiler goes through it, the search tries combinations by it, and advice looks by
-it for what fits.
+Invariant: this is the only list. The compiler runs it, the search evaluates combinations with it, and advice uses it to
+find out what fits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from .traffic import CountTraffic
 
 
 def passes(place: Pass, engines: Mapping[str, EngineSpec], compare: bool = True) -> Passes:
-    """`place` is what places the nodes: the search, or what places them as it is told. `engines` are the specs by
-    name; `compare` is Resharding's."""
+    """Return all passes.
+
+    `place` is the pass that places nodes: the search, or a pass that follows a given decision. `engines` are the specs
+    by name; `compare` is passed to InsertResharding.
+    """
     return Passes(
         (
             place,

@@ -1,8 +1,8 @@
-"""reshard: each `=>` becomes an allgather-swap (arXiv:2507.19017, figure 5), or between two pools a send, in steps with
-bytes and seconds.
+"""reshard: each `=>` becomes an allgather-swap, or a send between two pools.
 
-Invariant: bytes are those of a device at its busiest (rank 0). What leaves the device is exactly the update's weights,
-whatever the two layouts are; in mode naive nothing does, nor in mode send, where generation takes no room of theirs.
+Each has steps with bytes and seconds (arXiv:2507.19017, figure 5). Invariant: bytes are those of the busiest device
+(rank 0). Exactly the update's weights leave the device, whatever the two layouts are. In mode naive nothing leaves; nor
+in mode send, where the generation is on other devices.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ from ..sharding.redistribute import (
 from .spec import Pass
 
 GIB = 1 << 30
-# Small models are cut into a few buckets all the same, so that gathering and selecting can overlap.
+# Small models are also cut into a few buckets, so that gathering and selecting can overlap.
 FEW = 4
 
 
 @dataclass(frozen=True)
 class InsertResharding(Pass):
-    """`engines` are the specs by name; `compare`: whether to count what naive resharding would leave behind, which
-    nothing else needs."""
+    """The pass that plans resharding.
+
+    `engines` are the specs by name. `compare` says whether to count what naive resharding would leave behind; nothing
+    else needs that number.
+    """
 
     name = "reshard"
     needs = ("place",)
@@ -62,8 +65,11 @@ class InsertResharding(Pass):
         )
 
     def _send(self, plan: Plan, edge: Edge) -> Reshard:
-        """Between two pools: bucket by bucket, on each host one generation rank of those that want the same box
-        receives it in exact overlaps from ranks that have them, and hands it on to the others."""
+        """Plan a send between two pools, bucket by bucket.
+
+        On each host, one of the generation ranks that want the same box receives it, in exact overlaps from the ranks
+        that have them, and passes it on to the others.
+        """
         cluster = plan.cluster
         model = plan.model(edge.src)
         source, target = (holdings.side(plan, self.engines, n) for n in (edge.src, edge.dst))
@@ -80,7 +86,7 @@ class InsertResharding(Pass):
         if plan.deploy.reshard.mode != "swap" or plan.deploy.reshard.order:
             reason += "; the stated mode and order are for states that share devices"
         steps = (
-            Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated by message, at both ends")),
+            Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated per message, at both ends")),
             Step("send by bucket", item * moved.received, _seconds(cluster, moved, item, (source, target))),
             Step("place slices", generate, _copy_seconds(cluster, generate)),
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
@@ -105,6 +111,7 @@ class InsertResharding(Pass):
         )
 
     def _reshard(self, plan: Plan, edge: Edge) -> Reshard:
+        """Plan an allgather-swap between two layouts of the same devices."""
         options = plan.deploy.reshard
         cluster = plan.cluster
         model = plan.model(edge.src)
@@ -117,18 +124,21 @@ class InsertResharding(Pass):
         moved = _sum([m for _, m in found])
 
         def alike(tensor: Tensor) -> tuple[Tensor, int, int]:
-            """What moves of one, moves of all like it: of layers that change their stage all, of others nothing."""
+            """Return a key that is equal for tensors that move the same way.
+
+            Only layers that change their pipeline stage differ by their two stages.
+            """
             here, there = (side.layout.stage_of(tensor.layer, tensor.layers) for side in (source, target))
             return nameless(tensor), here, there
 
-        # The temporary buffer holds a bucket as it comes: of an all-gather all that the block holds, else what this
-        # rank wants; of either only what a neighbour has a use for.
-        taken: dict[tuple[Tensor, int, int], tuple[int, int]] = {}  # the number of its way, and bytes
+        # The temporary buffer holds a bucket as it arrives: for an all-gather all that the block holds, else what this
+        # rank wants; in both cases only what a neighbour uses.
+        taken: dict[tuple[Tensor, int, int], tuple[int, int]] = {}  # the number of its route, and bytes
         for index, way in enumerate(ways):
             for tensor in {alike(p.tensor): p.tensor for p in pairs(families[way.of], source, target)}.values():
                 one = (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),)
                 per_host = cluster.devices_per_node
-                if way.how == "all-to-all":  # in two buffers, as it leaves and as it arrives
+                if way.how == "all-to-all":  # in two buffers: outgoing and incoming
                     amount = 2 * movement(one, source, target, per_host).received
                 else:
                     moves = way.how == "all-gather" and movement(one, source, target, per_host, way.block).total
@@ -186,14 +196,20 @@ class InsertResharding(Pass):
 def ways_of(
     kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
 ) -> list[tuple[ReshardRoute, Movement]]:
-    """How weights of `item` bytes an element come from one layout to another on the same devices, and what moves."""
+    """Return the routes of weights between two layouts on the same devices.
+
+    `item` is the bytes of an element. Each route comes with what it moves.
+    """
     families = _families(kinds, source, target)
     return [_way(of, family, source, target, per_host, item) for of, family in families.items()]
 
 
 def _families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict[str, tuple[TensorKind, ...]]:
-    """Weights that gather in the same blocks: experts are divided in a mesh of their own, and a vocabulary that two
-    engines pad to different sizes is cut at other rows than everything else."""
+    """Group weights that gather in the same blocks.
+
+    Experts are sharded in a mesh of their own. A vocabulary that two engines pad to different sizes is cut at other
+    rows than the other weights.
+    """
     found: dict[str, tuple[TensorKind, ...]] = {}
     for kind in kinds:
         of = "experts" if kind.tensor.experts else "embeddings" if kind.tensor.padded else "weights"
@@ -207,8 +223,11 @@ def _families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict
 
 
 def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> dict[tuple[str, str], float]:
-    """By instruction, seconds below which a reshard cannot get, whatever else it does: what the first host and the last
-    lack has to come in; and what is swapped goes over the host's link, out and in."""
+    """Return lower bounds for the seconds of a reshard, by instruction.
+
+    What the first and the last host lack must come in over the network. Swapped weights go over the host link, out and
+    in.
+    """
     cluster = plan.cluster
     model = plan.model(edge.src)
     source, target = (holdings.side(plan, engines, n) for n in (edge.src, edge.dst))
@@ -225,8 +244,11 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
 def _way(
     of: str, kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
 ) -> tuple[ReshardRoute, Movement]:
-    """An all-gather in the smallest blocks, unless each rank's own part of it is so small that sending just that moves
-    at most half."""
+    """Choose the route of a family of weights.
+
+    The default is an all-gather in the smallest blocks. If sending exactly each rank's own part moves at most half as
+    much, it is an all-to-all.
+    """
     block = gather_block(kinds, source, target)
     across = any(crosses(source, target, k.tensor.layers) for k in kinds)
     ranks = block * (source.layout.pp if across else 1)
@@ -238,20 +260,26 @@ def _way(
 
 
 def _sum(found: list[Movement]) -> Movement:
-    """The movements of one edge, one after another; the busiest device of each is taken to be the same."""
+    """Add up the movements of one edge, which follow one another.
+
+    The busiest device is taken to be the same in each.
+    """
     return Movement(
         *(sum(getattr(m, name) for m in found) for name in ("received", "inward", "outward", "total", "between"))
     )
 
 
 def _wanted(tensor: Tensor, target: Side) -> int:
-    """Elements of a tensor that the busiest generation rank holds."""
+    """Return the elements of a tensor that the busiest generation rank holds."""
     return elements(shard(tensor, target, stages(tensor, target.layout)[0] * target.layout.stage_devices))
 
 
 def _in_turn(tensors: tuple[Tensor, ...], sizes: Mapping[str, int], source: Side, across: bool) -> Mapping[str, int]:
-    """Sizes in the order of the buckets: the model's own, or where layers cross stages a layer of each stage in turn,
-    so that all give."""
+    """Return sizes in the order of the buckets.
+
+    This is the model's order. Where layers cross stages it takes a layer of each stage in turn, so that all stages
+    send.
+    """
     if not across:
         return {t.name: sizes[t.name] for t in tensors}
     order = []
@@ -262,7 +290,10 @@ def _in_turn(tensors: tuple[Tensor, ...], sizes: Mapping[str, int], source: Side
 
 
 def _buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
-    """Tensors in the model's order, as many a bucket as fit `limit` bytes; a larger one is a bucket of its own."""
+    """Split tensors, in order, into buckets of at most `limit` bytes.
+
+    A tensor larger than that is a bucket of its own.
+    """
     buckets: list[list[str]] = []
     filled = 0
     for name, size in sizes.items():
@@ -275,18 +306,19 @@ def _buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...
 
 
 def _order(plan: Plan, others: int, update: int, generate: int, bucket: int) -> tuple[str, str]:
+    """Choose the order of a reshard; return it with the reason."""
     options = plan.deploy.reshard
     capacity = holdings.capacity(plan.cluster).value
     need = others + update + generate + bucket
     size = holdings.gigabytes
     if options.mode == "naive":
-        return "direct", "naive: the update weights stay beside the generation weights"
+        return "direct", "naive: the update weights stay next to the generation weights"
     if options.order:
         return options.order, "stated"
     if need <= capacity:
         return (
             "direct",
-            f"all at once takes {size(need)} of {size(capacity)} a device, {size(others)} of it other states'",
+            f"all at once takes {size(need)} of {size(capacity)} a device, {size(others)} of it for other states",
         )
     return (
         "staged",
@@ -303,7 +335,11 @@ def _copy_seconds(cluster: ClusterSpec, amount: int) -> Figure:
 
 
 def _seconds(cluster: ClusterSpec, moved: Movement, item: int, ends: Sequence[Side]) -> Figure:
-    """Between hosts at the busier end's links, then within the host. Devices of another pool take turns in giving."""
+    """Return the seconds of a movement between two sides.
+
+    Between hosts the busier end's links count, then the links within the host. Devices of another pool take turns at
+    sending.
+    """
     if not moved.received:
         return Figure(0.0, "derived", "every rank has its slices")
     if not moved.between:

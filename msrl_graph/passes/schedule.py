@@ -1,10 +1,12 @@
-"""schedule: what the processes of each pool do, in order.
+"""schedule: the instructions of each pool's processes, in order.
 
-Invariant: every node of a task runs exactly once a turn of its stream; all streams of all tasks follow one order of the
-whole graph, so that two pools never wait for each other (a RESHARD between two stands in both, before the generation's
-turn); update weights are on the device whenever a node uses them: RESHARD takes them away, WAIT ends their return. A
-generation's weights leave after its turn, unless the next iteration may generate with them (`every`). The nodes up to a
-filter that refills come first, and AGAIN after them repeats them while it asks for more prompts.
+Invariants:
+- Every node of a task runs exactly once per turn of its stream.
+- All streams of all tasks follow one order of the whole graph, so that two pools never wait for each other. A RESHARD
+  between two pools is in both streams, before the generation's turn.
+- Update weights are on the device whenever a node uses them: RESHARD removes them, WAIT ends their return.
+- A generation's weights are released after its turn, unless the next iteration may generate with them (`every`).
+- The nodes up to a refilling filter come first. AGAIN after them repeats them while the filter asks for more prompts.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ from .spec import Pass
 
 @dataclass(frozen=True)
 class BuildSchedule(Pass):
-    """Colocated nodes run in turn: generations first, then frozen nodes (the swap-in hides behind them), then the rest.
-    Functions take no turn of a device: each comes as early as the graph lets it."""
+    """The pass that schedules nodes.
+
+    Colocated nodes run in turn: generations first, then frozen nodes (the swap-in overlaps with them), then the rest.
+    Functions need no device: each runs as early as the graph allows.
+    """
 
     name = "schedule"
     needs = ("place",)
@@ -59,9 +64,11 @@ def _streams(
 def _again(
     streams: list[tuple[str, tuple[Instruction, ...]]], filter: str, repeated: Collection[str]
 ) -> list[tuple[str, tuple[Instruction, ...]]]:
-    """The streams with an AGAIN after the part of a round that each has. A round that ends with a generation leaves its
-    weights there for the next; else they come anew, from another pool too, and whoever sends them repeats that with all
-    that lies between."""
+    """Add an AGAIN to each stream, after the instructions that a round repeats.
+
+    A round that ends with a generation leaves its weights for the next round. Otherwise the weights are resharded
+    again, possibly from another pool; the sending pool then repeats that RESHARD and everything in between.
+    """
     anew, known = set[str](), -1  # generations
     while len(anew) > known:
         known = len(anew)
@@ -81,8 +88,10 @@ def _again(
 
 
 def _round(stream: tuple[Instruction, ...], repeated: Collection[str], anew: Collection[str]) -> slice | None:
-    """The part of a stream that a round repeats, where weights of the generations `anew` come in each; None where there
-    is none."""
+    """Return the part of a stream that a round repeats; None if there is none.
+
+    The weights of the generations `anew` are resharded in each round.
+    """
     runs = [i for i, x in enumerate(stream) if x.op == "RUN" and x.node in repeated]
     weights = [i for i, x in enumerate(stream) if x.op == "RESHARD" and x.other in repeated]
     first = min([*runs, *(i for i in weights if stream[i].other in anew)], default=None)
@@ -90,7 +99,7 @@ def _round(stream: tuple[Instruction, ...], repeated: Collection[str], anew: Col
         return None
     last = max((*runs, *weights))
     if stream[last].node in anew and stream[last + 1 : last + 2] == (Instruction("RELEASE", stream[last].node),):
-        last += 1  # what stays would not be looked for again
+        last += 1  # without the RELEASE the weights would stay, and not be resharded again
     return slice(first, last + 1)
 
 
@@ -101,8 +110,10 @@ def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction,
         for n in order
         if plan.deploy.reshard.mode == "swap" and n.name in source and _pools(plan, source, n) == {pool}
     }
-    owner = {n.name: plan.graph.node(source.get(n.name, n.name)).worker for n in order}  # whose weights a node uses
-    # Swapped generations after which the weights come back: the next that uses them is none.
+    owner = {
+        n.name: plan.graph.node(source.get(n.name, n.name)).worker for n in order
+    }  # the worker whose weights a node uses
+    # Swapped generations after which the weights return: the next user of them is not a swapped generation.
     back = {
         n.name
         for i, n in enumerate(order)
@@ -111,7 +122,7 @@ def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction,
     }
     stay = {dst for _, dst in sparse(plan)}
     out: list[Instruction] = []
-    returning: dict[str, str] = {}  # by worker, the update that its weights left as
+    returning: dict[str, str] = {}  # by worker: the update whose weights are returning
     for node in order:
         if node.name in source and pool in _pools(plan, source, node):
             out.append(Instruction("RESHARD", source[node.name], node.name))
@@ -130,14 +141,17 @@ def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction,
 
 
 def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
-    """The pools at the two ends of the edge that reshards into a node."""
+    """Return the pools at the two ends of the edge that reshards into a node."""
     return {plan.placement(node.name).pool, plan.placement(source[node.name]).pool}
 
 
 def _order(plan: Plan, repeated: Collection[str]) -> list[Node]:
-    """All nodes in an order that respects the graph; of those that could run next: those that a refill repeats or a
-    pool begins early, then functions, generations, frozen nodes, nodes with weights that come back, updates, each in
-    the graph's order. Where pools may be ahead, functions that wait for the iteration before come last."""
+    """Return all nodes in an order that respects the graph.
+
+    Of the nodes that could run next the order is: nodes that a refill repeats or a pool begins early, then functions,
+    generations, frozen nodes, nodes whose weights return, updates; each group in the graph's order. Where pools may be
+    ahead, functions that wait for the iteration before come last.
+    """
     graph = plan.graph
     first = {*repeated, *chain.from_iterable(pipelined(plan).values())}
     late = waiting(plan) if leads(plan) else {}

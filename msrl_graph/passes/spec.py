@@ -1,7 +1,7 @@
-"""What a pass is, and a list of them.
+"""The interface of a pass, and a list of passes.
 
-Invariant: passes run in the order of their list, and whatever a pass needs stands before it. Who wants a part of a
-list names where it begins and ends, so that one more pass is a file and a line in the list.
+Invariant: passes run in the order of their list, after the passes that they need. A caller that wants part of a list
+names its first and last pass, so that a new pass is one file and one line in the list.
 """
 
 from __future__ import annotations
@@ -15,24 +15,29 @@ from ..ir.plan import Plan
 
 
 class Pass(ABC):
-    """`Plan -> Plan`. It `needs` the passes whose parts of the plan it reads; its fields are its options."""
+    """A function `Plan -> Plan`.
+
+    It `needs` the passes whose parts of the plan it reads. Its fields are its options.
+    """
 
     name: ClassVar[str]
     needs: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def apply(self, plan: Plan) -> Plan:
-        """The plan with the part that this pass fills."""
+        """Return the plan with the part that this pass fills."""
 
     def verify(self, plan: Plan) -> Iterator[str]:
-        """What is wrong with that part, in words, where the parts before it are right: a part of ir/verify.py. Of what
-        a pass only notes nothing can be."""
+        """Yield the errors in that part, in words: a part of ir/verify.py.
+
+        The parts before it must be correct. A pass that only adds notes has nothing to verify.
+        """
         return iter(())
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Some passes, from the first to the last."""
+    """A sequence of passes."""
 
     steps: tuple[Pass, ...]
 
@@ -46,15 +51,15 @@ class Passes:
         return [step.name for step in self.steps].index(name)
 
     def until(self, name: str) -> Passes:
-        """From the first to the one of that name."""
+        """Return the passes from the first to the named one."""
         return Passes(self.steps[: self._place(name) + 1])
 
     def after(self, name: str) -> Passes:
-        """From the one that follows that name to the last."""
+        """Return the passes that follow the named one."""
         return Passes(self.steps[self._place(name) + 1 :])
 
     def only(self, *names: str) -> Passes:
-        """Those of these names."""
+        """Return the passes with these names."""
         return Passes(tuple(step for step in self.steps if step.name in names))
 
     def apply(self, plan: Plan) -> Plan:
@@ -63,7 +68,9 @@ class Passes:
         return plan
 
     def verify(self, plan: Plan) -> Iterator[str]:
-        """What is wrong with the parts that these fill. Of several faults the first is sure: what is said after it
-        relies on its part."""
+        """Yield the errors in the parts that these passes fill.
+
+        Only the first error is certain: later passes rely on the part that it is in.
+        """
         for step in self.steps:
             yield from step.verify(plan)

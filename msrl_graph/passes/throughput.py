@@ -1,12 +1,13 @@
-"""How often an iteration ends: what each piece takes, followed along the streams of all pools, which run side by side
-while rows come by the edges.
+"""How often an iteration ends, from the seconds of its pieces.
 
-Invariant: only composition, and never less where a piece takes more. In step an iteration is as long as its critical
-path. Where pools may be ahead it is as long as they need in the long run: the pools go round, each as often as the
-others, and no circle of what waits for what can be gone round quicker than its seconds over the iterations that it
-leads through (a maximum cycle mean; Baccelli et al., Synchronization and Linearity, 1992). Where not every version is
-sent, iterations differ by where they stand between two that are: each such place is a point of its own on a way round.
-The first iterations, which fill the pipeline, count for nothing, nor do checkpoints and evaluations.
+The pieces are followed along the streams of all pools, which run in parallel while rows arrive over the edges.
+
+Invariant: this module only composes, and the result never decreases if a piece takes longer. Without staleness an
+iteration takes its critical path. Where pools may be ahead it takes the long-run mean: all pools iterate equally often,
+and no cycle of dependencies can run faster than its seconds divided by the iterations that it spans (a maximum cycle
+mean; Baccelli et al., Synchronization and Linearity, 1992). Where not every version is sent, iterations differ by their
+position between two sent versions: each position is a vertex of its own. The first iterations, which fill the pipeline,
+do not count, nor do checkpoints and evaluations.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from ..ir.instruction import Instruction, Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
 
 Edge = tuple[str, str]  # of resharding, (src, dst)
-Seconds = Mapping[tuple[str, str], float]  # of RUN, RESHARD, SWAP_IN by node, of PUBLISH by resharding edge's end
+Seconds = Mapping[tuple[str, str], float]  # by instruction and node; PUBLISH by the destination of its edge
 UPDATES = "the updates"  # all pools that are in step, as one
-ROUNDS = 50  # iterations, by how many may be under way, after which the staleness is that of the long run
+ROUNDS = 50  # the staleness of the long run is simulated over this many times the iterations in flight
 
 
 @dataclass(frozen=True)
 class _Arc:
-    """What `dst` begins an iteration so many seconds after at the earliest: `src` having begun the one that many
-    `iterations` before. It is of the iterations that stand at a `place` between two versions that are sent."""
+    """A dependency: `dst` begins an iteration at least `seconds` after `src`.
+
+    `src` counts from when it began the iteration that many `iterations` before. The arc belongs to iterations at one
+    `place` between two sent versions.
+    """
 
     src: str
     dst: str
@@ -42,8 +46,10 @@ class _Arc:
 
 @dataclass(frozen=True)
 class Throughput:
-    """`seconds` between the ends of two iterations, and `why`. `arcs`: what waits for what, where pools may be ahead,
-    of so many `places` between two versions that are sent."""
+    """`seconds` between the ends of two iterations, and the reason `why`.
+
+    `arcs` are the dependencies where pools may be ahead; `places` is the number of positions between two sent versions.
+    """
 
     seconds: float
     why: str
@@ -51,7 +57,10 @@ class Throughput:
     places: int = 1
 
     def mean_staleness(self, plan: Plan) -> float:
-        """Return the age of the weights that generate, in versions: the long-run mean over their resharding edges."""
+        """Return the age of the weights that generate, in versions.
+
+        It is the long-run mean over their resharding edges.
+        """
         sends = Sends(plan)
         run = plan.deploy.run
         turns = pipelined(plan)
@@ -77,13 +86,19 @@ class Throughput:
 
 
 def critical(plan: Plan, seconds: Seconds) -> tuple[float, str]:
-    """When the last of an iteration is done where all pools begin it at once, and the chain that leads there."""
+    """Return the length of an iteration and its critical path.
+
+    All pools begin the iteration at once.
+    """
     found = _Clock(plan, seconds, _streams(plan), {p.name: 0.0 for p in plan.pools})
     return found.length, found.path()
 
 
 def pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
-    """`around` is what begins and ends an iteration, for whoever goes on by itself."""
+    """Return the throughput of a plan.
+
+    `around` are the seconds that begin and end an iteration of pools that run on their own.
+    """
     if not leads(plan):
         length, path = critical(plan, seconds)
         return Throughput(length + around, f"critical path: {path}")
@@ -102,8 +117,11 @@ def pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
 
 
 def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:
-    """Between the pools that may be ahead, each by itself, and all others, which begin together when all of the
-    iteration before has ended."""
+    """Return the dependencies between pools.
+
+    Each pool that may be ahead is on its own. All others begin an iteration together, when the one before has ended
+    completely.
+    """
     edges = frozenset(fetched(plan))
     turns = pipelined(plan)
     parts = _parts(plan)
@@ -111,7 +129,7 @@ def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int
     in_step = {p.name: 0.0 for p in plan.pools if p.name not in ahead}
     found = list[_Arc]()
     back = dict[str, float]()
-    for pool in turns:  # first the opening of a later iteration, then the rest of this one
+    for pool in turns:  # a pipelined pool runs the opening of a later iteration, then the rest of this one
         own = _Clock(plan, seconds, parts, {_opening(pool): 0.0}, edges)
         in_step[pool] = own.clock[_opening(pool)]
         back = back | own.back
@@ -124,18 +142,20 @@ def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int
     alone = _Clock(plan, seconds, parts, in_step, edges, opened=-math.inf, back=back)
     once = [_Arc(UPDATES, UPDATES, 1, alone.length + around, alone.path(), place) for place in range(places)]
     found = once + found
-    if chain := [n for n in _after_opening(plan) if alone.functions[n]]:  # each waits for those of the iteration before
+    if chain := [
+        n for n in _after_opening(plan) if alone.functions[n]
+    ]:  # each waits for the ones of the iteration before
         whole = math.fsum(alone.functions[n] for n in chain)
         found += [_Arc(FUNCTIONS, FUNCTIONS, 1, whole, " > ".join(chain), place) for place in range(places)]
     waits = awaits(plan, sends.leads)
     for pool, lead in ahead.items():
-        opened = -math.inf if waits[pool] else 0.0  # else by those that it waits for
-        # By its own devices, or by the weights that are as old as they may be.
+        opened = -math.inf if waits[pool] else 0.0  # else opened by the pools that it waits for
+        # Limited by its own devices, or by weights of the largest allowed staleness.
         for src, copies in ((pool, {}), (UPDATES, alone.copied)):
             own = _Clock(plan, seconds, parts, {pool: 0.0}, edges, copies, opened)
             ends = own.ends(ahead)
             for place in range(places):
-                # Of an iteration that stands there, long after the first.
+                # An iteration at this position, long after the first.
                 number = places * (1 + lead) + place
                 iterations = 1 if src == pool else number + 1 - sends.after(pool, number)
                 found += [
@@ -147,8 +167,8 @@ def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int
 
 
 def _slowest(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
-    """The circle that takes the most seconds an iteration: while another takes more than the best so far, that one."""
-    best = [arcs[0]] * places  # the updates, one after the other
+    """Return the cycle with the most seconds per iteration."""
+    best = [arcs[0]] * places  # the updates alone
     while True:
         rate = math.fsum(a.seconds for a in best) / sum(a.iterations for a in best)
         if (better := _above(arcs, places, rate)) is None:
@@ -157,12 +177,14 @@ def _slowest(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
 
 
 def _above(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
-    """A circle that takes more seconds an iteration than `rate`, if there is one: of the longest ways, as Bellman and
-    Ford find them, only those round such a circle grow for ever."""
+    """Return a cycle with more seconds per iteration than `rate`, or None.
+
+    Longest paths are computed as by Bellman and Ford: only those around such a cycle grow without end.
+    """
     rounding = 1e-12 * max(a.seconds for a in arcs)
     ends = {a: ((a.src, (a.place - a.iterations) % places), (a.dst, a.place)) for a in arcs}
     longest = {dst: 0.0 for _, dst in ends.values()}
-    last: dict[tuple[str, int], _Arc] = {}  # of the longest way to a place
+    last: dict[tuple[str, int], _Arc] = {}  # the last arc of the longest path to a vertex
     at: tuple[str, int] | None = None
     for _ in longest:
         at = None
@@ -175,7 +197,7 @@ def _above(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
         if at is None:
             return None
     assert at is not None
-    for _ in longest:  # back until it is on the circle
+    for _ in longest:  # go back until the vertex is on the cycle
         at = ends[last[at]][0]
     circle = [last[at]]
     while (before := ends[circle[0]][0]) != at:
@@ -184,12 +206,12 @@ def _above(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
 
 
 def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
-    """What pools do of an iteration, each all in one go."""
+    """Return the training instructions of each pool, each in one piece."""
     return {s.pool: s.instructions for s in plan.schedule if s.task == "train" and s.pool != FUNCTIONS}
 
 
 def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
-    """The same, with the opening of a pipelined pool apart from the rest."""
+    """Return the same, with the opening of a pipelined pool as a stream of its own."""
     found: dict[str, Sequence[Instruction]] = {}
     for stream in plan.schedule:
         if stream.task == "train" and stream.pool != FUNCTIONS:
@@ -200,7 +222,7 @@ def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
 
 
 def _after_opening(plan: Plan) -> list[str]:
-    """The functions that begin when those of the iteration before have ended, in order."""
+    """Return the functions that begin after those of the iteration before, in order."""
     stream = next(s for s in plan.schedule if (s.pool, s.task) == (FUNCTIONS, "train"))
     first = opening(plan, stream)
     return [x.node for x in stream.instructions[first:] if x.op == "RUN"] if first else []
@@ -211,8 +233,11 @@ def _opening(pool: str) -> str:
 
 
 class _Clock(Walker):
-    """The time in each pool while an iteration goes by. A function starts when its rows are there; a node on devices
-    has its turn in its stream. The ranks of a CPU cluster have all cores, so what functions take is taken from them."""
+    """The time in each pool during an iteration.
+
+    A function starts when its rows have arrived; a node on devices starts when its turn in its stream comes. The ranks
+    of a CPU cluster use all cores, so there the functions' seconds are added to the ranks'.
+    """
 
     def __init__(
         self,
@@ -225,9 +250,12 @@ class _Clock(Walker):
         opened: float = 0.0,
         back: Mapping[str, float] | None = None,
     ) -> None:
-        """What follows of `begins`, when `streams` begin: of others nothing is waited for but their rows. `back` is
-        when weights are that are swapped in. The source has its rows when the iteration is `opened`. Weights of the
-        edges `fetches` are copied by the update, and fetched when the `copies` are there; at others two pools meet."""
+        """Run the streams; each starts at its time in `begins`.
+
+        Pools outside `begins` are awaited only for their rows. `back` is when swapped-in weights have returned. The
+        source has its rows at `opened`. Weights of the edges `fetches` are copied by the update and fetched when the
+        `copies` exist; at other edges the two pools meet.
+        """
         self.plan = plan
         self.seconds = seconds
         self.fetches = fetches
@@ -238,23 +266,23 @@ class _Clock(Walker):
         self.taken = sum(self.functions.values()) if shared else 0.0
         self.functions = dict.fromkeys(self.functions, 0.0) if shared else self.functions
         self.handover = costs.handover(plan).value
-        # By node: of the nodes that its rows come from, how many are not done.
+        # By node: how many of the nodes that it reads from are not done.
         self.waits = {n.name: len(plan.graph.into(n.name)) for n in plan.graph.nodes}
         self.clock = dict.fromkeys(streams, -math.inf) | dict(begins)
-        self.before = dict.fromkeys(streams, "")  # by pool: what it ran last
+        self.before = dict.fromkeys(streams, "")  # by pool: the node that it ran last
         self.opened = opened
         self.done: dict[str, float] = {}
         self.cause: dict[str, str] = {}
         self.back: dict[str, float] = {}
         self.swapped = back or {}
-        self.copied: dict[Edge, float] = {}  # when each copy was there
+        self.copied: dict[Edge, float] = {}  # when each copy was complete
         for name in [n for n in self.functions if not self.waits[n]]:
             self._start(name)
         Walk(streams).finish(self)
         self.length = max(self.done.values(), default=0.0) + self.taken
 
     def path(self, pool: str = "") -> str:
-        """The chain of nodes that leads to the last one, of a pool or of all."""
+        """Return the chain of nodes that leads to the last one, of a pool or of all."""
         last = self.before[pool] if pool else max(self.done, key=lambda n: (self.done[n], n), default="")
         chain = []
         while last:
@@ -263,7 +291,7 @@ class _Clock(Walker):
         return " > ".join(reversed(chain))
 
     def ends(self, pools: Iterable[str]) -> dict[str, tuple[float, str]]:
-        """When some pools, and the updates, are done, and the chain that leads there."""
+        """Return when some pools and the updates are done, each with its chain of nodes."""
         found = {pool: (self.clock[pool] + self.taken, self.path(pool)) for pool in pools}
         return found | {UPDATES: (self.length, self.path())}
 
@@ -275,7 +303,7 @@ class _Clock(Walker):
         return max(into, default=(self.opened, ""))
 
     def _start(self, name: str) -> None:
-        """A function, and all that start when it is done."""
+        """Run a function and all functions that start when it is done."""
         ready = [name]
         while ready:
             name = ready.pop()
@@ -284,7 +312,7 @@ class _Clock(Walker):
             ready += self._follow(name)
 
     def _follow(self, name: str) -> list[str]:
-        """The functions for which a node that is done was the last to wait for."""
+        """Return the functions that waited only for a node that is now done."""
         after = [e.dst for e in self.plan.graph.out_of(name)]
         for other in after:
             self.waits[other] -= 1
@@ -315,7 +343,7 @@ class _Clock(Walker):
         self.before.update(dict.fromkeys(pools, self.before[slowest]))
 
     def release(self, pool: str, node: str) -> None:
-        """It takes no time."""
+        """Do nothing: it takes no time."""
 
     def swap_in(self, pool: str, node: str) -> None:
         self.back[node] = self.swapped.get(node, self.clock[pool] + self.seconds.get(("SWAP_IN", node), 0.0))
@@ -324,5 +352,8 @@ class _Clock(Walker):
         self.clock[pool] = max(self.clock[pool], self.back.get(node, 0.0))
 
     def again(self, pool: str, node: str, rounds: int) -> bool:
-        """Nobody knows how many rounds of prompts filters ask for: one is counted, and a note says so."""
+        """Return False: one round of prompts is counted, and a note says so.
+
+        How many rounds filters ask for is unknown.
+        """
         return False

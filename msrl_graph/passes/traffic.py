@@ -1,8 +1,9 @@
-"""traffic: what each sample edge moves in an iteration, through the dock and, for comparison, through a central buffer.
+"""traffic: the bytes of each sample edge in an iteration, and their seconds.
 
-Invariant: counted on the graph itself, at the columns' bounds: a column once for each node that reads it (an update
-reads its rows once an epoch), row-level columns once a row, prompt-level columns once a prompt. tests/test_equations.py
-holds it to the paper's equations.
+Seconds are given through the dock and, for comparison, through a central buffer. Invariant: traffic is counted on the
+graph, at the columns' bounds. A column counts once for each node that reads it (an update reads its rows once an
+epoch), row-level columns once a row, prompt-level columns once a prompt. tests/test_equations.py compares it with the
+paper's equations.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from .spec import Pass
 
 @dataclass(frozen=True)
 class CountTraffic(Pass):
-    """Rows are put where they are made; a reader finds at least the share 1 / hosts of them on its own host."""
+    """The pass that counts traffic.
+
+    Rows are stored where they are made. A reader finds at least the share 1 / hosts of them on its own host.
+    """
 
     name = "traffic"
     needs = ("place", "dock")
@@ -39,7 +43,7 @@ class CountTraffic(Pass):
             notes += (PlanNote("traffic", f"columns of text have no bound and count as 0 bytes: {', '.join(unknown)}"),)
         for text in [c for c in token_columns(graph) if c in unknown and not graph.column(c).dims]:
             most = (
-                f"`{text}` is planned for as up to {bound(graph, text):,} tokens: `{text} : text[<= n]` states "
+                f"`{text}` is planned with up to {bound(graph, text):,} tokens: write `{text} : text[<= n]` for "
                 "another bound"
             )
             notes += (PlanNote("traffic", most),)
@@ -48,7 +52,7 @@ class CountTraffic(Pass):
 
 @dataclass(frozen=True)
 class _Edges:
-    """The edges of a plan: what stands in many of them is written once."""
+    """The sample edges of a plan; texts that many edges share are built once."""
 
     plan: Plan
 
@@ -68,7 +72,7 @@ class _Edges:
         amount = sum(sizes[c] for c in columns) * epochs
         level = max((graph.column(c).level for c in columns), key=graph.depth, default=0)
         share = (hosts - 1) / hosts
-        # A central buffer is far from whoever writes, too: a node's puts are counted on its first edge.
+        # Writes to a central buffer also cross the network: a node's puts are counted on its first edge.
         puts = sum(sizes[c] for c in graph.node(src).writes) if edge is graph.out_of(src)[0] else 0
         through, spread = self._bases
         central = Figure((amount + puts) * share / network.value, network.source, through)
@@ -77,7 +81,7 @@ class _Edges:
             seconds = central = self._nothing
         elif plan.docks.mode != "central":
             seconds = Figure(amount * share / len(plan.docks.warehouses) / network.value, network.source, spread)
-        how = self._how(dst, epochs) if columns else "order only: what it reads comes by other edges"
+        how = self._how(dst, epochs) if columns else "order only: its reader gets all columns by other edges"
         return Traffic(src, dst, columns, graph.rows[level], amount, seconds, central, how)
 
     @cached_property
@@ -86,7 +90,7 @@ class _Edges:
 
     @cached_property
     def _bases(self) -> tuple[str, str]:
-        """Where seconds are from, through a central buffer and through the dock."""
+        """Return the formulas of the seconds: through a central buffer, through the dock."""
         hosts = self.plan.cluster.nodes
         network = self.plan.cluster.network
         parts = f"bytes x {hosts - 1}/{hosts}"

@@ -1,1 +1,1 @@
-"""What the file leaves open, chosen: pools, layouts, engines, and what leaves the devices."""
+"""Choices that the file leaves open: pools, layouts, engines, and offloading."""

@@ -1,7 +1,6 @@
-"""Advice: what would fit, where what the file states does not; and what would be quicker, where it leaves much unused.
+"""Advice: what would fit if the stated plan does not, and what would be faster.
 
-Invariant: what is advised the passes themselves have tried, on the plan that it would be; where nothing fits, that is
-said.
+Invariant: the passes have evaluated the advised plan as a whole. Where nothing fits, the advice says so.
 """
 
 from __future__ import annotations
@@ -19,30 +18,35 @@ from ..ir.plan import FUNCTIONS, Deployment, EngineChoice, PhaseMemory, Plan, Pl
 from ..passes.spec import Passes
 from ..sharding.layout import Layout
 
-# Layouts near the stated one that are tried before the search is asked.
+# The number of layouts near the stated one that are tried before the search runs.
 TRIED = 40
-# The share of an iteration that staleness has to save to be worth a note.
+# Staleness gets a note if it saves at least this share of an iteration.
 WORTH = 0.1
 
 
 @dataclass(frozen=True)
 class Advice:
-    """`passes` are all of the compiler's, `engines` the specs by name; `misplaced` says whether layouts of a placed
-    plan are wrong."""
+    """Advice on a plan.
+
+    `passes` are all passes of the compiler, `engines` the specs by name; `misplaced` says whether a placed plan has
+    wrong layouts.
+    """
 
     passes: Passes
     engines: Mapping[str, EngineSpec]
     misplaced: Callable[[Plan], bool]
 
     def nearest(self, plan: Plan, worst: PhaseMemory) -> str:
-        """The nearest layout that fits, for the nodes whose phase needs most; "" where none was found, and none was
-        ruled out."""
+        """Return the nearest layout that fits, for the nodes of the fullest phase.
+
+        Returns "" if none was found but none was ruled out either.
+        """
         verb = "generate" if worst.phase == "generate" else "update"
         first = [n for n in plan.graph.verb(verb) if plan.placement(n.name).pool == worst.pool]
         if not first:
             return ""
         stated = plan.deploy.layouts
-        # Nodes that are stated to have the layout of an update go with it.
+        # Nodes whose stated layout is an update's change with it.
         nodes = [n.name for n in plan.graph.nodes if n in first or (n.name in stated and _follows(plan, n, first))]
         nodes.sort(key=lambda n: n != first[0].name)
         ruled_out = plan.search is not None and plan.search.hopeless
@@ -60,8 +64,10 @@ class Advice:
         return f"no other layout of {named} fits either: it takes more devices, or a smaller model" if ruled_out else ""
 
     def staler(self, plan: Plan) -> tuple[PlanNote, ...]:
-        """What staleness of one version would save, where the file states none and generations have devices apart from
-        the update's: with the same layouts."""
+        """Return a note on what a staleness of one version would save.
+
+        The layouts stay. Applies where the file states no staleness and generations have other devices than the update.
+        """
         graph = plan.graph
         edges = [e for e in graph.reshards() if plan.placement(e.src).pool != plan.placement(e.dst).pool]
         stated = any(ReshardingEdgeAttributes.of(e).staleness for e in graph.reshards())
@@ -93,11 +99,11 @@ class Advice:
         return (PlanNote("staleness", f"with {told} {gain}, and {how}"),)
 
     def _other(self, plan: Plan, nodes: Sequence[str], worst: PhaseMemory) -> str:
-        """Another layout of the same devices, or recomputation."""
+        """Return a layout of the same devices that fits, or recomputation."""
         engine = plan.placement(nodes[0]).engine
         model = plan.model(nodes[0])
         updates = [plan.graph.node(n) for n in nodes]
-        # What is open of the others stays as the search left it: a search for each would take minutes.
+        # Open choices of other nodes stay as the search left them: a search for each would take minutes.
         placed = [p for p in plan.placements if p.pool in {x.name for x in plan.pools}] if plan.search else []
         layouts = {p.node: p.layout for p in placed if p.node not in plan.deploy.layouts} | plan.deploy.layouts
         chosen = {p.node: EngineChoice(p.engine.name) for p in placed} | plan.deploy.engines
@@ -108,7 +114,7 @@ class Advice:
                 sizes = self.engines[engine.name].spread.written(choice, model)
                 return f"the nearest layout that fits: `layout {', '.join(nodes)} {{ {sizes} }}`"
         if worst.phase == "update" and engine.options.get("recompute") != "full":
-            # The passes choose the micro-batch again, for what recomputation leaves.
+            # The passes choose the micro-batch again, for the memory that recomputation frees.
             stated = plan.deploy.engines.get(nodes[0], EngineChoice(engine.name))
             full = replace(stated, options={**stated.options, "recompute": "full"})
             engines = {**plan.deploy.engines, nodes[0]: full}
@@ -117,8 +123,10 @@ class Advice:
         return ""
 
     def _near(self, plan: Plan, node: str, worst: PhaseMemory) -> list[Layout]:
-        """Layouts of all devices of a node's pool with another tp, division of experts or ZeRO stage, the nearest
-        first."""
+        """Return other layouts of all devices of a node's pool, the nearest first.
+
+        They differ in tp, in the mesh of experts or in the ZeRO stage.
+        """
         placement = plan.placement(node)
         model = plan.model(node)
         now = placement.layout
@@ -142,8 +150,10 @@ class Advice:
         return sorted(tried, key=lambda x: (far(x), x.tp, x.ep, x.etp, x.zero))[:TRIED]
 
     def _searched(self, plan: Plan, nodes: Sequence[str]) -> tuple[str, bool]:
-        """What the search finds where nothing is stated of the layout of some nodes, and all else stays; and whether it
-        has ruled out that anything fits."""
+        """Search layouts of some nodes, while everything else stays as stated.
+
+        Returns the result, and whether the search has ruled out that anything fits.
+        """
         open_ = replace(plan.deploy, layouts={n: x for n, x in plan.deploy.layouts.items() if n not in nodes})
         other = self.passes["place"].apply(Plan(plan.graph, plan.cluster, open_))
         if other.search is None or not other.search.seconds:
@@ -165,7 +175,7 @@ class Advice:
             ):
                 changed.append(f"`engine {node} = {name}`")
                 engines[node] = EngineChoice(name)
-        # As it would be stated: the division into pools may be the search's.
+        # As the file would state it: the division into pools may be the search's choice.
         stated = replace(open_, layouts=layouts, engines=engines)
         if self._fitting(stated, plan) is None:
             return "", False
@@ -173,7 +183,7 @@ class Advice:
         return f"this fits: {' and '.join([*parts, *changed])}", False
 
     def _offloaded(self, plan: Plan, pool: str) -> str:
-        """What the passes offload where the file does not say `none`, or less than it takes."""
+        """Return an offloading that fits where the file states `none`, or too little."""
         here = [(n, c) for n, c in plan.deploy.engines.items() if plan.placement(n).pool == pool]
         stated = {n: c for n, c in here if "offload" in c.options}
         if not stated:
@@ -192,7 +202,10 @@ class Advice:
         return f"this fits: {' and '.join(found)}"
 
     def _fitting(self, deploy: Deployment, plan: Plan, pool: str = "") -> Plan | None:
-        """The plan with another deploy, if a pool, or all, and the hosts have the memory then."""
+        """Return the plan under another deploy if it fits, else None.
+
+        The memory of the hosts and of one pool (by default of all pools) must suffice.
+        """
         other = self.passes["place"].apply(Plan(plan.graph, plan.cluster, deploy))
         if self.misplaced(other):
             return None
@@ -202,5 +215,5 @@ class Advice:
 
 
 def _follows(plan: Plan, node: Node, updates: Sequence[Node]) -> bool:
-    """Whether a node has the weights of an update."""
+    """Return whether a node has the weights of an update."""
     return node.verb != "generate" and any(node.worker == n.worker for n in updates if n.verb == "update")

@@ -1,8 +1,8 @@
-"""choices: for each set of nodes that share a layout, the layouts and engines that a pool allows.
+"""choices: the layouts and engines that a pool allows to nodes with one layout.
 
-Invariant: a choice divides the model and the devices without rest, and its memory alone, at the smallest micro-batch
-and with full recomputation, fits; its seconds are those at the best micro-batch that memory alone allows, what may be
-offloaded being so at no cost, so no combination with others is quicker.
+Invariant: a choice divides the model and the devices evenly, and its memory alone (at the smallest micro-batch, with
+full recomputation) fits. Its seconds are those at the best micro-batch that its memory alone allows, with free
+offloading; so no combination with others is faster.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from .pools import Division
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout and an engine for an owner, and what it takes.
+    """A layout and an engine for an owner, and their costs.
 
-    - `seconds`: by node, at least so many. `over`: bytes beyond what a place has; 0: it fits.
-    - `peaks`: by phase, the bytes with nothing else on the devices. `resident`: what of them stays while others work,
-      at least; `weights`: what of that leaves for a generation; `whole`: what would stay if nothing were offloaded.
+    - `seconds`: lower bounds by node. `over`: bytes beyond the capacity; 0 or less if it fits.
+    - `peaks`: bytes by phase with nothing else on the devices. `resident`: the least bytes of these that stay while
+      others compute; `weights`: the part of them that leaves for a generation; `whole`: what would stay without
+      offloading.
     """
 
     layout: Layout
@@ -46,14 +47,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """`place` completes what is tried. `wide`: also layouts that tie hosts together, where others fit alone."""
+    """The generator of choices.
+
+    `place` completes each placement. `wide` adds layouts that span hosts even where others fit.
+    """
 
     place: PlaceNodes
     wide: bool = False
 
     def __call__(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
-        """The choices of an owner in its pool, the quickest first; `skeleton` is any placing of the division. Where
-        none fits, those that miss least come first, each with what it misses."""
+        """Return the choices of an owner in its pool, the fastest first.
+
+        `skeleton` is any placement of the division. If none fits, the choice that lacks least is returned alone.
+        """
         found: list[Choice] = []
         fitting: list[Choice] = []
         tried: set[tuple[Layout, str]] = set()
@@ -67,7 +73,7 @@ class Choices:
                 break
         if fitting:
             return sorted(fitting, key=lambda c: math.fsum(c.seconds.values()))
-        if not found:  # the engines allow none, as the checks tell of any
+        if not found:  # the engines allow none: the checks report that
             found.append(self._choice(skeleton, owner, skeleton.placement(owner.node)))
         return sorted(found, key=lambda c: c.over)[:1]
 
@@ -103,7 +109,7 @@ class Choices:
         )
 
     def _choice(self, skeleton: Plan, owner: Owner, placement: Placement) -> Choice:
-        """Counted with the owner's nodes alone on their devices."""
+        """Evaluate a placement with the owner's nodes alone on their devices."""
         engines = self.place.engines
         name = owner.node
         every = tuple(self._alone(skeleton, owner, p, placement) for p in skeleton.placements)
@@ -121,7 +127,7 @@ class Choices:
             if m.place == "device":
                 peaks[m.phase] = m.total
         if over > 0 and max(peaks.values()) <= holdings.capacity(plan.cluster).value:
-            over = min(over, counted("none")[1])  # hosts may have no room for what could be offloaded
+            over = min(over, counted("none")[1])  # the hosts may lack memory for offloading
         seconds = {}
         if over <= 0:
             roomy = replace(
@@ -163,7 +169,7 @@ class Choices:
 
 
 def _least(engines: Mapping[str, EngineSpec], placement: Placement, offload: str) -> Placement:
-    """With the options that need the least memory, where they are not stated."""
+    """Add the options that need the least memory, where they are not stated."""
     known = engines[placement.engine.name].options
     options = placement.engine.options
     least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
@@ -172,7 +178,7 @@ def _least(engines: Mapping[str, EngineSpec], placement: Placement, offload: str
 
 
 def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Placement:
-    """The placement, offloading what it can, where that is open."""
+    """Offload as much as possible, where that is not stated."""
     engine = placement.engine
     if "offload" not in engines[engine.name].options or "offload" in engine.options:
         return placement
@@ -180,8 +186,11 @@ def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Plac
 
 
 def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) -> Iterator[Layout]:
-    """All layouts of a node on a pool, tensor parallelism within a host. `wide` adds those across hosts, context
-    parallelism, other divisions of experts, and such as are planned and not run: for what does not fit otherwise."""
+    """Yield all layouts of a node on a pool, with tensor parallelism within a host.
+
+    `wide` adds what is only useful if nothing else fits: tensor parallelism across hosts, context parallelism, other
+    meshes of experts, and layouts that can be planned but not run.
+    """
     model = plan.model(node.name)
     devices = pool.devices
     host = pool.each or plan.cluster.devices_per_node
@@ -194,11 +203,11 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
         for cp in _divisors(devices // tp, spec, "cp", devices if wide else 1):
             for pp in _divisors(devices // tp // cp, spec, "pp", model.layers):
                 dp = devices // (tp * cp * pp)
-                last = 0  # the ep of the mesh before: of those with another etp the narrow search looks at the first
+                last = 0  # the ep of the mesh before: of meshes that differ in etp, the narrow search takes the first
                 for mesh in spec.spread.meshes(Layout(tp=tp, cp=cp, pp=pp, dp=dp), model):
                     if all(a in axes for a in ("ep", "etp") if getattr(mesh, a) > 1) and (wide or mesh.ep > last):
                         last = mesh.ep
-                        # What the engine runs; what it can be planned for only, where nothing else fits.
+                        # Layouts that the engine can only plan are for programs where nothing else fits.
                         if spec.spread.takes(mesh, model) or not here or wide:
                             yield from (replace(mesh, zero=z) for z in (zero if dp > 1 else zero[:1]))
 
@@ -208,8 +217,10 @@ def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[i
 
 
 def undominated(found: list[Choice]) -> list[Choice]:
-    """The choices of nodes that no reshard touches, without those that are slower than another and hold more, alone and
-    beside others."""
+    """Drop choices that are slower than another and hold more, alone and with others.
+
+    Only for nodes that no reshard touches.
+    """
     kept: list[Choice] = []
     for choice in found:
         if not any(

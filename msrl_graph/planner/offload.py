@@ -1,7 +1,7 @@
-"""offload: what leaves the devices for host memory, where a plan does not fit and the file does not say.
+"""offload: what moves to host memory if a plan does not fit.
 
-Invariant: a plan that fits is left as it is, and so is one that does not fit either way; weights of frozen states leave
-before optimizer states, and nothing leaves without need. What the file states stays.
+Invariant: a plan that fits stays as it is, and so does one that fits in neither case. Weights of frozen states are
+offloaded before optimizer states, and nothing without need. What the file states stays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..passes.reshard import GIB, InsertResharding
 
 
 def relieved(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
-    """The placed plan, completed by `complete`; its engines offload what they must for it to fit."""
+    """Complete a placed plan with `complete`, offloading what it must to fit."""
     placed = complete(plan)
     workers = [w for w in plan.graph.workers if offers(plan, engines, w)]
     if not workers or not (why := _over(placed, engines)):
@@ -44,7 +44,10 @@ def relieved(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], P
 
 
 def offers(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
-    """Whether it is open if what a worker holds is offloaded, its engine can, and it would then lie elsewhere."""
+    """Return whether a worker's weights or optimizer states may be offloaded.
+
+    It must be open in the file, the engine must support it, and host memory must be separate.
+    """
     if plan.cluster.device.kind.shares_host_memory:
         return False
     found = [plan.placement(n.name).engine for n in kept_by(plan, worker)[:1]]
@@ -52,12 +55,12 @@ def offers(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
 
 
 def kept_by(plan: Plan, worker: Worker) -> tuple[Node, ...]:
-    """Those whose engine says where a worker's weights and optimizer states lie."""
+    """Return the nodes whose engine decides where a worker's state is stored."""
     return plan.graph.sharing(worker.name) if worker.kind != "function" else ()
 
 
 def _offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
-    """The plan, these workers offloading what may leave: with an update the optimizer's states, else the weights."""
+    """Offload these workers: the optimizer states with an update, else the weights."""
     how = {
         n.name: "weights" if holdings.update_of(plan, w.name) is None else "optimizer"
         for w in workers
@@ -69,7 +72,10 @@ def _offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
 
 
 def _over(plan: Plan, engines: holdings.Engines) -> str:
-    """What does not fit a device. Reshards are only worked out where they might not."""
+    """Describe what does not fit a device; "" if all fits.
+
+    Reshards are only planned where they might not fit.
+    """
     counted = CountMemory(engines).devices(plan)
     if (why := over(counted)) or not any(_near(plan, engines, e.src, e.dst) for e in plan.graph.reshards()):
         return why
@@ -77,7 +83,7 @@ def _over(plan: Plan, engines: holdings.Engines) -> str:
 
 
 def _near(plan: Plan, engines: holdings.Engines, source: str, target: str) -> bool:
-    """Whether a reshard might not fit, whatever its buckets are."""
+    """Return whether a reshard might not fit, whatever its buckets are."""
     options = plan.deploy.reshard
     item = BYTES[holdings.dtype(plan, source)]
     model = plan.model(source)

@@ -1,9 +1,9 @@
-"""owners: the nodes that share a layout and an engine, and the engines that a plan may choose among for them.
+"""owners: the nodes that share a layout and an engine, and the engines for them.
 
-Invariant: the choice of an engine is one rule, `engines`, whoever places, searches or tells of it. What the file states
-is taken. Else come those that may be chosen and do all the verbs; of these those that have the model's family and
-divide it as a stated layout says; of these those that are meant for such devices, and that run there: each condition
-counts where some engine meets it. Where several are left, the search compares what they take.
+Invariant: one rule, `engines`, chooses an engine, for the placement, the search and messages. A stated engine is taken.
+Otherwise the candidates are the engines that may be chosen and support all verbs. Four conditions follow, and each
+counts only if some candidate meets it: the engine supports the model's family, divides it as a stated layout says, is
+meant for such devices, and can be run, not only planned. If several are left, the search compares their costs.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .pools import Division, nodes_of
 
 @dataclass(frozen=True)
 class Owner:
-    """Nodes that have one layout: `node` is the one that it is stated for."""
+    """Nodes that have one layout; the file states it for `node`."""
 
     node: str
     nodes: tuple[str, ...]
 
 
 def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
-    """In the order of the graph."""
+    """Return the owners in the order of the graph."""
     found: dict[str, list[str]] = {}
     for node in nodes_of(plan):
         found.setdefault(owner_of(plan, division, node), []).append(node.name)
@@ -38,8 +38,11 @@ def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
 
 
 def owner_of(plan: Plan, division: Division, node: Node) -> str:
-    """The node whose layout a node has: of the same weights; or for a frozen node of which nothing is stated, an update
-    of the same model in its pool (micro-batches then go to the same ranks)."""
+    """Return the node whose layout a node has.
+
+    It is a node with the same weights. For a frozen node of which nothing is stated, it is an update of the same model
+    in its pool, so that micro-batches go to the same ranks.
+    """
     if node.verb == "generate":
         return node.name
     if update := holdings.update_of(plan, node.worker):
@@ -54,14 +57,14 @@ def owner_of(plan: Plan, division: Division, node: Node) -> str:
         )
         theirs = plan.deploy.engines.get(other.name)
         named = engine is not None and (theirs is None or theirs.name != plan.deploy.engines[engine].name)
-        # An engine of its own may not divide what the plan chooses for another.
+        # Its own engine may be unable to use a layout that the plan chooses for another one.
         if alike and (not named or other.name in plan.deploy.layouts):
             return other.name
     return plan.graph.sharing(node.worker)[0].name
 
 
 def first_stated(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
-    """The first infer that has a statement, of those that share the weights of an infer."""
+    """Return the first infer with a statement among those sharing an infer's weights."""
     if node.verb != "infer":
         return None
     return next((n.name for n in plan.graph.sharing(node.worker) if n.name in stated), None)
@@ -72,8 +75,8 @@ def has_open_layout(plan: Plan, owner: Owner) -> bool:
 
 
 def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[EngineSpec]:
-    """Those among which the plan chooses, the first of equals first."""
-    # What the plan divides, all of the nodes' engines have to divide; what the file does, the owner's.
+    """Return the engines that the plan chooses from, the preferred one first."""
+    # A layout of the plan must suit the engines of all nodes; a stated layout must suit the owner's engine.
     asked = (owner.node, *(owner.nodes if has_open_layout(plan, owner) else ()))
     if stated := [n for n in asked if n in plan.deploy.engines]:
         return [known[plan.deploy.engines[stated[0]].name]]
@@ -88,12 +91,15 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
     )
     for met in conditions:
         found = [e for e in found if met(e)] or found
-    # What is meant for such devices alone comes before what is for any.
+    # Engines for these devices alone come before engines for any.
     return sorted(found, key=lambda e: len(e.chosen))
 
 
 def why(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], taken: str) -> str:
-    """Who chose an engine that the file does not state, and what those lack that are meant for such devices, too."""
+    """Return who chose an unstated engine.
+
+    Engines that are meant for these devices but were not chosen are listed with the reason.
+    """
     meant = [e for e in known.values() if plan.cluster.device.kind.where in e.chosen and _does(plan, owner, e)]
     lacking = [f"`{e.name}` {words}" for e in meant if e.name != taken and (words := _lacks(plan, owner, e))]
     if len(engines(plan, owner, known)) > 1:
@@ -108,7 +114,7 @@ def _does(plan: Plan, owner: Owner, spec: EngineSpec) -> bool:
 
 
 def _lacks(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
-    """What keeps an engine from the model, or from dividing it as is stated; "" where nothing does."""
+    """Return why an engine does not fit the model or the stated layout; "" if it does."""
     model = plan.model(owner.node)
     stated = plan.deploy.layouts.get(owner.node)
     layout = None if stated is None else spec.spread.settled(stated, model)

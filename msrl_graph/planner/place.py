@@ -1,9 +1,9 @@
-"""place: every node gets devices, a layout and an engine, each with its reason.
+"""place: devices, a layout and an engine for every node, each with its reason.
 
-Invariant: nodes that share weights share their layout; the nodes of a pool share its devices (each process hosts them
-in turn); functions run on the hosts' CPUs. A stated layout is kept as stated, right or wrong: checks/layout.py judges
-it. What is not stated is as decided (planner/search.py), and what nobody decided is data-parallel over its pool;
-micro-batches and recomputation follow from that.
+Invariant: nodes that share weights share their layout; the nodes of a pool share its devices, which run them in turn;
+functions run on the hosts' CPUs. A stated layout is kept, right or wrong: checks/layout.py judges it. Unstated choices
+follow the decision (planner/search.py); without one, a node is data-parallel over its pool. Micro-batches and
+recomputation follow from that.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from .offload import relieved
 from .owners import Owner, engines, first_stated, owners, why
 from .pools import Division, divide
 
-# A micro-batch where none is stated: rows of at most this many tokens together.
+# The most tokens of a micro-batch that is not stated.
 MICRO_BATCH_TOKENS = 16384
-# Prompts generated at once where memory holds more than an iteration has: an evaluation may bring more.
+# Prompts generated at once where memory holds more than an iteration has: an evaluation may have more.
 PROMPTS_AT_ONCE = 1024
 PYTHON = EngineChoice("python", chosen="default")
 
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """What the file leaves open: the division into pools, and by owner (owners.py) layouts and engines. `why` is their
-    reason."""
+    """Choices that the file leaves open.
+
+    They are the division into pools and, by owner (owners.py), layouts and engines. `why` is their reason.
+    """
 
     division: Division | None = None
     layouts: Mapping[str, Layout] = field(default_factory=dict)
@@ -45,7 +47,7 @@ class PlacementDecision:
 
 
 class PlacementPass(Pass):
-    """The pass at the top: all that is placed, however it was decided."""
+    """The base of passes that place nodes: it verifies placements."""
 
     name = "place"
 
@@ -55,12 +57,16 @@ class PlacementPass(Pass):
 
 @dataclass(frozen=True)
 class PlaceNodes(PlacementPass):
-    """`engines` are the specs by name."""
+    """The pass that places nodes by a decision; `engines` are the specs by name."""
 
     engines: Mapping[str, EngineSpec]
 
     def apply(self, plan: Plan, decision: PlacementDecision | None = None, *, numbered: bool = True) -> Plan:
-        """`numbered` False leaves out the numbering of ranks for resharding, which costs most, and offloading."""
+        """Place all nodes.
+
+        `numbered` False leaves out offloading and the numbering of ranks for resharding, which is the most expensive
+        step.
+        """
         decision = decision or PlacementDecision()
         division = decision.division or divide(plan)
         plan = replace(plan, pools=division.pools)
@@ -68,14 +74,16 @@ class PlaceNodes(PlacementPass):
         owner = {n: o for o in owners(plan, division) for n in o.nodes}
         # Updates first, since other nodes take their layouts.
         for verb in ("update", "generate", "infer"):
-            # Of a worker's updates the first has the layout of all.
+            # The first update of a worker has the layout of all its updates.
             for node in sorted(
                 plan.graph.verb(verb), key=lambda n: verb == "update" and n.name != plan.graph.sharing(n.worker)[0].name
             ):
                 if plan.graph.worker(node.worker).kind != "function":
                     placed = self._on_devices(plan, node, owner[node.name], division, decision, found, numbered)
                     if division.beside and node.name not in division.named:
-                        placed = replace(placed, reason=f"{placed.reason}; unnamed, so beside {division.beside}")
+                        placed = replace(
+                            placed, reason=f"{placed.reason}; in no stated pool, so with {division.beside}"
+                        )
                     found[node.name] = placed
         everywhere = Layout(dp=plan.cluster.nodes)
         placements = tuple(found.get(n.name) or self._on_hosts(n, everywhere) for n in plan.graph.nodes)
@@ -94,7 +102,7 @@ class PlaceNodes(PlacementPass):
 
     def _on_hosts(self, node: Node, everywhere: Layout) -> Placement:
         if node.verb == "source":
-            reason = "the source runs once a run, beside the first host's functions"
+            reason = "the source runs once a run, with the first host's functions"
             return Placement(node.name, FUNCTIONS, Layout(dp=1), 0, PYTHON, reason)
         return Placement(node.name, FUNCTIONS, everywhere, 0, PYTHON, "functions run on the hosts' CPUs")
 
@@ -117,7 +125,7 @@ class PlaceNodes(PlacementPass):
             layout = found[owner].layout
             reason = f"has the weights of {owner}" if shares else f"as {owner}, which has the same model"
             if not shares and owner in plan.deploy.layouts and engine.name != found[owner].engine.name:
-                open_ = plan.deploy.layouts[owner]  # what it leaves to an engine is another's here
+                open_ = plan.deploy.layouts[owner]  # its open sizes depend on the engine, which is another one here
                 layout = self.resolve(plan, node.name, open_, engine.name, pool.devices)[0]
         elif owner != node.name and owner in plan.deploy.layouts and stated is None:
             layout = self.resolve(plan, node.name, plan.deploy.layouts[owner], engine.name, pool.devices)[0]
@@ -132,8 +140,10 @@ class PlaceNodes(PlacementPass):
         return Placement(node.name, pool.name, layout, pool.first, engine, reason, each=pool.each)
 
     def resolve(self, plan: Plan, node: str, stated: Layout, engine: str, devices: int) -> tuple[Layout, str]:
-        """A stated layout with its dp, where 0 stands for one that the file leaves to the placement, and the etp of
-        its engine; and why it is that."""
+        """Return a stated layout with its open sizes, and the reason.
+
+        A dp of 0 means that the placement chooses it. The engine chooses etp.
+        """
         layout = stated
         reason = "stated"
         if not stated.dp:
@@ -153,12 +163,12 @@ class PlaceNodes(PlacementPass):
                 return stated
             if owner != node.name and owner in found:
                 own = {}
-                if plan.graph.worker(node.worker).follows:  # weights of one type, so that each rank copies its part
+                if plan.graph.worker(node.worker).follows:  # the same weight type, so that each rank copies its part
                     own = {k: v for k, v in found[owner].engine.options.items() if k == "dtype"}
                 return EngineChoice(found[owner].engine.name, own, chosen=f"{owner}, as the layout is")
             name = decision.engines.get(owner) or engines(plan, owned, self.engines)[0].name
             return EngineChoice(name, chosen=why(plan, owned, self.engines, name))
-        # The micro-batch is its own; what else it states, checks/sharing.py compares with the owner's.
+        # Only the micro-batch is its own; checks/sharing.py compares its other options with the owner's.
         theirs = found[sharing].engine if update is not None else plan.deploy.engines[sharing]
         if stated is None:
             return replace(theirs, options=theirs.shared(), chosen=f"{sharing}, whose weights it has")
@@ -175,7 +185,7 @@ class PlaceNodes(PlacementPass):
         layout: Layout,
         reason: str,
     ) -> tuple[Layout, str]:
-        """Numbers the ranks of a generation such that resharding gathers among the fewest neighbours."""
+        """Number the ranks of a generation so that resharding gathers in small groups."""
         source = next((found[e.src] for e in plan.graph.reshards() if e.dst == node.name and e.src in pool.nodes), None)
         if source is None or source.layout.devices != layout.devices or layout.devices != pool.devices:
             return layout, reason
@@ -185,7 +195,7 @@ class PlaceNodes(PlacementPass):
         def group(inner: int) -> int:
             return gather_block(kinds, at_rest, self.engines[engine.name].side(replace(layout, inner=inner)))
 
-        # More than the update's tp neighbours never hold anything new.
+        # Beyond the update's tp, neighbours hold nothing new.
         choices = [n for n in range(1, min(layout.dp, max(1, source.layout.tp)) + 1) if layout.dp % n == 0]
         sizes = {n: group(n) for n in choices}
         best = min(choices, key=lambda n: (sizes[n], n))
@@ -196,8 +206,10 @@ class PlaceNodes(PlacementPass):
         return replace(layout, inner=best), reason
 
     def complete(self, plan: Plan, placement: Placement) -> Placement:
-        """States the weights' bytes, and micro-batch and recomputation where the file does not: the run then needs to
-        choose nothing."""
+        """Fill in weight bytes, micro-batch and recomputation where the file does not.
+
+        The run then has nothing left to choose.
+        """
         if placement.pool == FUNCTIONS:
             return placement
         placement = replace(placement, weight_bytes=holdings.weights(plan, self.engines, placement.node))
@@ -207,17 +219,19 @@ class PlaceNodes(PlacementPass):
         if "micro_batch" not in spec.options or (plan.graph.node(node).verb == "generate" and "micro_batch" in options):
             return placement
         if plan.graph.node(node).verb == "generate":
-            # As many prompts, each with its samples, as memory holds: an evaluation may bring more than an iteration
-            # does.
+            # As many prompts, each with its samples, as memory holds: an evaluation may have more than an iteration.
             most = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE)
             room = holdings.kv_room(plan, self.engines, node)
             return _with(placement, micro_batch=self._largest(plan, placement, most, room))
         return self._in_batches(plan, placement)
 
     def _in_batches(self, plan: Plan, placement: Placement) -> Placement:
-        """As many rows at once as keep the device busy, fewer where memory holds fewer, or where a pipeline, or a
-        device whose rates were measured, is quicker with fewer. Where nothing says whether an update recomputes
-        activations, it does if it does not fit otherwise, or is quicker."""
+        """Choose micro-batch and recomputation of an infer or update.
+
+        The micro-batch has as many rows as keep the device busy. It has fewer where memory requires it, or where a
+        pipeline or a device with measured rates is faster with fewer. If nothing states whether an update recomputes
+        activations, it does so if it does not fit otherwise, or is faster.
+        """
         node = placement.node
         options = placement.engine.options
         room = self._room(plan, placement)
@@ -236,7 +250,8 @@ class PlaceNodes(PlacementPass):
                 found.append((tried, self._working(plan, tried, stated if isinstance(stated, int) else 1)))
                 continue
             size = self._largest(plan, tried, most, room)
-            # Where more at once is not always quicker, powers of two: then less memory never allows what more does not.
+            # Where a larger micro-batch is not always faster, try powers of two: then less memory never allows a size
+            # that more memory does not.
             some = placement.layout.pp > 1 or bool(plan.cluster.device.curves)
             sizes = {1 << i for i in range(size.bit_length())} | {s for s in [size] if s == most} if some else {size}
             batches = [_with(tried, micro_batch=n) for n in sorted(sizes, reverse=True)]
@@ -251,30 +266,33 @@ class PlaceNodes(PlacementPass):
         (whole, need), (again, _) = found
         if need > room:
             why = (
-                f"recomputes activations, which would take {holdings.gigabytes(need)} of "
-                f"{holdings.gigabytes(max(0, room))} otherwise"
+                f"recomputes activations, which would otherwise take {holdings.gigabytes(need)} of "
+                f"{holdings.gigabytes(max(0, room))}"
             )
         elif "micro_batch" not in options and self._seconds(plan, again) < self._seconds(plan, whole):
-            why = "recomputes activations, which is quicker, in larger micro-batches"
+            why = "recomputes activations: that is faster, with larger micro-batches"
         else:
             return whole
         return replace(again, reason=f"{placement.reason}; {why}")
 
     def _room(self, plan: Plan, placement: Placement) -> int:
-        """Bytes that an infer or update may plan for beside what is resident."""
+        """Return the bytes that an infer or update may use next to what is resident."""
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
     def _largest(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
-        """The largest micro-batch up to `most` that leaves the node within `room`; 1 where none does."""
+        """Return the largest micro-batch up to `most` that fits `room`; 1 if none does."""
         return max(1, bisect_right(range(1, max(1, most) + 1), room, key=lambda n: self._working(plan, placement, n)))
 
     def _working(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
-        """Bytes that a node holds at its peak with such a micro-batch, beside what is resident. It hangs on nothing of
-        the other nodes' places, nor on where its own devices are: many plans of a search ask the same."""
+        """Return a node's peak bytes with this micro-batch, without what is resident.
+
+        They depend neither on other nodes' placements nor on the position of its own devices: many plans of a search
+        ask for the same value.
+        """
         engine = placement.engine
         of = (plan.cluster, plan.deploy, self.engines)
-        # By their ids, which are those of no others while they are kept.
+        # The keys are ids, which stay unique while the objects are kept.
         known: tuple[Any, dict[tuple[Any, ...], int]] = (of, {})
         known = plan.graph.worked_out.setdefault(("working", *map(id, of)), known)
         sizes = known[1]

@@ -1,7 +1,7 @@
-"""pools: which nodes share which devices, and which other ways to divide the devices a deploy leaves open.
+"""pools: which nodes share which devices, and the divisions that a deploy allows.
 
-Invariant: every node with weights is in one pool; pools are stretches of devices, in the order of their first one.
-Where the devices do not suffice, a pool lies beyond the cluster's last device: checks/layout.py tells of it.
+Invariant: every node with weights is in one pool; pools are ranges of devices, in the order of their first device. If
+there are too few devices, a pool lies beyond the cluster's last one: checks/layout.py reports it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from ..ir.graph import Edge, Node
 from ..ir.plan import DEVICES, Plan, Pool, shared_staleness
 from ..sharding.device_range import device_range, meet, runs
 
-# Of so many hosts (or devices of one) up to 4 may make a pool, or all but those; of more, some eighths.
+# Up to this many hosts (or devices of one host), a pool takes 1 to 4 of them, or all but those; of more, some eighths.
 FINE = 8
 
 
 @dataclass(frozen=True)
 class Division:
-    """Pools; for nodes that the deploy names nowhere what they were put beside ("" if it names all, or none); the nodes
-    it names."""
+    """A division of the devices into pools.
+
+    `named` are the nodes that the deploy names. `beside` is the node whose pool the other nodes joined, "" if there are
+    none.
+    """
 
     pools: tuple[Pool, ...]
     beside: str = ""
@@ -33,14 +36,16 @@ class Division:
 
 
 def nodes_of(plan: Plan) -> list[Node]:
-    """The nodes with weights, in the order of the graph."""
+    """Return the nodes with weights, in the order of the graph."""
     kept = {w.name for w in plan.graph.workers if w.kind != "function"}
     return [n for n in plan.graph.nodes if n.worker in kept]
 
 
 def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
-    """The division that a deploy states; `shares` are the devices of the pools that nothing in it sizes, else they are
-    even."""
+    """Return the division that a deploy states.
+
+    `shares` are the devices of the pools whose size nothing states; without it the shares are even.
+    """
     if not plan.deploy.pools:
         return Division((Pool(tuple(n.name for n in nodes_of(plan)), 0, plan.cluster.devices, DEVICES),))
     named = frozenset(n for p in plan.deploy.pools for n in p.nodes)
@@ -52,8 +57,11 @@ def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
 
 
 def divisions(plan: Plan) -> list[Division]:
-    """The division that the deploy states, or all nodes together, and what else it leaves open; where the program says
-    that not every version of some weights is sent, only such as have their ends apart, if any do. Never empty."""
+    """Return the stated division (or all nodes together) and the others that are open.
+
+    If the program does not send every version of some weights, only divisions that separate the ends of such edges are
+    returned, if there are any. The result is never empty.
+    """
     found = list(_every(plan))
     seldom = [e for e in plan.graph.reshards() if ReshardingEdgeAttributes.of(e).every > 1]
     apart = [d for d in found if all(d.pool_of(e.src) != d.pool_of(e.dst) for e in seldom)]
@@ -61,12 +69,12 @@ def divisions(plan: Plan) -> list[Division]:
 
 
 def open_to_staleness(plan: Plan) -> bool:
-    """Whether the deploy lets generations be apart from the updates that they may be behind."""
+    """Return whether the deploy allows generations on other devices than the updates."""
     return any(not shared_staleness(plan.graph, lambda n, d=d: d.pool_of(n).name) for d in _every(plan))  # type: ignore[misc]
 
 
 def in_step(plan: Plan) -> Plan:
-    """It without staleness."""
+    """Return the plan without staleness."""
 
     def newest(edge: Edge) -> Edge:
         return replace(edge, attributes={k: v for k, v in edge.attributes.items() if k not in ("staleness", "every")})
@@ -75,8 +83,11 @@ def in_step(plan: Plan) -> Plan:
 
 
 def _every(plan: Plan) -> Iterator[Division]:
-    """Where the deploy says nothing of pools: all nodes together, generations apart, nodes that nothing updates apart,
-    or both. Pools take whole hosts where there are enough."""
+    """Yield all divisions that the deploy allows, each once.
+
+    If it states no pools, these are: all nodes together, generations apart, never-updated nodes apart, or both. Pools
+    take whole hosts where there are enough.
+    """
     yield (first := divide(plan))
     seen = {_sizes(first)}
     for groups in [()] if plan.deploy.pools else _groups(plan):
@@ -95,11 +106,11 @@ def _sizes(division: Division) -> tuple[tuple[tuple[str, ...], int], ...]:
 
 
 def _groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
-    """Which nodes might have devices apart from the others, where the deploy says nothing of pools or layouts.
+    """Return which nodes might have devices of their own.
 
-    There are up to three kinds of blocks: all generations; all nodes whose weights nothing updates; and, for each
-    worker that is updated, its infers and updates. They are parted in two in every way; and generations and frozen
-    nodes also each apart from what is updated.
+    The deploy states no pools and no layouts. There are up to three kinds of blocks: all generations; all nodes whose
+    weights nothing updates; and, for each updated worker, its infers and updates. The blocks are split in two in every
+    way. In addition, generations and frozen nodes are each split off from what is updated.
     """
     nodes = nodes_of(plan)
     if plan.deploy.layouts:
@@ -121,7 +132,10 @@ def _groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
 
 
 def _shares(pools: int, left: int, per_host: int) -> list[tuple[int, ...]]:
-    """Devices for each of some pools, all of `left` together: the first has what the others leave."""
+    """Return ways to share `left` devices among some pools.
+
+    The first pool gets what the others leave.
+    """
     if pools < 2 or left < pools:
         return []
     unit = per_host if left % per_host == 0 and left // per_host >= pools else 1
@@ -133,13 +147,15 @@ def _shares(pools: int, left: int, per_host: int) -> list[tuple[int, ...]]:
         eighths = (1, 2, 4, 6) if pools == 2 else (1, 2)
         some_of = product((units * n // 8 for n in eighths), repeat=pools - 1)
         found = {(units - sum(some), *some) for some in some_of if units > sum(some)}
-    # Devices that are no whole number of hosts go to the first.
+    # Devices that do not fill a host go to the first pool.
     return sorted((left - unit * sum(parted[1:]), *(unit * n for n in parted[1:])) for parted in found)
 
 
 def _home(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
-    """The stated pools with the nodes that none of them names in one of them, or in a pool of their own; beside what,
-    in the former case."""
+    """Put the nodes that no stated pool names into one of them, or into a new pool.
+
+    Returns the pools and, in the first case, the node that they share a pool with.
+    """
     stated = list(plan.deploy.pools)
     nodes = [n.name for n in nodes_of(plan)]
     rest = tuple(n for n in nodes if n not in named)
@@ -155,9 +171,10 @@ def _home(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
 
 
 def _size(plan: Plan, pools: list[Pool]) -> list[Pool]:
-    """Pools with their numbers of devices: stated, or by a layout (an update's before others'), 0 where nothing sizes
-    them; `first` is
-    -1 where it is open."""
+    """Set the sizes of pools that are stated or follow from a layout.
+
+    An update's layout comes before others. The size stays 0 if nothing sets it; `first` is -1 where it is open.
+    """
     layouts = plan.deploy.layouts
     sized = []
     for pool in pools:
@@ -166,13 +183,13 @@ def _size(plan: Plan, pools: list[Pool]) -> list[Pool]:
             pool = replace(pool, reason="as placed")
         elif laid_out:
             first = min(laid_out, key=lambda n: plan.graph.node(n).verb != "update")
-            pool = replace(pool, first=-1, devices=layouts[first].devices, reason=f"as the layout of {first} takes")
+            pool = replace(pool, first=-1, devices=layouts[first].devices, reason=f"the size of the layout of {first}")
         sized.append(pool)
     return sized
 
 
 def _share(pools: list[Pool], every: int, shares: tuple[int, ...]) -> list[Pool]:
-    """What nothing sizes gets a share of what is left: those of `shares`, else even ones."""
+    """Share the remaining devices among pools without a size, by `shares` or evenly."""
     open_ = sum(not p.devices for p in pools)
     left = every - sum(p.devices for p in pools)
     done = 0
@@ -189,8 +206,10 @@ def _share(pools: list[Pool], every: int, shares: tuple[int, ...]) -> list[Pool]
 
 
 def _lay(pools: list[Pool], every: int, per_host: int) -> list[Pool]:
-    """Each open pool on the first gap that is long enough, else on equal gaps of some hosts in a row, else beyond the
-    last device."""
+    """Put each open pool into the first gap that is long enough.
+
+    Otherwise it goes into equal gaps of consecutive hosts, or beyond the last device.
+    """
     laid = [p for p in pools if p.first >= 0]
     for pool in (p for p in pools if p.first < 0):
         taken = [(p.first, p.devices, p.each) for p in laid]
@@ -203,7 +222,7 @@ def _lay(pools: list[Pool], every: int, per_host: int) -> list[Pool]:
 
 
 def _each(devices: int, every: int, per_host: int) -> Iterator[int]:
-    """In a row, or so many on each of some hosts, the fewest hosts first."""
+    """Yield devices per host for a pool, the fewest hosts first; 0 is a full range."""
     yield 0
     yield from (
         n for n in range(per_host - 1, 0, -1) if devices % n == 0 and n < devices and devices // n * per_host <= every

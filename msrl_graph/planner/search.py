@@ -1,10 +1,10 @@
-"""search: the layouts, engines and pools that the file leaves open get those of the quickest iteration that fits.
+"""search: the open layouts, engines and pools of the fastest iteration that fits.
 
-Invariant: a candidate is judged by the passes themselves, on the plan that it would be. What is left out takes no less
-than a bound that the passes cannot go below: each node's seconds at the best micro-batch that its memory alone allows,
-along the critical path, and no more of resharding than what has to come into a host and to be swapped. The best is then
-optimal in the plan's own model, or its gap to the least bound that is left is told. Nothing depends on the clock,
-unless a budget of seconds is given.
+Invariant: the passes evaluate a candidate on the plan that it would be. A candidate that is skipped is not faster than
+a bound that the passes cannot go below: each node's seconds at the best micro-batch that its own memory allows, along
+the critical path, plus only the resharding that must enter a host or be swapped. The best plan is then optimal in the
+plan's own model, or the search reports its gap to the lowest remaining bound. Nothing depends on the clock, unless a
+budget of seconds is given.
 """
 
 from __future__ import annotations
@@ -36,21 +36,24 @@ from .place import PlacementDecision, PlacementPass, PlaceNodes
 from .pools import Division, divisions, in_step
 from .search_space import Space
 
-# What a search may spend before it tells a gap, in units of about a millisecond: the same on any machine.
+# The limit of a search, after which it reports a gap: in units of about a millisecond, the same on any machine.
 EFFORT = 2500.0
 RUNNERS = 5
-# What looking for runners-up may take.
+# The limit of the search for runners-up.
 FURTHER = 600.0
-# And the best of the other kind, where a program allows staleness: it is told, and not taken.
+# The limit of the search for the best plan of the other kind, where a program allows staleness: it is only reported.
 RIVALS = 150.0
-# Of the combinations that are bounded when the effort is spent, so many are evaluated.
+# The number of bounded combinations that are still evaluated when the effort is spent.
 DIVES = 8
 
 
 @dataclass(frozen=True)
 class Search(PlacementPass):
-    """Places what the file leaves open as is best. `engines` are the specs by name; `refuses` says whether the checks
-    would refuse a placed plan; `budget` are seconds after which the best so far is taken."""
+    """The pass that places nodes by a search.
+
+    `engines` are the specs by name. `refuses` says whether the checks would reject a placed plan. After `budget`
+    seconds the best plan so far is taken.
+    """
 
     engines: Mapping[str, EngineSpec]
     refuses: Callable[[Plan], bool] = lambda plan: False
@@ -65,8 +68,11 @@ class Search(PlacementPass):
         return self._compared(run, run.best())
 
     def _compared(self, run: _Run, plan: Plan) -> Plan:
-        """A plan that was found with the best of the other kind, where the program allows staleness: pools that may be
-        ahead of the updates, or ahead of themselves, against the same program without staleness."""
+        """Add the best plan of the other kind to a plan whose program allows staleness.
+
+        One kind has pools that may be ahead of the updates, or of themselves; the other is the same program without
+        staleness.
+        """
         found = plan.search
         ahead = bool(leads(plan))
         if (
@@ -78,7 +84,7 @@ class Search(PlacementPass):
         placed = [(d, run.place.apply(run.plan, PlacementDecision(d), numbered=False)) for d in run.some]
         whole = run.plan
         others = [d for d, other in placed if leads(other)]
-        if ahead:  # of all, if some have generations take turns with their updates
+        if ahead:  # search all divisions if in some of them generations take turns with their updates
             whole, others = in_step(whole), [*run.some] if any(not fetched(other) for _, other in placed) else []
         if not others:
             return plan
@@ -89,11 +95,14 @@ class Search(PlacementPass):
         old = (stale.mean.value, stale.bound) if stale is not None else ()
         found = replace(found, rival=Rival(not ahead, rival.search.seconds, rival.search.best, *old))
         assert found.rival is not None
-        note = f"{'' if ahead else 'no use is made of it: '}{versus(found, found.rival)}"
+        note = f"{'' if ahead else 'not used: '}{versus(found, found.rival)}"
         return replace(plan, search=found, notes=(*plan.notes, PlanNote("staleness", note)))
 
     def _open(self, plan: Plan, place: PlaceNodes, division: Division) -> bool:
-        """Whether there is anything to choose: layouts, or engines for those that are stated, if any can be right."""
+        """Return whether there is a choice: of layouts, or of engines for stated layouts.
+
+        Engines count only if one of them can be right.
+        """
         found = owners(plan, division)
         if any(has_open_layout(plan, o) for o in found):
             return True
@@ -108,7 +117,7 @@ class Search(PlacementPass):
 
 @dataclass(order=True)
 class _Item:
-    """A combination to look at; of equal bounds first what is further on, then what comes first."""
+    """A combination to evaluate; ties go to the later stage, then the earlier entry."""
 
     bound: float
     stage: int
@@ -118,7 +127,7 @@ class _Item:
 
 
 class _Found(NamedTuple):
-    """A combination and the plan that it is; or where there is none, why not."""
+    """A combination with its plan; without a plan, the reason why not."""
 
     seconds: float
     space: Space
@@ -129,7 +138,7 @@ class _Found(NamedTuple):
 
 @dataclass
 class _Run:
-    """One search; best-first, by bounds that only rise as more of a combination is worked out."""
+    """One best-first search; bounds only rise as more of a combination is evaluated."""
 
     search: Search
     place: PlaceNodes
@@ -138,7 +147,7 @@ class _Run:
     some: Sequence[Division]
     effort: float = field(default_factory=lambda: EFFORT)
     further: float = FURTHER
-    wide: bool = False  # whether it looks at layouts that tie hosts together, too
+    wide: bool = False  # whether layouts that span hosts are included
     began: float = field(default_factory=time.monotonic)
     spent: float = 0.0
     seen: set[tuple[int, ...]] = field(default_factory=set)
@@ -148,6 +157,7 @@ class _Run:
     wrong: list[_Found] = field(default_factory=list)
 
     def best(self) -> Plan:
+        """Return the best plan, with the record of the search."""
         heap: list[_Item] = []
         spaces: list[Space] = []
         left = 0
@@ -166,12 +176,12 @@ class _Run:
             ended = self._enough()
             if not ended:
                 self._step(heap, heapq.heappop(heap))
-        # A division that was not looked at may hold anything.
+        # Nothing is known of a division that was not searched.
         bound = 0.0 if left else heap[0].bound if heap else math.inf
         self._more(heap, ended)
         candidates = sum(s.size for s in spaces)
         if not self.found and self.wrong and not ended and not self.wide:
-            # Each fits alone, and not beside the others: what ties hosts together holds less.
+            # Each choice fits alone but not with the others: layouts that span hosts hold less.
             return replace(self, wide=True, spent=0.0, seen=set(), evaluated=set(), lists={}, wrong=[]).best()
         if not self.found:
             return self._nothing(spaces, candidates, ended)
@@ -184,20 +194,27 @@ class _Run:
         return replace(self.place.apply(self.plan, self._decision(space, at, _why(record))), search=record)
 
     def _late(self) -> bool:
-        """Whether a budget is over; until something is found, the search goes on to its limit."""
+        """Return whether the budget is spent.
+
+        Until a plan is found, the search goes on to its limit.
+        """
         over = self.search.budget is not None and time.monotonic() - self.began >= self.search.budget
         return over and (bool(self.found) or self.spent >= self.effort)
 
     def _enough(self) -> str:
-        """What ends the search before all is known: its limit, or in place of that a budget, be it shorter or
-        longer."""
+        """Return what ends the search early, "" if nothing does.
+
+        A search with a budget ends by it, whether that is shorter or longer than the limit.
+        """
         if self.search.budget is not None:
             return f"the budget of {self.search.budget:g} s" if self._late() else ""
         return "the search's limit" if self.spent >= self.effort else ""
 
     def _more(self, heap: list[_Item], ended: str) -> None:
-        """Evaluates what was bounded but not evaluated when the effort was spent, where it may still be the best; then
-        runners-up."""
+        """Evaluate bounded combinations that may still be the best, then runners-up.
+
+        The former happens only if the effort was spent.
+        """
         if ended and self.search.budget is None:
             for item in sorted(i for i in heap if i.stage == 0)[:DIVES]:
                 if not self.found or item.bound < self.found[0][0]:
@@ -224,7 +241,10 @@ class _Run:
         return Space(division, skeleton, found, lists, functions, later)
 
     def _choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
-        """The same for all pools of so many devices that lie alike on their hosts."""
+        """Return the choices of an owner.
+
+        Pools of equal size and equal position on their hosts share them.
+        """
         pool = division.pool_of(owner.node)
         key = (owner.nodes, pool.devices, pool.first % self.plan.cluster.devices_per_node, pool.each)
         if key not in self.lists:
@@ -239,8 +259,10 @@ class _Run:
             heapq.heappush(heap, _Item(space.bound_from(at), 2, (number, *at), space, at))
 
     def _step(self, heap: list[_Item], item: _Item) -> None:
-        """Takes a combination one stage further: into the open, to its own bound, placed without resharding, through
-        all passes."""
+        """Advance a combination by one stage.
+
+        The stages are: queued, its own bound, placed without resharding, all passes.
+        """
         space = item.space
         at = item.at
         if item.stage == 2:
@@ -296,12 +318,11 @@ class _Run:
         return PlacementDecision(space.division, layouts, {o.node: c.engine for o, c in chosen}, why)
 
     def _nothing(self, spaces: list[Space], candidates: int, ended: str) -> Plan:
-        """Where nothing fits: what misses least, of the first division, which the check of memory then tells of."""
-        why = (
-            "planned: nothing that fits was found"
-            if ended
-            else "planned: nothing that the devices and engines allow fits"
-        )
+        """Return the plan if nothing fits: the least overflow in the first division.
+
+        The memory check then reports it.
+        """
+        why = "planned: nothing that fits was found" if ended else "planned: no combination of devices and engines fits"
         space = spaces[0]
         at = tuple(
             min(enumerate(own), key=lambda choice: max(choice[1].peaks.values(), default=0))[0] for own in space.lists
@@ -313,7 +334,10 @@ class _Run:
         return replace(self.place.apply(self.plan, self._decision(space, at, why)), search=record)
 
     def _runners(self, heap: list[_Item]) -> tuple[Candidate, ...]:
-        """The next best that were evaluated, those of which only a bound is known, and the quickest that do not fit."""
+        """Return the runners-up.
+
+        First the next best that were evaluated, then those with only a bound, then the fastest that do not fit.
+        """
         runners = self.found[1 : RUNNERS + 1]
         bounded = heapq.nsmallest(RUNNERS - len(runners), [i for i in heap if i.stage < 2])
         runners = [*runners, *(_Found(i.bound, i.space, i.at, None) for i in bounded)]
@@ -346,10 +370,8 @@ def _phases(plan: Plan) -> dict[str, float]:
 
 def _why(record: SearchRecord) -> str:
     best = (
-        f"planned: the best of {record.candidates:,}"
-        if record.candidates > 1
-        else "planned: the only one that is allowed"
+        f"planned: the best of {record.candidates:,}" if record.candidates > 1 else "planned: the only possible choice"
     )
     if record.optimal:
         return f"{best}, optimal in the plan's own model" if record.candidates > 1 else best
-    return f"{best} that was found; none is better by more than {record.percent}"
+    return f"{best} that was found; no other is better by more than {record.percent}"

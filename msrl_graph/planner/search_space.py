@@ -1,7 +1,7 @@
-"""space: the combinations of layouts and engines on one division of the devices, and what they take at least.
+"""space: the combinations of layouts and engines on one division.
 
-Invariant: a bound is of a combination and of all that come later in its owners' lists, and never above what any of
-these takes.
+Invariant: a bound holds for a combination and for all that come later in its owners' lists, and is never above the cost
+of any of them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,17 @@ from .pools import Division
 
 @dataclass
 class Space:
-    """The combinations of one division: a choice for each owner. `skeleton` is a plan with its pools, schedule and
-    traffic."""
+    """The combinations of one division: a choice for each owner.
+
+    `skeleton` is a plan with its pools, schedule and traffic.
+    """
 
     division: Division
     skeleton: Plan
     owners: tuple[Owner, ...]
     lists: list[list[Choice]]
     functions: dict[tuple[str, str], float]
-    # The least seconds of each node from each place of its owner's list on: a bound for all that come later.
+    # The least seconds of each node from each position of its owner's list on: a bound for all later choices.
     later: list[list[dict[str, float]]]
 
     @property
@@ -39,18 +41,24 @@ class Space:
         return number
 
     def bound(self, at: Sequence[int]) -> float:
-        """Of an iteration without resharding."""
+        """Return a bound for an iteration without resharding."""
         return self.least({("RUN", n): s for choice in self.chosen(at) for n, s in choice.seconds.items()})
 
     def least(self, seconds: Mapping[tuple[str, str], float]) -> float:
-        """Of an iteration in which nodes take these seconds, and all else what it does whatever the layouts are."""
-        # What the dock's processes take goes by the layouts, too: only an iteration's start and end are sure.
+        """Return a bound for an iteration in which nodes take these seconds.
+
+        Everything else takes its seconds under any layout.
+        """
+        # The cost of the dock's processes also depends on the layouts: only an iteration's start and end are certain.
         turn = self.skeleton.cluster.device.overheads.turn.value
         return pace(self.skeleton, {**self.functions, **seconds}, turn).seconds
 
     def bound_from(self, at: Sequence[int]) -> float:
-        """No combination in which each owner's choice comes at or after `at` takes less: the least seconds of each
-        node that are left, added up along the critical path; and no pool is done before all of its nodes are."""
+        """Return a bound for all combinations whose choices come at or after `at`.
+
+        Each node has its least remaining seconds, added along the critical path. A pool cannot be done before all of
+        its nodes are.
+        """
         seconds = {("RUN", n): s for i, own in zip(at, self.later, strict=True) for n, s in own[i].items()}
         busy = dict.fromkeys(self.division.pools, 0.0)
         for owner, choice in zip(self.owners, self.chosen(at), strict=True):
@@ -61,8 +69,10 @@ class Space:
         return [choices[i] for choices, i in zip(self.lists, at, strict=True)]
 
     def start(self) -> tuple[int, ...]:
-        """A combination that may fit, each owner's quickest choice beside the others' smallest; () where there is
-        none."""
+        """Return a combination that may fit; () if there is none.
+
+        Each owner has its fastest choice that fits next to the others' smallest.
+        """
         at = [min(range(len(own)), key=lambda i, own=own: own[i].resident) for own in self.lists]  # type: ignore[misc]
         if self.over(at):
             return ()
@@ -71,7 +81,10 @@ class Space:
         return tuple(at)
 
     def over(self, at: Sequence[int]) -> str:
-        """Why a combination cannot fit, "" if it may: what stays of every node of a pool adds up."""
+        """Return why a combination cannot fit; "" if it may.
+
+        The resident bytes of every node of a pool add up.
+        """
         swap = self.skeleton.deploy.reshard.mode == "swap"
         source = {e.dst: e.src for e in self.skeleton.graph.reshards()}
         capacity = holdings.capacity(self.skeleton.cluster).value

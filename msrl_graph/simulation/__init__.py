@@ -1,8 +1,8 @@
-"""What iterations of a plan take when rows differ: a discrete-event simulation with response lengths drawn from a
-distribution or read from a file, slow devices, and all that a graph says of streaming, balancing, partial rollout and
-staleness.
+"""A discrete-event simulation of a plan's iterations with rows of varying length.
 
-Invariant: nothing is measured and nothing random: the same arguments give the same bytes, in any process.
+Lengths are sampled from a distribution or read from a file. The simulation includes slow devices, streaming, balancing,
+partial rollout and staleness. Invariant: nothing is measured and nothing is random: equal arguments give equal bytes,
+in any process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,16 @@ def simulate(
     function_seconds: Mapping[str, str | float] | None = None,
     seed: int | None = None,
 ) -> Simulation:
-    """Simulates so many iterations of a whole plan. Raises Fault for arguments that it cannot read.
+    """Simulate a number of iterations of a complete plan.
 
-    `lengths`: `DISTRIBUTION(…)` in tokens for what is generated, `COLUMN=DISTRIBUTION(…)` for another column, of
-    fixed(n), uniform(least, most), normal(mean, std), lognormal(median, sigma), geometric(mean); or a file
-    (docs/simulation.md). Lengths are clipped to a column's bound, which they have where nothing is stated.
-    `stragglers`: as `1% x3`, the share of devices that compute so many times slower. `function_seconds`: seconds a row,
-    or a distribution of them, by function node. `seed`: the run's where it is None.
+    - `lengths`: `DISTRIBUTION(…)` in tokens for what is generated, `COLUMN=DISTRIBUTION(…)` for another column, of
+      fixed(n), uniform(least, most), normal(mean, std), lognormal(median, sigma), geometric(mean); or a file
+      (docs/simulation.md). Lengths are clipped to a column's bound, which is also their default.
+    - `stragglers`: the share of slow devices and how many times slower they compute, as `1% x3`.
+    - `function_seconds`: seconds per row, or a distribution of them, by function node.
+    - `seed`: by default the run's.
+
+    Raises Fault for arguments that it cannot read.
     """
     texts = (lengths,) if isinstance(lengths, str) else tuple(lengths)
     specs = read(plan, texts, stragglers, function_seconds or {}, plan.deploy.run.seed if seed is None else seed)

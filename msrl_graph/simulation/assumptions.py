@@ -1,7 +1,7 @@
-"""What a person states of rows and machines that no plan knows: lengths, stragglers, seconds of functions.
+"""What a user states of rows and machines: lengths, stragglers, function seconds.
 
-Invariant: all is frozen data, read once; a number is drawn by the inverse of a distribution from one uniform number, so
-that a longer distribution makes each row longer, and never changes which row it is.
+Invariant: all is frozen data, read once. A number is sampled by the inverse of a distribution from one uniform number,
+so that a longer distribution makes each row longer and never changes the order of rows.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ INVERSES: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
 
 @dataclass(frozen=True)
 class Distribution:
+    """A named distribution with its arguments."""
+
     name: str
     arguments: tuple[float, ...]
 
     def at(self, share: float) -> float:
-        """The value below which the share `share` of all lies, in (0, 1)."""
+        """Return the value below which `share` of all values lies, for a share in (0, 1)."""
         return float(INVERSES[self.name][1](share, *self.arguments))
 
     def __str__(self) -> str:
@@ -47,8 +49,10 @@ class Distribution:
 
 @dataclass(frozen=True)
 class RecordedLengths:
-    """Lengths of a file, by row in the order of their numbers, or by iteration (all its rows alike); from the start
-    again after the last."""
+    """Lengths from a file, repeated from the start after the last.
+
+    They are by row, in order of the rows' numbers, or by iteration, with one length for all its rows.
+    """
 
     name: str
     values: tuple[float, ...]
@@ -66,8 +70,10 @@ Source = Distribution | RecordedLengths
 
 @dataclass(frozen=True)
 class Stragglers:
-    """The share of all devices that compute slower by a factor. Which ones they are stays the same in all iterations,
-    and those of a smaller share are among those of a larger one."""
+    """The share of devices that compute slower, and by which factor.
+
+    They are the same devices in all iterations; those of a smaller share are among those of a larger one.
+    """
 
     share: float = 0.0
     factor: float = 1.0
@@ -82,7 +88,10 @@ class Stragglers:
 
 @dataclass(frozen=True)
 class Specs:
-    """`lengths` by column; what has none has its bound. `functions`: seconds a row, by node."""
+    """The assumptions of a simulation.
+
+    `lengths` are by column; a column without one has its bound. `functions` are seconds per row, by node.
+    """
 
     lengths: Mapping[str, Source]
     stragglers: Stragglers
@@ -91,7 +100,7 @@ class Specs:
 
 
 def read(plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping[str, str | float], seed: int) -> Specs:
-    """The specs of texts, each as it stands after its flag. Raises Fault."""
+    """Parse the texts of the flags. Raises Fault."""
     found: dict[str, Source] = {}
     for text in lengths:
         found |= _lengths(plan, text)
@@ -99,19 +108,22 @@ def read(plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping
 
 
 def generated(graph: Graph) -> list[str]:
+    """Return the columns that generations write."""
     return [c for n in graph.verb("generate") for c in sequences(graph, n).scored]
 
 
 def _lengths(plan: Plan, text: str) -> dict[str, Source]:
-    """`[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE`. Without a column: what is generated; a file of pairs says prompts
-    too."""
+    """Parse `[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE`.
+
+    Without a column it is for what is generated; a file of pairs also gives the prompts.
+    """
     known = token_columns(plan.graph)
     responses = generated(plan.graph)
     column, equals, rest = text.partition("=")
     stated = bool(equals) and re.fullmatch(r"\s*[A-Za-z]\w*\s*", column) is not None
     column, rest = (column.strip(), rest.strip()) if stated else ("", text.strip())
     if stated and column not in known:
-        what = f"`--lengths {text}`: no column of tokens is called `{column}`"
+        what = f"`--lengths {text}`: there is no token column `{column}`"
         raise Fault(Diagnostic("unknown-column", what, help=nearest(column, known)))
     if _CALL.fullmatch(rest):
         return dict.fromkeys([column] if stated else responses, distribution(rest, f"--lengths {text}"))
@@ -126,18 +138,21 @@ def _lengths(plan: Plan, text: str) -> dict[str, Source]:
 
 
 def _of_prompts(plan: Plan, prompts: tuple[float, ...], by_iteration: bool) -> tuple[float, ...]:
-    """A pair stands for a response: of the responses to one prompt, the first says how long it is."""
+    """Return the lengths of prompts from pairs with one line per response.
+
+    The first of the responses to a prompt counts.
+    """
     first = next(iter(plan.graph.verb("generate")), None)
     return prompts if by_iteration or first is None else prompts[:: plan.graph.fan(plan.graph.row_level(first))]
 
 
 def distribution(text: str, flag: str) -> Distribution:
-    """A distribution of its text; `flag` is where it stands."""
+    """Parse a distribution; `flag` is the flag to name in errors."""
     found = _CALL.fullmatch(text)
     name = found[1] if found else text
     if found is None or name not in INVERSES:
-        help = nearest(name, INVERSES) or f"there are {', '.join(INVERSES)}"
-        raise Fault(Diagnostic("bad-value", f"`{flag}`: no distribution is called `{name}`", help=help))
+        help = nearest(name, INVERSES) or f"use one of {', '.join(INVERSES)}"
+        raise Fault(Diagnostic("bad-value", f"`{flag}`: unknown distribution `{name}`", help=help))
     parameters, _ = INVERSES[name]
     try:
         arguments = tuple(float(a) for a in found[2].split(",") if a.strip())
@@ -147,37 +162,39 @@ def distribution(text: str, flag: str) -> Distribution:
     if len(arguments) != len(parameters) or not all(map(math.isfinite, arguments)):
         raise Fault(Diagnostic("bad-value", f"`{flag}`: `{name}` takes {' and '.join(parameters)}", help=usage))
     if min(arguments) < 0 or (name == "uniform" and arguments[0] > arguments[1]):
-        what = f"`{flag}`: {'the least is above the most' if min(arguments) >= 0 else 'numbers are 0 or more'}"
+        what = f"`{flag}`: {'the least is above the most' if min(arguments) >= 0 else 'numbers must be 0 or more'}"
         raise Fault(Diagnostic("bad-value", what, help=usage))
     return Distribution(name, arguments)
 
 
 def _file(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
-    """(prompts or none, responses, whether they are means of iterations) of a file: JSON lines, each a response's
-    length, a pair [prompt, response], or a line of a run's metrics."""
+    """Read a file: (prompts or none, responses, whether they are means of iterations).
+
+    It has JSON lines: the length of a response, a pair [prompt, response], or a line of a run's metrics.
+    """
     path = Path(name)
     path = path / "metrics.jsonl" if is_folder(path) else path
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not lines of JSON"
-        what = f"the lengths {name} cannot be read: {str(why).lower()}"
+        why = error.strerror if isinstance(error, OSError) else "its lines are not JSON"
+        what = f"cannot read the lengths {name}: {str(why).lower()}"
         raise Fault(
-            Diagnostic("missing-file", what, help=f"name a file, or a distribution: {', '.join(INVERSES)}")
+            Diagnostic("missing-file", what, help=f"name a file or a distribution: {', '.join(INVERSES)}")
         ) from None
     pairs = list(_pairs(lines))
     by_iteration = any(isinstance(line, dict) for line in lines)
     plain = not by_iteration or all(isinstance(line, dict) for line in lines)
     if not pairs or None in pairs or not plain:
-        help = "each line is a number of tokens, a pair [prompt, response], or a line of a run's metrics"
-        raise Fault(Diagnostic("bad-value", f"the file {name} does not hold lengths", help=help))
+        help = "each line must be a number of tokens, a pair [prompt, response], or a line of a run's metrics"
+        raise Fault(Diagnostic("bad-value", f"the file {name} does not contain lengths", help=help))
     known = [p for p in pairs if p is not None]
     prompts = tuple(p for p, _ in known if p is not None)
     return prompts if len(prompts) == len(known) else (), tuple(r for _, r in known), by_iteration
 
 
 def _pairs(lines: Iterable[object]) -> Iterable[tuple[float | None, float] | None]:
-    """(prompt, response) of each line; None for what is neither."""
+    """Yield (prompt, response) of each line; None for a line that is neither."""
 
     def number(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
@@ -210,7 +227,7 @@ def _stragglers(text: str) -> Stragglers:
         share = -1.0
         factor = 0.0
     if not 0 <= share <= 1 or factor < 1:
-        what = f"`--stragglers {text}` is not a share of the devices and how many times slower they are"
+        what = f"`--stragglers {text}` is not a share of the devices and a factor of slowness"
         raise Fault(Diagnostic("bad-value", what, help="write `1% x3`"))
     return Stragglers(share, factor)
 
@@ -218,7 +235,7 @@ def _stragglers(text: str) -> Stragglers:
 def _function(plan: Plan, node: str, text: str) -> Distribution:
     known = [n.name for n in plan.graph.nodes if n.verb != "source" and plan.graph.worker(n.worker).kind == "function"]
     if node not in known:
-        what = f"`--function {node}={text}`: no function node is called `{node}`"
+        what = f"`--function {node}={text}`: there is no function node `{node}`"
         raise Fault(Diagnostic("unknown-name", what, help=nearest(node, known)))
     if _CALL.fullmatch(text):
         return distribution(text, f"--function {node}={text}")
@@ -227,6 +244,6 @@ def _function(plan: Plan, node: str, text: str) -> Distribution:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
-        what = f"`--function {node}={text}` is no number of seconds a row"
-        raise Fault(Diagnostic("bad-value", what, help=f"write `{node}=0.05`, or a distribution of seconds"))
+        what = f"`--function {node}={text}` is not a number of seconds per row"
+        raise Fault(Diagnostic("bad-value", what, help=f"write `{node}=0.05` or a distribution of seconds"))
     return Distribution("fixed", (seconds,))

@@ -1,8 +1,9 @@
-"""How iterations follow each other: the pools in step begin one when all of the one before has ended, those that may be
-ahead when a run's driver would have them begin it.
+"""The order of iterations in a simulation.
 
-Invariant: what begins when, and with which weights, `Leading` says, here as in a run; here is only when something ends.
-Before an evaluation and a checkpoint the pools that are ahead end what they are at; they take no time themselves.
+Pools in step begin an iteration when the one before has ended completely; pools that may be ahead begin it when a run's
+driver would let them. Invariant: `PoolProgress` decides what begins when, and with which weights, here as in a run;
+this module only computes when something ends. Before an evaluation and a checkpoint the pools that are ahead finish
+their iteration; evaluations and checkpoints take no time.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ IN_STEP = "in step"
 
 @dataclass
 class SimulatedPublication:
-    """The weights of an edge over which they are fetched: when the copy of each version was there, when each fetch had
-    ended, and how many generations were told to fetch; after how many iterations each evaluation comes that has the
-    copy made, and fetches it, before an iteration begins."""
+    """The weights of an edge over which generations fetch them.
+
+    `copied` has the time of each version's copy, `fetched` the end of each fetch, `told` the number of fetches that
+    were ordered. `evaluations` are the intervals, in iterations, of the evaluations that copy and fetch the weights
+    before an iteration begins.
+    """
 
     evaluations: list[int]
     copied: dict[int, float] = field(default_factory=dict)
@@ -36,24 +40,30 @@ class SimulatedPublication:
     told: int = 0
 
     def made(self, version: int) -> bool:
-        """Whether an evaluation has had the copy made; there is one before the first iteration."""
+        """Return whether an evaluation has caused the copy of a version.
+
+        There is one before the first iteration.
+        """
         return any(not version or (every and version % every == 0) for every in self.evaluations)
 
 
 @dataclass
 class _Job:
-    """What the processes of some pools do of an iteration, from a moment on."""
+    """The work of some pools in an iteration, from a time on."""
 
     turn: Turn
     walk: Walk
     steps: Walker
     begin: float
-    ends: bool = True  # whether these pools are done with the iteration then
+    ends: bool = True  # whether it is these pools' last job of the iteration
     begun: bool = False
 
 
 class SimulatedDriver(PoolProgress):
-    """`pools` are the lanes of each pool, `opened` begins an iteration at a moment, `steps` are its instructions."""
+    """The driver of a simulation.
+
+    `pools` are the lanes of each pool, `opened` opens an iteration at a time, `steps` returns its instructions.
+    """
 
     def __init__(
         self,
@@ -71,7 +81,7 @@ class SimulatedDriver(PoolProgress):
         self.steps = steps
         training = [s for s in plan.schedule if s.task == "train"]
         first = {s.pool: opening(plan, s) for s in training}
-        # What a pipelined pool does of an iteration while the updates are in an earlier one; and the rest of all.
+        # What a pipelined pool runs while the updates are in an earlier iteration; and the rest of all instructions.
         self.openings = {s.pool: s.instructions[: first[s.pool]] for s in training}
         self.streams = {s.pool: s.instructions[first[s.pool] :] for s in training}
         self.pipelined = [*pipelined(plan)]
@@ -81,11 +91,13 @@ class SimulatedDriver(PoolProgress):
             edge: SimulatedPublication([e.every for e in evaluations(plan, edge)]) for edge in fetched(plan)
         }
         self.turns: dict[int, Turn] = {}
-        self.left = {-1: 0.0}  # by iteration, when its functions had ended, and its states were known
+        self.left = {-1: 0.0}  # by iteration: when its functions had ended and its states were known
         self.jobs: dict[tuple[str, int], deque[_Job]] = defaultdict(deque)
-        self.heard = dict.fromkeys(self.others, 0.0)  # by pool, when the driver has heard that it ended all it began
+        self.heard = dict.fromkeys(
+            self.others, 0.0
+        )  # by pool: when the driver knows that it has ended all that it began
         self.time = 0.0
-        # What an iteration takes of the ranks beside their work: on a CPU cluster they have all cores.
+        # The overhead of an iteration for the ranks: on a CPU cluster functions share their cores.
         functions = [
             n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"
         ]
@@ -97,7 +109,7 @@ class SimulatedDriver(PoolProgress):
         return pool in self.heard and self.heard[pool] > self.time
 
     def iteration(self, number: int, begin: float) -> tuple[Turn, float]:
-        """Has the updates do an iteration from a moment on; what it was, and when all of it had ended."""
+        """Simulate the updates of an iteration; return its turn and when all of it ended."""
         self.time = begin
         turn = self._turn(number)
         for pool, due in self.due(number, self.iterations, lambda n: self._foreseen(n, number), self.pipelined):
@@ -110,7 +122,7 @@ class SimulatedDriver(PoolProgress):
             while any(self._goes_on(queue) for queue in self.jobs.values() if queue):
                 pass
             end = max(turn.ends.values()) + self.around if len(turn.ends) > len(self.plan.pools) else math.inf
-            # Who ends as the iteration does goes on first, as in a run.
+            # A pool that ends with the iteration continues first, as in a run.
             coming = min((t for t in self.heard.values() if t > self.time), default=math.inf)
             if end < coming or coming == math.inf:
                 if end == math.inf:
@@ -119,7 +131,7 @@ class SimulatedDriver(PoolProgress):
             self.time = coming
 
     def then(self, number: int, end: float) -> float:
-        """When the iteration after one that has ended may begin."""
+        """Return when the iteration after one that has ended may begin."""
         waits = [self.run.save, *(e.every for e in self.plan.deploy.evaluations)]
         between = any(every and (number + 1) % every == 0 for every in waits)
         return max(end, *self.heard.values()) if between and self.heard else end
@@ -160,16 +172,19 @@ class SimulatedDriver(PoolProgress):
         self._ask((pool, 0), turn, [pool])
 
     def _foreseen(self, number: int, now: int) -> bool:
-        """Whether it is known which prompts an iteration begins with: a refill says how many the one before took."""
+        """Return whether an iteration's first prompts are known.
+
+        With a refill, the number of prompts that the iteration before took must be known.
+        """
         ended = (self.begun[p] - self.busy(p) for p in self.knowing)
         return not self.refills or number <= now or any(last >= number - 1 for last in ended)
 
     def _goes_on(self, queue: deque[_Job]) -> bool:
-        """Takes what can be taken of the first job of a queue; whether anything could."""
+        """Advance the first job of a queue as far as possible; return whether it moved."""
         job = queue[0]
         moved = False
         if not job.begun:
-            # What comes after the functions' opening reads what the iteration before left, if there is an opening.
+            # Functions after the opening, if there is one, read the states that the iteration before left.
             late = job.ends and FUNCTIONS in job.walk.streams and self.openings[FUNCTIONS]
             if late and job.turn.number - 1 not in self.left:
                 return False

@@ -1,6 +1,6 @@
 """The flags of `msrl-compile --simulate`.
 
-Invariant: they say nothing that the arguments of `simulate` do not.
+Invariant: they can express nothing that the arguments of `simulate` cannot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from . import simulate, simulation_text
 
 
 def simulated(plan: Plan, options: argparse.Namespace, width: int, colour: bool) -> str:
-    """A simulation as it is shown; its trace goes to a file. Raises Fault."""
+    """Simulate by the flags, write the trace if one is wanted, and return the text.
+
+    Raises Fault.
+    """
     functions = {
         name.strip(): seconds.strip() for name, _, seconds in (f.partition("=") for f in options.function or ())
     }
@@ -30,6 +33,6 @@ def simulated(plan: Plan, options: argparse.Namespace, width: int, colour: bool)
             Path(options.trace).write_text(found.trace(), encoding="utf-8")
         except OSError as error:
             raise Fault(
-                Diagnostic("missing-file", f"`{options.trace}` cannot be written: {str(error.strerror).lower()}")
+                Diagnostic("missing-file", f"cannot write `{options.trace}`: {str(error.strerror).lower()}")
             ) from None
     return found.to_json() if options.format == "json" else simulation_text(found, width, colour)

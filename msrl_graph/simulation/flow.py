@@ -1,8 +1,8 @@
-"""Sample edges: when which rows are there for whom.
+"""Sample edges: when which rows are available to which node.
 
 Invariant: a node gets every unit of an iteration once (an update: once an epoch). Without `stream` it begins when all
-its rows are there and moved; with it, batches go on as soon as they are ready, one after another along each edge.
-Rows are dealt to groups as the docks of a run deal them, as if all lay on one host.
+its rows exist and were moved; with it, batches continue as soon as they are ready, one after another along each edge.
+Rows are assigned to groups as the docks of a run assign them, as if all were on one host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteratio
 
 @dataclass(frozen=True)
 class RowTimes:
-    """When each row of a level that a node wrote was there."""
+    """When each row of a level was written by a node."""
 
     level: int
     times: list[float]
@@ -38,7 +38,7 @@ class RowTimes:
 
 @dataclass(frozen=True)
 class UnitBatch:
-    """Units that are handed out together, by group; `by` is who made them wait."""
+    """Units that are handed out together, by group; `by` is the node they waited for."""
 
     ready: float
     by: str
@@ -47,7 +47,7 @@ class UnitBatch:
 
 @dataclass(frozen=True)
 class SimulatedDocks:
-    """What the docks of a plan do."""
+    """The docks of a plan, as a simulation needs them."""
 
     plan: Plan
     draws: RowSampler
@@ -59,7 +59,7 @@ class SimulatedDocks:
         return 1 if node.per == "batch" else self.rows(self.plan.graph.unit_level(node))
 
     def rows_of(self, node: Node, units: list[int], level: int) -> list[int]:
-        """The rows of a level that belong to units of a node, ascending."""
+        """Return the rows of a level that belong to units of a node, ascending."""
         if node.per == "batch":
             return list(range(self.rows(level))) if units else []
         graph = self.plan.graph
@@ -71,7 +71,7 @@ class SimulatedDocks:
         return found if down == 1 else [u * down + s for u in found for s in range(down)]
 
     def tokens(self, node: Node, lengths: Lengths) -> list[float]:
-        """Of each unit of a node how many tokens it has, as a run's controller counts them."""
+        """Return the tokens of each unit of a node, as a run's controller counts them."""
         graph = self.plan.graph
         units = self.units(node)
         level = graph.level(node)
@@ -86,7 +86,7 @@ class SimulatedDocks:
         return found
 
     def batches(self, node: Node, iteration: int, done: Mapping[str, RowTimes], lengths: Lengths) -> list[UnitBatch]:
-        """What a node gets of an iteration, in order."""
+        """Return the batches that a node gets in an iteration, in order."""
         controller = self.plan.controller(node.name)
         balanced = any(SampleEdgeAttributes.of(e).balance for e in self.plan.graph.into(node.name))
         tokens = self.tokens(node, lengths) if balanced or controller.chunk_tokens else []
@@ -132,7 +132,7 @@ class SimulatedDocks:
         return next(t for t in self.plan.traffic if (t.src, t.dst) == (src, dst))
 
     def _there(self, node: Node, done: RowTimes) -> list[float]:
-        """When all rows of another node that a unit needs are there, by unit."""
+        """Return, by unit, when all rows of another node that it needs are available."""
         if node.per == "batch":
             return [done.last]
         graph = self.plan.graph
@@ -145,8 +145,10 @@ class SimulatedDocks:
 
 
 def _cut(order: list[int], controller: ControllerSpec, tokens: list[float]) -> list[list[int]]:
-    """Batches of units that become ready in an order, as a controller cuts them: the first by number of those that are
-    ready, as soon as they are enough, and in the end what is left."""
+    """Cut units, in the order in which they become ready, into a controller's batches.
+
+    A batch has the lowest numbers of the ready units, as soon as they are enough; the last has the rest.
+    """
     found = list[list[int]]()
     ready = list[int]()
     held = 0.0

@@ -1,9 +1,9 @@
-"""The generation of one data-parallel group, from change to change of what is live.
+"""The generation of one data-parallel group, event by event.
 
-Invariant: between two changes the number of live sequences stays, and the cache grows by one token of each a step; so a
-stretch takes its steps times what a step takes in its middle, which is exact as long as that is linear in the cached
-tokens. What is at its end leaves the batch at once. Where the engine is continuous the next sequence takes a slot as
-soon as one is free, else the next wave waits for the longest.
+Invariant: between two events the number of live sequences is constant, and the cache grows by one token per sequence
+and step. A stretch takes its number of steps times the step in its middle, which is exact if a step is linear in the
+cached tokens. A finished sequence leaves the batch at once. In a continuous engine the next sequence takes a slot as
+soon as one is free; otherwise the next wave waits for the longest sequence.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from ..cost.time import Costs
 
 @dataclass(frozen=True)
 class Sequence:
-    """`context` tokens are there when it begins, of which `prefill` must be computed (0: a sibling's prompt is there
-    already); it adds `tokens`."""
+    """A sequence to generate: `context` tokens exist at its start; it adds `tokens`.
+
+    `prefill` tokens of the context must be computed (0 if a sibling has computed the prompt).
+    """
 
     row: int
     context: float
@@ -29,8 +31,10 @@ class Sequence:
 
 @dataclass
 class Generated:
-    """When each row ended, and the live sequences of each stretch of time (from, to, sequences), the filling of its
-    cache included."""
+    """When each row ended, and how many sequences were live.
+
+    `stretches` are (from, to, sequences); they include the prefill.
+    """
 
     end: float
     ends: dict[int, float] = field(default_factory=dict)
@@ -40,8 +44,10 @@ class Generated:
 def generate(
     costs: Costs, sequences: Iterable[Sequence], slots: int, continuous: bool, slow: float, start: float
 ) -> Generated:
-    """At most `slots` sequences at once, in order, all `slow` times slower than planned; the host has its part of each
-    row that ends."""
+    """Generate sequences in order, at most `slots` at once.
+
+    All computation is `slow` times slower than planned. The host takes its time for each row that ends.
+    """
     host = costs.device.overheads.row.value
     found = Generated(start)
     waiting = list(sequences)[::-1]
@@ -57,7 +63,7 @@ def generate(
             if prefills := [s.prefill for s in new if s.prefill]:
                 now += slow * costs.prefill(prefills).value
             for sequence in new:
-                # The first token comes with the prompt.
+                # The prefill gives the first token.
                 heapq.heappush(live, (step + sequence.tokens - 1, admitted, sequence))
                 admitted += 1
                 cached += sequence.context
@@ -77,8 +83,10 @@ def generate(
 
 
 def tail(stretches: Iterable[tuple[float, float, int]]) -> float:
-    """The share of the time, from the first start to the last end, in which less than half as many sequences live as at
-    the peak."""
+    """Return the share of the time in which fewer than half of the peak are live.
+
+    Live are sequences; the time is from the first start to the last end.
+    """
     changes: dict[float, int] = {}
     for begin, end, count in stretches:
         changes[begin] = changes.get(begin, 0) + count

@@ -1,6 +1,6 @@
-"""An iteration under way: what is done of it, the rows' lengths, the weights that it generates with.
+"""An iteration in progress: its finished nodes, row lengths, and weight versions.
 
-Invariant: plain data; who begins and ends one is the driver's business (driver.py).
+Invariant: plain data; the driver (driver.py) begins and ends iterations.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from .nodes import NodeTiming
 
 @dataclass
 class Turn:
-    """`base` is when it was opened, `hosts` are the processes of its functions; `ends` by pool when that was done with
-    it. By resharding edge with staleness: `told`, how many fetches there were before the updates began it, and the
-    `version` that its generation takes; `fetches` are those where it does not have that already. `held`: by generation
-    the version that it had."""
+    """The state of an iteration.
+
+    - `base` is when it was opened, `hosts` are the processes of its functions, `ends` the times by pool when it was
+      done.
+    - By resharding edge with staleness: `told` is the number of fetches before the updates began the iteration,
+      `version` the one that its generation uses; `fetches` are the edges where that version must be fetched first.
+    - `held` is, by generation, the version that it had.
+    """
 
     number: int
     lengths: dict[str, list[int]]
@@ -30,7 +34,7 @@ class Turn:
     version: dict[tuple[str, str], int] = field(default_factory=dict)
     fetches: set[tuple[str, str]] = field(default_factory=set)
     held: dict[str, int] = field(default_factory=dict)
-    versions: list[int] = field(default_factory=list)  # of each prompt's responses, the oldest that wrote some of them
+    versions: list[int] = field(default_factory=list)  # by prompt: the oldest version that wrote some of its responses
 
     @property
     def done(self) -> Mapping[str, RowTimes]:

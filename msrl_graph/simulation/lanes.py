@@ -1,8 +1,9 @@
-"""Lanes: who works when. A pool's devices, and the data-parallel groups of each of its nodes; the hosts, for functions.
+"""Lanes: which device works when.
 
-Invariant: a device does one thing at a time, in the order of its pool's stream; a group begins when all its devices are
-free, and is as slow as its slowest device. Every stretch of work is kept as a Span, busy or (a resharding, a swap) not
-computing.
+A lane set has a pool's devices and the data-parallel groups of each of its nodes, or the hosts, for functions.
+Invariant: a device does one thing at a time, in the order of its pool's stream. A group begins when all its devices are
+free, and is as slow as its slowest device. Every stretch of work is recorded as a LaneSpan, of computation or of
+something else (resharding, a swap).
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from ..sharding.layout import Layout
 
 @dataclass(frozen=True)
 class LaneSpan:
-    """What a group (`lane` its first device, or a host) did; `width` devices took part."""
+    """A stretch of work of a group.
+
+    `lane` is the group's first device, or a host; `width` devices took part.
+    """
 
     pool: str
     lane: int
@@ -29,15 +33,19 @@ class LaneSpan:
 
 @dataclass
 class Lanes:
-    """The `devices` of a pool (or the hosts). `clock`: when each is free; `before`: the node it computed last in this
-    iteration."""
+    """The `devices` of a pool, or the hosts.
+
+    `clock` is when each is free; `before` is the node that it computed last in this iteration.
+    """
 
     pool: str
     devices: list[int]
     slow: list[float]
     clock: list[float] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
-    back: dict[str, list[float]] = field(default_factory=dict)  # by update: when each device has its weights again
+    back: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # by update: when its weights have returned to each device
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # by node: the devices of each group
 
     def __post_init__(self) -> None:
@@ -55,7 +63,7 @@ class Lanes:
         return found
 
     def begin(self, time: float) -> None:
-        """Begins an iteration, on each device when it is free."""
+        """Begin an iteration, on each device when it is free."""
         self.clock = [max(time, t) for t in self.clock]
         self.before = [""] * len(self.clock)
 

@@ -1,7 +1,7 @@
-"""Nodes at work: what each verb takes of the rows that it is handed, on the lanes of its pool.
+"""Nodes at work: the time that each verb takes for its rows, on its pool's lanes.
 
-Invariant: seconds come from cost/time.py alone, at the rows' own lengths. Where a collective spans the groups they go
-step by step together: an update at its optimizer steps, whoever divides the weights over dp at each micro-batch.
+Invariant: seconds come from cost/time.py alone, at the rows' own lengths. Groups that a collective spans proceed in
+lockstep: an update at its optimizer steps, engines that shard weights over dp at each micro-batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from .rollout import Group, SimulatedRollout
 
 @dataclass
 class NodeTiming:
-    """A node in an iteration: what it wrote when, and what its slowest group waited for."""
+    """A node in an iteration: when it wrote its rows, and what it waited for.
+
+    `cause` is the node that its slowest group waited for.
+    """
 
     done: RowTimes
     cause: str
@@ -68,7 +71,7 @@ class ModelNode:
         self.written = found.scored[0] if generates and found.scored else ""
 
     def _sums(self, rows: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
-        """Tokens of the context and of what is scored, of rows of the node's level."""
+        """Return the tokens of the context and of the scored columns, by row."""
 
         def total(columns: list[tuple[str, int]]) -> list[int]:
             return [sum(lengths[c][r // fan] for c, fan in columns) for r in rows]
@@ -109,7 +112,7 @@ class ModelNode:
         return self._ended(free, causes, RowTimes(self.level, times, max(free)))
 
     def _step(self, ends: list[float], iteration: int) -> list[float]:
-        """The exchange of gradients and the optimizer's step, when all groups are there."""
+        """Simulate the gradient exchange and the optimizer step of all groups together."""
         begin = max(ends)
         end = begin + self.costs.exchange().value + self.costs.optimizer_step().value * max(self.slow)
         for g in range(len(self.groups)):
@@ -117,13 +120,18 @@ class ModelNode:
         return [end] * len(ends)
 
     def _micro_batches(self, group: int, rows: list[int], count: int, lengths: Lengths) -> list[float]:
-        """Seconds of each of so many micro-batches of a group, rows of like length together as the runtime has them;
-        some may be empty."""
+        """Return the seconds of each of `count` micro-batches of a group.
+
+        Rows of similar length are together, as in the runtime; a micro-batch may be empty.
+        """
         found = sorted(zip(*self._sums(rows, lengths), rows, strict=True), key=lambda r: (r[0] + r[1], r[2]))
         return [self.slow[group] * self._seconds(some) if some else 0.0 for some in split(found, count)]
 
     def _seconds(self, rows: list[tuple[int, int, int]]) -> float:
-        """Of a micro-batch; rows are (context, scored, number), those under one row of the context begin alike."""
+        """Return the seconds of a micro-batch.
+
+        Rows are (context, scored, number); rows of one context row begin alike.
+        """
         count = self.count
         found = Rows.of((context, scored / count) for context, scored, _ in rows for _ in range(count))
         if found.count > 1:
@@ -136,7 +144,7 @@ class ModelNode:
     # A generation.
 
     def generate(self, batches: list[UnitBatch], iteration: int, lengths: Lengths) -> NodeTiming:
-        """All of an iteration's responses, whole."""
+        """Simulate all of an iteration's responses, each as a whole."""
         level = self.plan.graph.row_level(self.node)
         samples = holdings.samples(self.plan, self.node.name)
         tokens = lengths[self.written]
@@ -156,7 +164,10 @@ class ModelNode:
     def rollout(
         self, ready: float, by: str, iteration: int, version: int, rollout: SimulatedRollout
     ) -> tuple[NodeTiming, list[Group]]:
-        """Stretches of partial rollout, until an iteration's groups are whole: which these are."""
+        """Simulate a partial rollout until an iteration's groups are complete.
+
+        Returns these groups too.
+        """
         stretches: list[tuple[float, float, int]] = []
         cause = by
         begin = max(ready, max(map(self.lanes.free, self.groups)))
@@ -182,8 +193,10 @@ class ModelNode:
     def _decode(
         self, rounds: list[tuple[float, str, list[list[Sequence]]]], iteration: int, times: list[float]
     ) -> NodeTiming:
-        """Sequences by round and group; writes into `times` when each row is handed on: at its own end where the engine
-        is continuous, else at its share's."""
+        """Simulate sequences by round and group.
+
+        Writes into `times` when each row is handed on: when it ends in a continuous engine, else when its share ends.
+        """
         at_once, _ = holdings.waves(self.plan, self.node.name)
         slots = at_once * holdings.samples(self.plan, self.node.name)
         ends = []

@@ -1,4 +1,4 @@
-"""What a simulation found: each iteration, each stretch of work, and the figures that follow.
+"""The result of a simulation: iterations, stretches of work, and their figures.
 
 Invariant: plain data; every figure is computed from iterations and spans, and none is rounded.
 """
@@ -21,10 +21,15 @@ RESHARD = "reshard"
 
 @dataclass(frozen=True)
 class Iteration:
-    """`begin` is the end of the one before. Tokens are of all responses, a prompt's counted once a response; `tail` the
-    share of the generation's time in which less than half as many sequences live as at its peak; `staleness` by how
-    many versions the weights that generated were behind those that are updated, mean and most over the prompts; `path`
-    the chain of nodes that its end waited for."""
+    """An iteration of a simulation.
+
+    - `begin` is the end of the one before.
+    - Tokens are those of all responses; a prompt's count once per response.
+    - `tail` is the share of the generation's time in which fewer than half of the peak's sequences live.
+    - `staleness` is how many versions the generating weights were behind the updated ones, the mean over the prompts;
+      `most_stale` is the maximum.
+    - `path` is the chain of nodes that its end waited for.
+    """
 
     number: int
     begin: float
@@ -43,8 +48,11 @@ class Iteration:
 
 @dataclass(frozen=True)
 class NodeWork:
-    """A node (or resharding) over all iterations: seconds an iteration from its first start to its last end, that its
-    devices compute on average, that the busiest group does; and the share of its pool's time that it fills."""
+    """A node or resharding over all iterations, in seconds per iteration.
+
+    `span` is from the first start to the last end, `mean` the mean of its devices, `most` that of the busiest group;
+    `share` is the share of its pool's time.
+    """
 
     pool: str
     name: str
@@ -56,7 +64,7 @@ class NodeWork:
 
 @dataclass(frozen=True)
 class Simulation:
-    """`lengths`: by iteration, the tokens of each row of every token column."""
+    """A simulated plan; `lengths` are, by iteration, the tokens of each row by column."""
 
     plan: Plan
     specs: Specs
@@ -66,28 +74,28 @@ class Simulation:
 
     @property
     def seconds(self) -> float:
-        """Of an iteration, on average."""
+        """The mean seconds of an iteration."""
         return self.iterations[-1].end / len(self.iterations)
 
     def quantile(self, share: float) -> float:
-        """The seconds that a share of the iterations does not exceed."""
+        """Return the seconds that a share of the iterations does not exceed."""
         ordered = sorted(i.seconds for i in self.iterations)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices, prompts counted once a response."""
+        """Tokens per second of all devices; a prompt counts once per response."""
         tokens = sum(i.prompt_tokens + i.response_tokens for i in self.iterations)
         return tokens / self.iterations[-1].end if self.iterations[-1].end else 0.0
 
     @property
     def throughput(self) -> float:
-        """Tokens a second a device: eq. 5 of arXiv:2507.19017 at the rows' own lengths."""
+        """Tokens per second and device: eq. 5 of arXiv:2507.19017, at the rows' lengths."""
         return self.tokens_per_second / self.plan.cluster.devices
 
     @property
     def tail(self) -> float:
-        """The mean of the iterations', those left out that generated nothing."""
+        """The mean tail of the iterations."""
         found = [i.tail for i in self.iterations]
         return sum(found) / len(found)
 
@@ -98,7 +106,7 @@ class Simulation:
 
     @cached_property
     def work(self) -> tuple[NodeWork, ...]:
-        """By pool, in the order in which nodes first began."""
+        """The work by pool, in the order in which nodes first began."""
         elapsed = self.iterations[-1].end
         sizes = self.sizes
         found = []
@@ -120,19 +128,24 @@ class Simulation:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Devices of each pool, and the hosts' processes for functions: one for each iteration that may be under
-        way."""
+        """The devices of each pool, and the processes of the hosts for functions.
+
+        There is one process per host for each iteration that may be in progress.
+        """
         return {
             **{p.name: p.devices for p in self.plan.pools},
             FUNCTIONS: self.plan.cluster.nodes * async_schedule.lanes(self.plan),
         }
 
     def idle(self, pool: str) -> float:
-        """The share of a pool's device time in which nothing is computed or resharded."""
+        """Return the share of a pool's device time without computation or resharding."""
         return max(0.0, 1 - sum(w.share for w in self.work if w.pool == pool))
 
     def to_json(self) -> str:
-        """The figures, and each iteration's; seconds, tokens, shares from 0 to 1."""
+        """Return the figures, and those of each iteration, as JSON.
+
+        Units are seconds, tokens, and shares from 0 to 1.
+        """
         figures = {
             "seconds": self.seconds,
             "seconds_half": self.quantile(0.5),
@@ -148,7 +161,10 @@ class Simulation:
         return json.dumps(figures, indent=2) + "\n"
 
     def trace(self) -> str:
-        """Chrome's trace format: a process a pool, a thread a group (by its first device)."""
+        """Return a trace in Chrome's format: a process per pool, a thread per group.
+
+        A group has the number of its first device.
+        """
         pools = list(self.sizes)
         events: list[dict[str, object]] = [
             {"name": "process_name", "ph": "M", "pid": i, "args": {"name": f"pool {p}" if p != FUNCTIONS else "hosts"}}

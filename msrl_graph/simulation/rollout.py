@@ -1,9 +1,9 @@
-"""Partial rollout: prompts that are cut when enough others are whole, and go on in the next iteration, with newer
-weights.
+"""Partial rollout: prompts are cut when enough others are complete.
 
-Invariant: every token of a row is generated once; an iteration has as many prompts under way as `partial` says, those
-that were cut first, then new ones in the order of the source. After each stretch it looks whether the prompts that it
-takes are whole: the first of them, those first that were cut most often.
+They continue in the next iteration, with newer weights. Invariant: every token of a row is generated once. An iteration
+has as many prompts in progress as `partial` says: first those that were cut, then new ones in the order of the source.
+After each stretch it checks whether the prompts that it takes are complete: the first of them, those that were cut most
+often first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from .generation import Sequence
 
 @dataclass
 class Group:
-    """The responses to one prompt: its number over all iterations, the tokens that each has and is to have; the oldest
-    version that wrote some; how often they were cut; when the last was whole."""
+    """The responses to one prompt.
+
+    `prompt` is its number over all iterations; `written` and `tokens` are what each response has and will have;
+    `version` is the oldest that wrote some of them; `cuts` how often they were cut; `end` when the last was complete.
+    """
 
     prompt: int
     context: int
@@ -28,8 +31,11 @@ class Group:
     end: float = 0.0
 
     def sequences(self, place: int, most: int, begins: bool) -> list[Sequence]:
-        """What a stretch adds, at most `most` tokens a row; `place` is the group's among those under way. In the first
-        one of an iteration (`begins`) a new prompt is computed once, what was cut row by row."""
+        """Return what a stretch adds, at most `most` tokens per row.
+
+        `place` is the group's position among those in progress. In an iteration's first stretch (`begins`) a new prompt
+        is computed once, and cut responses row by row.
+        """
         found: list[Sequence] = []
         for i, (done, whole) in enumerate(zip(self.written, self.tokens, strict=True)):
             if done < whole:
@@ -45,9 +51,12 @@ class Group:
 
 @dataclass
 class SimulatedRollout:
-    """`prompt` gives the tokens of a prompt and of its responses, by its number; an iteration takes `prompts` of those
-    `under_way`; a stretch adds `most` tokens a row; after `cuts` cuts a prompt is overdue, and an iteration `waits`
-    for it, or it leaves where it is not whole in time."""
+    """The state of a partial rollout.
+
+    `prompt` returns the tokens of a prompt and of its responses, by its number. An iteration takes `prompts` of those
+    `under_way`; a stretch adds `most` tokens per row. After `cuts` cuts a prompt is overdue: an iteration `waits` for
+    it, or drops it if it is not complete in time.
+    """
 
     prompts: int
     under_way: int
@@ -69,18 +78,21 @@ class SimulatedRollout:
         return working
 
     def enough(self, working: list[Group]) -> bool:
-        """Whether the iteration has what it takes."""
+        """Return whether the iteration has all the groups that it needs."""
         awaited = [g for g in working if self.waits and g.cuts >= self.cuts]
         return sum(g.whole for g in working) >= self.prompts and all(g.whole for g in awaited)
 
     def grow(self, working: list[Group], times: list[float]) -> None:
-        """Takes what a stretch has added; `times` are when their rows ended, 0 for one that was whole before."""
+        """Add the tokens of a stretch.
+
+        `times` are when its rows ended, 0 for a row that was complete before.
+        """
         for place, group in enumerate(working):
             group.written = [min(t, w + self.most) for t, w in zip(group.tokens, group.written, strict=True)]
             group.end = max(group.end, *times[place * self.samples : (place + 1) * self.samples])
 
     def take(self, working: list[Group]) -> list[Group]:
-        """The groups of an iteration; the others go on in the next one, or are overdue and leave."""
+        """Return an iteration's groups; the others continue, or are overdue and dropped."""
         taken = [g for g in working if g.whole][: self.prompts]
         self.cut = [g for g in working if g not in taken and (self.waits or g.cuts < self.cuts)]
         for group in self.cut:

@@ -1,7 +1,7 @@
-"""Rows: how long each is, and who is slow.
+"""Rows: their lengths; and devices: their slowness.
 
-Invariant: a number is a function of its key (seed, what it is of, iteration, row) and of nothing else: not of the
-plan's places, nor of the order in which it is asked for.
+Invariant: a number is a function of its key (seed, purpose, iteration, row) and of nothing else: neither of the plan's
+placements nor of the order of calls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _mix(x: int) -> int:
 
 
 def key(*parts: int) -> int:
-    """64 random bits of a key."""
+    """Return 64 random bits of a key."""
     state = 0
     for part in parts:
         state = _mix((state + 0x9E3779B97F4A7C15 & _MASK) ^ _mix(part + 0x9E3779B97F4A7C15 & _MASK))
@@ -35,36 +35,39 @@ def key(*parts: int) -> int:
 
 
 def keys(prefix: Sequence[int], numbers: range) -> list[int]:
-    """The keys of `prefix` and each of the numbers."""
+    """Return the keys of `prefix` followed by each of the numbers."""
     state = key(*prefix) + 0x9E3779B97F4A7C15 & _MASK
     return [_mix(state ^ _mix(n + 0x9E3779B97F4A7C15 & _MASK)) for n in numbers]
 
 
 def stream(seed: int, purpose: str, name: str) -> int:
-    """The key of a run's stream, as `noise.RandomStream` makes it; numpy is not loaded here."""
+    """Return the key of a run's stream, as `noise.RandomStream` makes it.
+
+    It does not load numpy.
+    """
     digest = hashlib.blake2b(f"{purpose}\0{name}".encode(), digest_size=8).digest()
     return key(seed, int.from_bytes(digest, "little"))
 
 
 def share(bits: int) -> float:
-    """A number in (0, 1)."""
+    """Map 64 bits to a number in (0, 1)."""
     return ((bits >> 12) + 0.5) * 2.0**-52
 
 
 def number(name: str) -> int:
-    """What stands for a name in a key."""
+    """Return the number of a name in a key."""
     return zlib.crc32(name.encode())
 
 
 @dataclass(frozen=True)
 class RowSampler:
-    """What a simulation draws."""
+    """The random numbers of a simulation."""
 
     plan: Plan
     specs: Specs
 
     def tokens(self, column: str, iteration: int) -> list[int]:
-        """The length of each row of a token column; a column that nothing is stated of has its bound."""
+        """Return the length of each row of a token column; its bound if none is stated."""
         graph = self.plan.graph
         rows = graph.rows[graph.column(column).level]
         writer = graph.writer(column)
@@ -80,7 +83,7 @@ class RowSampler:
         return [min(most, max(1, round(n))) for n in found]
 
     def slowness(self, device: int) -> float:
-        """How many times slower a device computes."""
+        """Return how many times slower a device computes."""
         some = self.specs.stragglers
         return (
             some.factor
@@ -89,14 +92,14 @@ class RowSampler:
         )
 
     def seconds(self, node: str, iteration: int, rows: int) -> list[float]:
-        """What a function takes of each row."""
+        """Return the seconds of a function for each row."""
         found = self.specs.functions.get(node)
         if found is None:
             return [0.0] * rows
         return [max(0.0, found.at(share(k))) for k in keys((self.specs.seed, number(node), iteration), range(rows))]
 
     def mini_batches(self, node: str, iteration: int, epoch: int, units: int, size: int) -> list[list[int]]:
-        """The units of each round of an update, ascending."""
+        """Return the units of each round of an update, ascending."""
         drawn = keys((stream(self.specs.seed, "mini_batch", node), iteration, epoch), range(units))
         order = [u for _, u in sorted(zip(drawn, range(units), strict=True))]
         return [sorted(order[i : i + size]) for i in range(0, units, size)]

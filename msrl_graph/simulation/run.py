@@ -1,8 +1,8 @@
-"""The simulation of a plan's iterations: all pools walk their streams, rows go by the docks, devices take the seconds
-of cost/time.py.
+"""The simulation of a plan's iterations.
 
-Invariant: the same plan, specs and seed give the same numbers, to the last bit; nothing depends on the order in which
-pools are looked at. How iterations follow each other driver.py says.
+All pools run their streams, rows pass the docks, and devices take the seconds of cost/time.py. Invariant: the same
+plan, specs and seed give the same numbers, to the last bit; nothing depends on the order in which pools are visited.
+driver.py defines the order of iterations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class _Steps(Walker):
         self.turn.ran[node] = run(self.turn, node)
 
     def given(self, pool: str, src: str, dst: str) -> bool:
-        """A copy is given up for the next when whoever was told to fetch it has it."""
+        """Return whether a transfer of weights can begin.
+
+        A copy can be replaced by the next once every generation that was told to fetch it has it.
+        """
         turn = self.turn
         found = self.simulator.driver.published.get((src, dst))
         edge = (src, dst)
@@ -58,8 +61,11 @@ class _Steps(Walker):
         return not self.simulator.driver.sends(edge, turn.number) or len(found.fetched) >= turn.told[edge]
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
-        """All devices of both pools take part, when the last is free; where one may be ahead, the update's make a copy,
-        and the generation's fetch it."""
+        """Simulate a resharding.
+
+        All devices of both pools take part once the last is free. If one pool may be ahead, the update's devices make a
+        copy and the generation's fetch it.
+        """
         simulator = self.simulator
         turn = self.turn
         plan = self.simulator.plan
@@ -82,7 +88,7 @@ class _Steps(Walker):
             simulator._spend(pools, begin, found.copied[turn.number], turn)
 
     def release(self, pool: str, node: str) -> None:
-        """It takes no time."""
+        """Do nothing: it takes no time."""
 
     def swap_in(self, pool: str, node: str) -> None:
         edge = [r for r in self.simulator.plan.reshards if r.src == node][-1]
@@ -96,12 +102,12 @@ class _Steps(Walker):
             lanes.set((device,), max(lanes.clock[device], lanes.back[node][device]))
 
     def again(self, pool: str, node: str, rounds: int) -> bool:
-        """Filters are not run: one round of prompts is simulated."""
+        """Return False: filters are not run, so one round of prompts is simulated."""
         return False
 
 
 class Simulator:
-    """`engines` are the specs by name."""
+    """The simulator of a plan; `engines` are the specs by name."""
 
     def __init__(self, plan: Plan, engines: Mapping[str, EngineSpec], specs: Specs) -> None:
         self.plan = plan
@@ -141,7 +147,7 @@ class Simulator:
         return Simulation(self.plan, self.specs, tuple(found), tuple(self.spans), tuple(lengths))
 
     def _turn(self, i: int, base: float) -> Turn:
-        """Opens an iteration. Draws that no later one needs are forgotten."""
+        """Open an iteration; forget lengths that no later one needs."""
         lengths = {c: self._tokens(c, i) for c in token_columns(self.plan.graph)}
         firsts = [g.prompt for r in self.rollouts.values() for g in r.cut] + [r.next for r in self.rollouts.values()]
         oldest = min((first // self.flow.rows(0) for first in firsts), default=i)
@@ -173,8 +179,10 @@ class Simulator:
         )
 
     def _count(self, lengths: Lengths) -> tuple[int, int]:
-        """Tokens of prompts (once a response) and of responses, as eq. 5 counts them: those that the first generation
-        reads and writes, or off-line the first update reads."""
+        """Return the tokens of prompts (once per response) and of responses, for eq. 5.
+
+        They are those that the first generation reads and writes; off-line, those that the first update reads.
+        """
         graph = self.plan.graph
         node = next(iter((*graph.verb("generate"), *graph.verb("update"))), None)
         if node is None:
@@ -188,7 +196,7 @@ class Simulator:
         return (read, written) if writes else (0, read)
 
     def _path(self, turn: Turn) -> tuple[str, ...]:
-        """The chain of nodes that the last one to end waited for."""
+        """Return the chain of nodes that the last one to end waited for."""
         name = max(turn.ran, key=lambda n: (turn.ran[n].done.last, n), default="")
         chain: list[str] = []
         while name and name not in chain:
@@ -210,7 +218,7 @@ class Simulator:
             return own.compute(batches, turn.number, turn.lengths)
         version = turn.held.get(name, turn.number)
         if name not in self.rollouts:
-            # Of several generations those count whose weights are sent.
+            # Of several generations, only those whose weights are sent count.
             turn.versions = [version] * self.flow.rows(0) if name in turn.held or not turn.versions else turn.versions
             return own.generate(batches, turn.number, turn.lengths)
         ready, by = max((b.ready, b.by) for b in batches)
@@ -235,7 +243,7 @@ class Simulator:
         return SimulatedRollout(prompts, said.under_way(prompts), samples, most, said.cuts, said.waits, prompt)
 
     def _taken(self, groups: list[Group]) -> dict[str, list[int]]:
-        """The lengths of an iteration's rows, when some come from prompts of others."""
+        """Return the lengths of an iteration's rows when prompts of others are among them."""
         found: dict[str, list[int]] = {}
         for column in token_columns(self.plan.graph):
             rows = []
@@ -247,18 +255,20 @@ class Simulator:
         return found
 
     def _function(self, turn: Turn, name: str) -> NodeTiming:
-        """A function on the hosts, each its share: row after row, or several at once; the source has its rows at
-        once."""
+        """Simulate a function on the hosts; the source has its rows at once.
+
+        Each host has its share, row after row or several in parallel.
+        """
         node = self.plan.graph.node(name)
         lanes = turn.hosts
         level = self.plan.graph.row_level(node)
         if node.verb == "source":
             return NodeTiming(RowTimes.at(level, self.flow.rows(level), turn.base), "")
-        # What a call takes by itself: on a CPU cluster the ranks', which have all cores (Driver.around).
+        # The overhead of a call; on a CPU cluster it counts as the ranks' (SimulatedDriver.around).
         call = costs.function(self.plan, self.plan.cluster.nodes).value * (not self.plan.cluster.device.kind.is_host)
         seconds = [call + s for s in self.draws.seconds(name, turn.number, self.flow.rows(level))]
         calls = concurrent_calls(node, self.plan.deploy.run.function_workers, read_signature(node))
-        together = self.plan.graph.fan(level, self.plan.graph.unit_level(node))  # rows of a call
+        together = self.plan.graph.fan(level, self.plan.graph.unit_level(node))  # rows per call
         times = [0.0] * self.flow.rows(level)
         causes = list(lanes.before)
         for batch in self.flow.batches(node, turn.number, turn.done, turn.lengths):
@@ -281,7 +291,7 @@ class Simulator:
 
 
 def _beside(seconds: Sequence[float], calls: int) -> float:
-    """What units take whose calls are made in their order, so many at once."""
+    """Return the seconds of calls that start in order, at most `calls` in parallel."""
     ends = [0.0] * max(1, min(calls, len(seconds)))
     for each in seconds:
         heapq.heapreplace(ends, ends[0] + each)

@@ -1,6 +1,6 @@
-"""A simulation as text for a person: how long iterations take, what they wait for, who works when.
+"""A simulation as text: how long iterations take, and what they wait for.
 
-Invariant: fits 100 columns; the same simulation gives the same bytes.
+Invariant: it fits 100 columns; the same simulation gives the same bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from .result import RESHARD, Simulation
 
 
 def simulation_text(found: Simulation, width: int = WIDTH, colour: bool = False) -> str:
+    """Format a simulation."""
     page = Page(width, colour)
     plan = found.plan
     more = f"{many(len(found.iterations), 'iteration')}, seed {found.specs.seed}"
@@ -23,10 +24,10 @@ def simulation_text(found: Simulation, width: int = WIDTH, colour: bool = False)
     lengths = [
         (c, str(found.specs.lengths.get(c, "at the bound")), *_spread(found, c)) for c in token_columns(plan.graph)
     ]
-    page.table(("tokens of", "drawn from", "mean", "half have at most", "longest"), lengths, (2, 3, 4))
+    page.table(("tokens of", "sampled from", "mean", "median", "longest"), lengths, (2, 3, 4))
     page.line(f"stragglers: {found.specs.stragglers}")
     for name, seconds in found.specs.functions.items():
-        page.line(f"seconds a row of {name}: {seconds}")
+        page.line(f"seconds per row of {name}: {seconds}")
     _iterations(page, found)
     _work(page, found)
     _timeline(page, found, width)
@@ -40,18 +41,18 @@ def _spread(found: Simulation, column: str) -> tuple[str, str, str]:
 
 def _iterations(page: Page, found: Simulation) -> None:
     page.heading("Iterations")
-    quantiles = f"half take at most {duration(found.quantile(0.5))}, 95 % at most {duration(found.quantile(0.95))}"
+    quantiles = f"median {duration(found.quantile(0.5))}, 95th percentile {duration(found.quantile(0.95))}"
     page.line(f"an iteration: {duration(found.seconds)} on average; {quantiles}")
     if found.plan.estimate is not None:
-        page.line(f"the estimate, every row at its bound: {duration(found.plan.estimate.iteration_seconds.value)}")
+        page.line(f"the estimate with every row at its bound: {duration(found.plan.estimate.iteration_seconds.value)}")
     rate = f"{_rate(found.throughput)} tokens/s/device at the rows' own lengths (arXiv:2507.19017, eq. 5)"
-    page.line(f"throughput: {rate}; {_rate(found.tokens_per_second)} in all")
+    page.line(f"throughput: {rate}; {_rate(found.tokens_per_second)} for all devices")
     same = sum(i.path == found.path for i in found.iterations)
     page.line(f"critical path of {same} of {len(found.iterations)}: {' > '.join(found.path)}")
     if generated(found.plan.graph):
         page.line(
-            f"tail: {100 * found.tail:.1f} % of the generation's time has less than half as many live sequences as "
-            "its peak"
+            f"tail: for {100 * found.tail:.1f} % of the generation's time, fewer than half of the peak's sequences are "
+            "live"
         )
     stale = sum(i.staleness for i in found.iterations) / len(found.iterations)
     if words := unfiltered(found.plan.graph):
@@ -65,7 +66,7 @@ def _rate(number: float) -> str:
 
 
 def _work(page: Page, found: Simulation) -> None:
-    page.heading("Who works", "seconds an iteration")
+    page.heading("Work by pool", "seconds per iteration")
     rows = []
     for pool, size in found.sizes.items():
         work = [w for w in found.work if w.pool == pool]
@@ -79,12 +80,12 @@ def _work(page: Page, found: Simulation) -> None:
             rows.append((what, w.name, duration(w.span), duration(w.mean), duration(w.most), f"{100 * w.share:.1f} %"))
             what = ""
         rows.append((what, "idle", "", "", "", f"{100 * found.idle(pool):.1f} %"))
-    page.table(("pool", "what", "first to last", "a device", "busiest", "of its time"), rows, (2, 3, 4, 5), (0, 1))
-    page.line("idle: waiting for rows, for slower devices, for weights")
+    page.table(("pool", "node", "first to last", "mean", "busiest", "share"), rows, (2, 3, 4, 5), (0, 1))
+    page.line("idle: waiting for rows, slower devices or weights")
 
 
 def _timeline(page: Page, found: Simulation, width: int) -> None:
-    """The iteration that takes the median time, a line a pool."""
+    """Write the iteration of median time, one line per pool."""
     shown = sorted(found.iterations, key=lambda i: (i.seconds, i.number))[(len(found.iterations) - 1) // 2]
     if not shown.seconds:
         return
@@ -101,7 +102,7 @@ def _timeline(page: Page, found: Simulation, width: int) -> None:
             f"{_bar(spans, shown.begin, shown.seconds / cells, cells, found.sizes[pool], letters)}|"
         )
     legend = ", ".join(f"{letters[n]} {n}" for n in names)
-    page.line(f"{legend}; small: less than half of the devices; dots: none")
+    page.line(f"{legend}; lower case: less than half of the devices; dots: none")
 
 
 def _pool(name: str) -> str:
@@ -109,7 +110,7 @@ def _pool(name: str) -> str:
 
 
 def _letters(names: list[str]) -> dict[str, str]:
-    """A letter for each name, its verb's first if that is free."""
+    """Choose a letter for each name: its verb's first letter if that is free."""
     found: dict[str, str] = {}
     for name in names:
         wanted = "=" if name == RESHARD else ""
@@ -133,7 +134,7 @@ def _bar(spans: list[LaneSpan], begin: float, each: float, cells: int, devices: 
                 busy[cell][s.name] = busy[cell].get(s.name, 0.0) + inside * s.width
     out = ""
     for parts in busy:
-        share = round(sum(parts.values()) / (each * devices), 9)  # Pythons add up with other last digits
+        share = round(sum(parts.values()) / (each * devices), 9)  # Python versions differ in the last digits of sums
         letter = letters[max(parts, key=lambda n: (parts[n], n))] if share >= 0.005 else "."
         out += letter if share >= 0.5 else letter.lower()
     return out

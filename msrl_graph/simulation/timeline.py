@@ -1,6 +1,6 @@
-"""One iteration of a plan with every row at its bound: what a page draws.
+"""One iteration of a plan with every row at its bound, for the plan's page.
 
-Invariant: groups that do the same at the same time are one stretch, so that 10,000 devices are no longer than 16.
+Invariant: groups that do the same at the same time are one stretch, so that 10,000 devices need no more space than 16.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ..ir.plan import Plan
 from .assumptions import read
 from .run import Simulator
 
-# Under staleness and partial rollout the first iterations fill the pipeline, and later ones begin before one has ended.
+# With staleness and partial rollout the first iterations fill the pipeline, and iterations overlap.
 SHOWN = 3
 AFTER = 2
 
 
 def timeline(plan: Plan) -> Timeline:
-    """The first iteration; where iterations overlap, a later one."""
+    """Return the first iteration's timeline; where iterations overlap, a later one's."""
     overlap = bool(leads(plan)) or any(n.cuts for n in plan.graph.verb("generate"))
     found = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).run(
         SHOWN + 1 + AFTER if overlap else 1
@@ -36,5 +36,5 @@ def timeline(plan: Plan) -> Timeline:
         BusyInterval(*what, width / found.sizes[what[0]])
         for what, width in sorted(widths.items(), key=lambda w: (w[0][2], w[0]))
     )
-    about = f"iteration {shown.number}, which others overlap" if overlap else "simulated"
+    about = f"iteration {shown.number}, which overlaps with others" if overlap else "simulated"
     return Timeline(shown.seconds, stretches, f"{about}, every row at its bound")

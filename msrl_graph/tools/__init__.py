@@ -1,4 +1,4 @@
-"""What a user's environment may use: code that nobody vouches for, run apart."""
+"""Tools for a user's environment: untrusted code in a sandbox."""
 
 from .sandbox import SandboxResult, SandboxUnavailable, run_python
 

