@@ -128,8 +128,8 @@ def test_a_pipeline_fills_and_drains() -> None:
     number = state.micro_batches()
     assert number == 4096
     bubbles, _ = seconds(Layout(tp=4, pp=4, dp=1), 1024)
-    assert state._filling == pytest.approx(1 + 3 / number)
-    few, many = (seconds(Layout(tp=4, pp=4, dp=1, vpp=v), 1024)[1]._filling for v in (1, 4))
+    assert state._bubble_factor == pytest.approx(1 + 3 / number)
+    few, many = (seconds(Layout(tp=4, pp=4, dp=1, vpp=v), 1024)[1]._bubble_factor for v in (1, 4))
     assert (few, many) == (1 + 3 / 4, 1 + 3 / 16)
     assert bubbles > 1024 * plain
     # 64 layers as 13, 17, 17, 17: the slowest stage has a 17/16 of the mean.
@@ -155,5 +155,5 @@ def test_decoding_reads_the_experts_that_are_touched() -> None:
     dense, routed = state.collectives.held
     # One sequence a group is 8 tokens over 16 expert ranks: each of 128 experts is missed by all with (1 - 8 / 128) **
     # 8.
-    assert state._read(1) == pytest.approx(2 * (dense + routed * (1 - (1 - 8 / 128) ** 8)), rel=1e-3)
-    assert state._read(10_000) == pytest.approx(state._weights)
+    assert state._decode_weight_bytes(1) == pytest.approx(2 * (dense + routed * (1 - (1 - 8 / 128) ** 8)), rel=1e-3)
+    assert state._decode_weight_bytes(10_000) == pytest.approx(state._weights)

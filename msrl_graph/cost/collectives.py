@@ -29,8 +29,12 @@ def total(*parts: Figure) -> Figure:
     Here and wherever a plan's seconds are added up, the sum is an `fsum`: `sum` rounds differently from Python 3.12 on,
     and a plan must be the same in all versions.
     """
-    some = [p for p in parts if p.value] or list(parts[:1])
-    return Figure(math.fsum(p.value for p in some), weakest(*some), "; ".join(dict.fromkeys(p.basis for p in some)))
+    nonzero = [part for part in parts if part.value] or list(parts[:1])
+    return Figure(
+        math.fsum(part.value for part in nonzero),
+        weakest(*nonzero),
+        "; ".join(dict.fromkeys(part.basis for part in nonzero)),
+    )
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,12 @@ class Collectives:
         placement = self.placement
         per_host = self.cluster.devices_per_node
         layout = placement.layout
-        each = placement.each or per_host
+        on_host = placement.each or per_host
         first = placement.first if not placement.each else 0
         if self.cluster.host(placement.first) == self.cluster.host(placement.device(layout.devices - 1, per_host)):
             return True
         span = self.stride(axis) * int(getattr(layout, axis))
-        return each % span == first % span == 0
+        return on_host % span == first % span == 0
 
     def seconds(self, kind: str, axis: Axis, received: float, count: float = 1) -> Figure:
         """Return the seconds of `count` collectives along an axis.
@@ -75,7 +79,7 @@ class Collectives:
         A device receives `received` bytes in all of them together.
         """
         if (kind, axis) not in self._links:
-            self._links[kind, axis] = self._link(kind, axis)
+            self._links[kind, axis] = self._measure_link(kind, axis)
         least, rate, one = self._links[kind, axis]
         return Figure(count * least + received / rate, one.source, one.basis)
 
@@ -84,14 +88,14 @@ class Collectives:
         """The links that were worked out, by kind and axis; they do not depend on bytes."""
         return {}
 
-    def _link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
+    def _measure_link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
         """Return the latency in seconds, bytes/s, and a figure with their source."""
         known = self.cluster.device.collective(kind)
         near = self.near(axis)
         if not near:
-            each = self.placement.on_host(self.placement.layout.devices, self.cluster.devices_per_node)
-            link = self.cluster.between(each)
-            known = Collective(known.least, Figure(link.value / each, link.source, link.basis))
+            on_host = self.placement.on_host(self.placement.layout.devices, self.cluster.devices_per_node)
+            link = self.cluster.between(on_host)
+            known = Collective(known.least, Figure(link.value / on_host, link.source, link.basis))
         where = "device link" if near else "link between hosts"
         figure = Figure(0.0, weakest(known.least, known.rate), f"{axis}: collectives x latency + bytes / {where}")
         return known.least.value, known.rate.value, figure
@@ -121,7 +125,7 @@ class Collectives:
         tp = layout.tp
         if tp == 1:
             return Figure(0.0, "derived", "no tensor parallelism")
-        each = tokens * model.hidden * self._item * (tp - 1) / tp
+        per_reduction = tokens * model.hidden * self._item * (tp - 1) / tp
         layers = model.layers / layout.pp
         if self.spec.divides_sequence and self._eager:
             # Both halves of a layer gather tokens and scatter sums; a backward pass does as much, and gathers the
@@ -129,15 +133,15 @@ class Collectives:
             gathers = 1 + layers * (2 + backward * 4)
             scatters = 1 + layers * (2 + backward * 2)
             parts = [
-                self.seconds("all_gather", "tp", gathers * each, gathers),
-                self.seconds("reduce_scatter", "tp", scatters * each, scatters),
+                self.seconds("all_gather", "tp", gathers * per_reduction, gathers),
+                self.seconds("reduce_scatter", "tp", scatters * per_reduction, scatters),
                 # The logits stay sharded (vocab_parallel.py): reduced are their maximum, their normalizer, the
                 # token's logit, and for an update the entropy.
                 self.seconds("all_reduce", "tp", 2 * (3 + backward) * 4 * scored * (tp - 1) / tp, 3 + backward),
             ]
         else:
             count = 1 + layers * (self.spec.sums[0] + backward * self.spec.sums[1])
-            parts = [self.seconds("all_reduce", "tp", 2 * count * each, count)]
+            parts = [self.seconds("all_reduce", "tp", 2 * count * per_reduction, count)]
             parts.append(self.seconds("all_gather", "tp", scored * model.outputs * self._item * (tp - 1) / tp))
         if drawn:
             parts.append(self.seconds("broadcast", "tp", 8 * scored))
@@ -152,7 +156,7 @@ class Collectives:
         model = self.model
         if layout.tp == 1 or not (self.spec.divides_sequence and self._eager):
             return Figure(0.0, "derived", "all ranks of tp have the same gradients of shared weights")
-        elements = sum(t.elements for t in model.tensors if copied(t)) / layout.pp
+        elements = sum(tensor.elements for tensor in model.tensors if copied(tensor)) / layout.pp
         return self.seconds("all_reduce", "tp", 2 * GRADIENT * elements * (layout.tp - 1) / layout.tp)
 
     def stages(self, tokens: float, backward: bool) -> Figure:
@@ -191,18 +195,18 @@ class Collectives:
         and what arrives to all ranks of etp.
         """
         layout = self.placement.layout
-        found = self.model.experts
-        if found is None or not self.spec.spread.sends(layout):
+        expert_sizes = self.model.experts
+        if expert_sizes is None or not self.spec.spread.sends(layout):
             return Figure(0.0, "derived", "experts and their tokens are on the same ranks")
-        layers = (self.model.layers - found.first) / layout.pp
-        each = tokens / layout.tp * found.active * self.model.hidden * self._item
+        layers = (self.model.layers - expert_sizes.first) / layout.pp
+        sent = tokens / layout.tp * expert_sizes.active * self.model.hidden * self._item
         parts = [Figure(0.0, "derived", "one expert-parallel rank")]
         if layout.ep > 1:
-            received = 2 * each * (layout.ep - 1) / layout.ep
+            received = 2 * sent * (layout.ep - 1) / layout.ep
             parts.append(self.seconds("all_to_all", "ep", layers * passes * received, layers * passes * 2))
         if layout.etp > 1:
             parts.append(
-                self.seconds("all_gather", "etp", layers * passes * 2 * each * (layout.etp - 1), layers * passes * 2)
+                self.seconds("all_gather", "etp", layers * passes * 2 * sent * (layout.etp - 1), layers * passes * 2)
             )
         return total(*parts)
 
@@ -239,12 +243,12 @@ class Collectives:
         replicas = layout.dp * layout.cp
         # Received bytes per weight, from all replicas but this one: gradients twice, or gradients once and the weights,
         # which a float32 step returns in float32.
-        each = 2 * GRADIENT + MASTER * both if both or not zero1 else GRADIENT + self._item
+        per_weight = 2 * GRADIENT + MASTER * both if both or not zero1 else GRADIENT + self._item
         dense, experts = self.held
         parts = [Figure(0.0, "derived", "one data-parallel group")]
         if replicas > 1:
-            received = each * dense * (replicas - 1) / replicas
+            received = per_weight * dense * (replicas - 1) / replicas
             parts.append(self.seconds("all_reduce", "dp", received, 1.5 if both else 1))
         if experts and layout.edp > 1:
-            parts.append(self.seconds("all_reduce", "edp", each * experts * (layout.edp - 1) / layout.edp))
+            parts.append(self.seconds("all_reduce", "edp", per_weight * experts * (layout.edp - 1) / layout.edp))
         return total(*parts)

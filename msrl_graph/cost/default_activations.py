@@ -18,20 +18,20 @@ from ..sharding.layout import Side, held
 
 def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
     """Return the moments of an infer or an update, one per stage, in bytes."""
-    items = {"gathered weights": _gathered(work), "gradients": gradients(work, spec) if verb == "update" else 0}
+    items = {"gathered weights": _gathered_bytes(work), "gradients": gradients(work, spec) if verb == "update" else 0}
     layout = work.layout
-    found = {}
+    by_stage = {}
     # Layers differ only in whether they have experts.
     sizes = layer_elements(work.model, work, spec, 0), layer_elements(work.model, work, spec, work.model.layers - 1)
     for stage in range(layout.pp):
         name = f"stage {stage + 1} of {layout.pp}" if layout.pp > 1 else ""
         last = stage == layout.pp - 1
-        found[name] = {
+        by_stage[name] = {
             **items,
-            "activations": _activations(verb, work, spec, stage, sizes),
-            "logits": _logits(verb, work) if last else 0,
+            "activations": _activation_bytes(verb, work, spec, stage, sizes),
+            "logits": _logits_bytes(verb, work) if last else 0,
         }
-    return found
+    return by_stage
 
 
 def gradients(work: Workload, spec: EngineSpec) -> int:
@@ -39,18 +39,18 @@ def gradients(work: Workload, spec: EngineSpec) -> int:
     return GRADIENT * held(work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout)))
 
 
-def _gathered(work: Workload) -> int:
+def _gathered_bytes(work: Workload) -> int:
     """Return the bytes of gathered weights during computation.
 
     Weights sharded over dp gather two layers at ZeRO 3 (one in use, one in flight), and all layers below ZeRO 3.
     """
     if not work.divided:
         return 0
-    whole = held(work.model.kinds, Side(work.layout)) * BYTES[work.dtype]
-    return whole if work.layout.zero < 3 else whole * 2 // max(2, work.model.layers)
+    unsharded = held(work.model.kinds, Side(work.layout)) * BYTES[work.dtype]
+    return unsharded if work.layout.zero < 3 else unsharded * 2 // max(2, work.model.layers)
 
 
-def _tokens(work: Workload) -> int:
+def _micro_batch_tokens(work: Workload) -> int:
     """Return the tokens of a micro-batch on a context-parallel rank."""
     return -(-work.rows * (work.prompt + work.response) // work.layout.cp)
 
@@ -64,26 +64,26 @@ def layer_elements(model: Model, work: Workload, spec: EngineSpec, layer: int) -
     - Experts receive `active` copies of a token, spread evenly over ep; each keeps its input, its output and 4 f.
     """
     tp = work.layout.tp
-    whole = 4 * model.hidden
-    divided = 0
+    replicated = 4 * model.hidden
+    sharded = 0
     if model.latent is None:
-        divided += 2 * model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim
+        sharded += 2 * model.heads * model.head_dim + 2 * model.kv_heads * model.head_dim
     else:
         part = model.latent
-        whole += part.q_rank + part.kv_rank + part.rope
-        divided += model.heads * (2 * (part.nope + part.rope) + 2 * part.value)
+        replicated += part.q_rank + part.kv_rank + part.rope
+        sharded += model.heads * (2 * (part.nope + part.rope) + 2 * part.value)
     if model.experts is None or layer < model.experts.first:
-        divided += 4 * model.intermediate
+        sharded += 4 * model.intermediate
     else:
         routed = model.experts
-        whole += routed.number  # the router's scores
+        replicated += routed.number  # the router's scores
         # Tokens sent to experts are sharded over tp. Each of an expert's etp ranks receives all of them and holds a
         # part of the width.
-        divided += 4 * routed.shared + routed.active * (2 * model.hidden * work.layout.etp + 4 * routed.intermediate)
-    return -(-whole // (tp if spec.divides_sequence else 1)) + -(-divided // tp)
+        sharded += 4 * routed.shared + routed.active * (2 * model.hidden * work.layout.etp + 4 * routed.intermediate)
+    return -(-replicated // (tp if spec.divides_sequence else 1)) + -(-sharded // tp)
 
 
-def _activations(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
+def _activation_bytes(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes: tuple[int, int]) -> int:
     """Return the bytes of activations of all micro-batches in flight in a stage.
 
     `sizes` are the elements of its layers without and with experts. Full recomputation keeps each layer's input, and
@@ -96,17 +96,17 @@ def _activations(verb: str, work: Workload, spec: EngineSpec, stage: int, sizes:
     dense = sum(max(0, min(stop, first) - start) for start, stop in stretches)
     layers = sum(stop - start for start, stop in stretches)
     largest = max([sizes[0]] * (dense > 0) + [sizes[1]] * (layers > dense), default=0)
-    each = -(-model.hidden // (layout.tp if spec.divides_sequence else 1))
+    layer_input = -(-model.hidden // (layout.tp if spec.divides_sequence else 1))
     if verb != "update":
         elements = largest
     elif work.activations_away:  # two layers at a time have their activations on the device
-        elements = 2 * each + largest if work.recompute else 2 * largest
+        elements = 2 * layer_input + largest if work.recompute else 2 * largest
     elif work.recompute:
-        kept = each * layers
-        elements = round(kept * in_flight(work, stage)) + largest
+        inputs = layer_input * layers
+        elements = round(inputs * in_flight(work, stage)) + largest
     else:
         elements = round((dense * sizes[0] + (layers - dense) * sizes[1]) * in_flight(work, stage))
-    return _tokens(work) * elements * BYTES[work.dtype]
+    return _micro_batch_tokens(work) * elements * BYTES[work.dtype]
 
 
 def stored(work: Workload, spec: EngineSpec) -> int:
@@ -116,15 +116,15 @@ def stored(work: Workload, spec: EngineSpec) -> int:
     """
     sizes = layer_elements(work.model, work, spec, 0), layer_elements(work.model, work, spec, work.model.layers - 1)
     once = replace(work, activations_away=False)
-    most = max(_activations("update", once, spec, stage, sizes) for stage in range(work.layout.pp))
-    return most - _tokens(work) * max(sizes) * BYTES[work.dtype] * work.recompute
+    most = max(_activation_bytes("update", once, spec, stage, sizes) for stage in range(work.layout.pp))
+    return most - _micro_batch_tokens(work) * max(sizes) * BYTES[work.dtype] * work.recompute
 
 
-def _logits(verb: str, work: Workload) -> int:
+def _logits_bytes(verb: str, work: Workload) -> int:
     """Return the bytes of a micro-batch's logits.
 
     They exist in the weights' type and in float32; in an update their float32 gradient is added.
     """
-    each = BYTES[work.dtype] + (8 if verb == "update" else 4)
+    per_logit = BYTES[work.dtype] + (8 if verb == "update" else 4)
     scored = -(-work.rows * work.response // work.layout.cp)
-    return scored * -(-work.model.outputs // work.layout.tp) * each
+    return scored * -(-work.model.outputs // work.layout.tp) * per_logit

@@ -17,12 +17,12 @@ def followed(update: Costs) -> Figure:
     """
     plan = update.plan
     worker = update.graph_node.worker
-    workers = [w for w in plan.graph.workers if w.follows == worker]
+    workers = [follower for follower in plan.graph.workers if follower.follows == worker]
     first = holdings.update_of(plan, worker)
     if not workers or first is None or first.name != update.node:
         return Figure(0.0, "derived", "no worker follows")
     size = holdings.weights(plan, update.engines, update.node)
-    moved = math.fsum((3 if w.decay else 2) * size / w.every for w in workers)
+    moved = math.fsum((3 if follower.decay else 2) * size / follower.every for follower in workers)
     bandwidth = update.device.rate("memory_bandwidth", moved / max(len(update.model.tensors), 1))
     return Figure(moved / bandwidth.value, bandwidth.source, "weights that follow / memory bandwidth")
 

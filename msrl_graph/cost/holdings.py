@@ -70,7 +70,7 @@ def dtype(plan: Plan, node: str) -> str:
 
 def update_of(plan: Plan, worker: str) -> Node | None:
     """Return a worker's first update, which has the optimizer of all its updates."""
-    return next((n for n in plan.graph.sharing(worker)[:1] if n.verb == "update"), None)
+    return next((node for node in plan.graph.sharing(worker)[:1] if node.verb == "update"), None)
 
 
 def is_divided(plan: Plan, engines: Engines, node: str) -> bool:
@@ -93,38 +93,38 @@ def gradients(plan: Plan, engines: Engines, node: str) -> int:
 
 
 def optimizer(plan: Plan, engines: Engines, node: str) -> int:
-    """Return the bytes of optimizer states and of float32 masters of other weights.
+    """Return the bytes of optimizer states, and of float32 masters of other weights.
 
     They are sharded over dp and cp from ZeRO 1 on (arXiv:1910.02054), those of experts over their copies.
     """
-    return _kept(plan, engines, node, lambda rule: rule.beside(dtype(plan, node) != "f32"))
+    return _state_bytes(plan, engines, node, lambda rule: rule.beside(dtype(plan, node) != "f32"))
 
 
-def _kept(plan: Plan, engines: Engines, node: str, each: Callable[[optimizer_spec.Rule], float]) -> int:
-    """Return the busiest rank's bytes of an update's state, `each` per element."""
+def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[optimizer_spec.Rule], float]) -> int:
+    """Return the busiest rank's bytes of an update's state, `bytes_of` per element."""
     layout = plan.placement(node).layout
-    made = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
-    at = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
+    update_optimizer = algorithms.optimizer(UpdateAttributes.of(plan.graph.node(node)).optimizer)
+    at_rest = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
     copies = layout.cp if layout.zero == 1 else 1  # where weights are sharded over dp, so are their states
     by_stage = [0.0] * layout.pp
-    for rule, kinds in optimizer_spec.parted(made, plan.model(node).kinds):
-        for stage, (dense, experts) in enumerate(stage_parts(kinds, at)):
-            by_stage[stage] += each(rule) * (-(-dense // copies) + experts)
+    for rule, kinds in optimizer_spec.parted(update_optimizer, plan.model(node).kinds):
+        for stage, (dense, experts) in enumerate(stage_parts(kinds, at_rest)):
+            by_stage[stage] += bytes_of(rule) * (-(-dense // copies) + experts)
     return math.ceil(max(by_stage))
 
 
 def row_tokens(plan: Plan, node: str) -> int:
     """Return the most tokens of a row: each sequence's context and scored tokens."""
     graph = plan.graph
-    found = sequences(plan.graph, plan.graph.node(node))
-    return found.count * sum(bound(graph, c) for c in found.context) + sum(bound(graph, c) for c in found.scored)
+    row = sequences(plan.graph, plan.graph.node(node))
+    return row.count * sum(bound(graph, name) for name in row.context) + sum(bound(graph, name) for name in row.scored)
 
 
 def written_tokens(plan: Plan, node: str) -> int:
     """Return the most tokens that a generation adds to a row."""
     graph = plan.graph
     graph_node = plan.graph.node(node)
-    most = sum(bound(graph, c) for c in sequences(graph, graph_node).scored)
+    most = sum(bound(graph, name) for name in sequences(graph, graph_node).scored)
     return GenerateAttributes.of(graph_node).longest(most)
 
 
@@ -154,9 +154,9 @@ def fan(plan: Plan, node: str) -> int:
     """Return the sequences of an infer or update that begin with the same context."""
     graph = plan.graph
     graph_node = plan.graph.node(node)
-    found = sequences(graph, graph_node)
-    context = max((graph.column(c).level for c in found.context), key=graph.depth, default=graph.level(graph_node))
-    return found.count * graph.fan(graph.level(graph_node), context)
+    row = sequences(graph, graph_node)
+    context = max((graph.column(name).level for name in row.context), key=graph.depth, default=graph.level(graph_node))
+    return row.count * graph.fan(graph.level(graph_node), context)
 
 
 def micro_batch(plan: Plan, node: str) -> int:
@@ -173,10 +173,12 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
     placement = plan.placement(node)
     graph_node = plan.graph.node(node)
     generates = graph_node.verb == "generate"
-    said = UpdateAttributes.of(graph_node)
-    found = sequences(plan.graph, graph_node)
-    response = written_tokens(plan, node) if generates else max((bound(plan.graph, c) for c in found.scored), default=1)
-    prompt = sum(bound(plan.graph, c) for c in found.context) - (not found.scored)
+    attributes = UpdateAttributes.of(graph_node)
+    row = sequences(plan.graph, graph_node)
+    response = (
+        written_tokens(plan, node) if generates else max((bound(plan.graph, name) for name in row.scored), default=1)
+    )
+    prompt = sum(bound(plan.graph, name) for name in row.context) - (not row.scored)
     size = micro_batch(plan, node)
     alike = most_samples(plan, node)
     batches = 1
@@ -187,12 +189,12 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         # Micro-batches of a group's share are of similar size, however large they may be.
         share = group_rows(plan, node)
         if graph_node.verb == "update":
-            share = min(share, -(-said.step_rows(row_count(plan, node)) // placement.layout.dp))
+            share = min(share, -(-attributes.step_rows(row_count(plan, node)) // placement.layout.dp))
         batches = micro_batches(share, size, placement.layout)
         size = -(-share // batches)
         # The most sequences in attention, each as long as all of a row's conversations together.
-        most = max((conversations(plan.graph, c) for c in found.scored), default=1)
-        size = size * found.count * most
+        most = max((conversations(plan.graph, name) for name in row.scored), default=1)
+        size = size * row.count * most
         alike = fan(plan, node) * most
         prompts = (
             size // alike if size % alike == 0 else 1 if alike % size == 0 else min(size, -(-(size - 1) // alike) + 1)
@@ -215,11 +217,14 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         optimizer_away=optimizer(plan, engines, node)
         if graph_node.verb == "update" and offloads(plan, node, "optimizer")
         else 0,
-        entropy=any(_differentiates_entropy(str(call.value)) for call in said.loss.calls()),
-        optimizer=algorithms.optimizer(said.optimizer) if graph_node.verb == "update" else None,
+        entropy=any(_differentiates_entropy(str(call.value)) for call in attributes.loss.calls()),
+        optimizer=algorithms.optimizer(attributes.optimizer) if graph_node.verb == "update" else None,
         on_host=plan.cluster.device.kind.is_host,
         given=graph_node.verb == "update"
-        and any(c.element == "i32" and c.dims and c.dims[0].like for c in map(plan.graph.column, graph_node.reads)),
+        and any(
+            column.element == "i32" and column.dims and column.dims[0].like
+            for column in map(plan.graph.column, graph_node.reads)
+        ),
     )
 
 
@@ -247,59 +252,56 @@ def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int
     if own.peaks is None and verb == "generate":
         at_once, _ = waves(plan, node)
         return "", {"KV cache": at_once * most_samples(plan, node) * kv_sequence(plan, node)}
-    made = work(plan, engines, node)
-    if not made.optimizer_away:
-        return largest(_moments(verb, made, own))
-    found = _moments(verb, replace(made, optimizer=None), own)
+    own_work = work(plan, engines, node)
+    if not own_work.optimizer_away:
+        return largest(_moments(verb, own_work, own))
+    moments = _moments(verb, replace(own_work, optimizer=None), own)
     # The gradients of the stage that has most of them.
-    rest = max((m["gradients"] for name, m in found.items() if "gradient's norm" in name), default=0)
-    return largest(found | by_parts(made, rest or default_activations.gradients(made, own)))
+    rest = max((items["gradients"] for name, items in moments.items() if "gradient's norm" in name), default=0)
+    return largest(moments | by_parts(own_work, rest or default_activations.gradients(own_work, own)))
 
 
-def _moments(verb: str, made: Workload, own: EngineSpec) -> Moments:
-    return default_activations.moments(verb, made, own) if own.peaks is None else own.peaks(verb, made)
+def _moments(verb: str, own_work: Workload, own: EngineSpec) -> Moments:
+    return default_activations.moments(verb, own_work, own) if own.peaks is None else own.peaks(verb, own_work)
 
 
 def largest(moments: Moments) -> tuple[str, dict[str, int]]:
     """Return the fullest of some moments: its name and its items."""
-    name = max(moments, key=lambda m: sum(moments[m].values()))
-    return name, {k: v for k, v in moments[name].items() if v}
+    name = max(moments, key=lambda moment: sum(moments[moment].values()))
+    return name, {item: size for item, size in moments[name].items() if size}
 
 
 def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
     """Return the tokens of a probe's prompt: a block and more, within the bounds."""
-    bounds = [made.fed for made in (work(plan, engines, n) for n in (src, dst))]
+    bounds = [end.fed for end in (work(plan, engines, node) for node in (src, dst))]
     return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
 
 
 def probing(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
     """Return what the trainer holds for a probe, without what is resident."""
-    made = work(plan, engines, src)
+    probe = work(plan, engines, src)
     own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
-    made = replace(made, rows=PROBES, prompts=PROBES, prompt=size, response=1, samples=1, batches=1)
-    return largest(_moments("infer", replace(made, entropy=False, given=False), own))[1]
+    probe = replace(probe, rows=PROBES, prompts=PROBES, prompt=size, response=1, samples=1, batches=1)
+    return largest(_moments("infer", replace(probe, entropy=False, given=False), own))[1]
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
     """Return the scored tokens of a row, at least one per sequence."""
-    found = sequences(plan.graph, plan.graph.node(node))
-    return sum(bound(plan.graph, c) for c in found.scored) or found.count
+    row = sequences(plan.graph, plan.graph.node(node))
+    return sum(bound(plan.graph, name) for name in row.scored) or row.count
 
 
 def kv_sequence(plan: Plan, node: str) -> int:
     """Return the bytes of keys and values of one sequence at its bound, on one device."""
-    each = kv_elements(plan.model(node), plan.placement(node).layout)
-    return row_tokens(plan, node) * each * BYTES[dtype(plan, node)]
+    token_elements = kv_elements(plan.model(node), plan.placement(node).layout)
+    return row_tokens(plan, node) * token_elements * BYTES[dtype(plan, node)]
 
 
-def offloads(plan: Plan, node: str, what: str) -> bool:
-    """Return whether weights or optimizer states are in host memory.
-
-    `what` is `weights` for a node without update, `optimizer` for an update.
-    """
+def offloads(plan: Plan, node: str, kind: str) -> bool:
+    """Return whether a node's `weights` or `optimizer` (`kind`) are in host memory."""
     trained = update_of(plan, plan.graph.node(node).worker) is not None
-    return trained == (what == "optimizer") and stated_away(plan.placement(node), what)
+    return trained == (kind == "optimizer") and stated_away(plan.placement(node), kind)
 
 
 def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[str, int]:
@@ -310,9 +312,9 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
     update copies in exist during its step only: `fullest` has them.
     """
     items: dict[str, int] = {}
-    for item, size, node, what in _at_rest(plan, engines, pool):
-        here = what == "weights" and busy and plan.graph.node(busy).worker == plan.graph.node(node).worker
-        if here or not offloads(plan, node, what):
+    for item, size, node, kind in _items_at_rest(plan, engines, pool):
+        here = kind == "weights" and busy and plan.graph.node(busy).worker == plan.graph.node(node).worker
+        if here or not offloads(plan, node, kind):
             items[item] = size
     items |= averages(plan, engines, pool)
     for src, _ in fetched(plan):  # the copy that generations fetch
@@ -328,32 +330,32 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
 
 def averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
     """Return the float32 copies of moving averages of other weight types, by item."""
-    found = {}
+    copies = {}
     for worker in plan.graph.workers:
         first = next(iter(plan.graph.sharing(worker.name)), None) if worker.follows and worker.decay else None
         if first is None or plan.placement(first.name).pool != pool or dtype(plan, first.name) == "f32":
             continue
         size = weights(plan, engines, first.name) // BYTES[dtype(plan, first.name)] * BYTES["f32"]
-        found[f"{worker.name} average"] = size
-    return found
+        copies[f"{worker.name} average"] = size
+    return copies
 
 
 def offloaded(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
     """Return what each device of a pool keeps room for in host memory, by item."""
-    found = _at_rest(plan, engines, pool)
-    return {f"offloaded {item}": size for item, size, node, what in found if offloads(plan, node, what)}
+    at_rest = _items_at_rest(plan, engines, pool)
+    return {f"offloaded {item}": size for item, size, node, kind in at_rest if offloads(plan, node, kind)}
 
 
 def activations_away(plan: Plan, engines: Engines, node: str) -> int:
     """Return the most bytes of an update's activations in host memory, per device."""
-    made = work(plan, engines, node)
+    own_work = work(plan, engines, node)
     own = spec(plan, engines, node)
-    if plan.graph.node(node).verb != "update" or not made.activations_away:
+    if plan.graph.node(node).verb != "update" or not own_work.activations_away:
         return 0
-    return default_activations.stored(made, own) if own.stored is None else own.stored(made)
+    return default_activations.stored(own_work, own) if own.stored is None else own.stored(own_work)
 
 
-def _at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:
+def _items_at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int, str, str]]:
     """Yield a pool's weights and optimizer states: item, bytes, node, and which it is."""
     for worker in plan.graph.workers:
         if worker.kind == "function":
@@ -365,26 +367,26 @@ def _at_rest(plan: Plan, engines: Engines, pool: str) -> Iterator[tuple[str, int
             yield f"{worker.name} weights", weights(plan, engines, update.name), update.name, "weights"
             yield f"{worker.name} optimizer", optimizer(plan, engines, update.name), update.name, "optimizer"
             continue
-        for item in _own(plan, worker, pool):
+        for item in _frozen_weights(plan, worker, pool):
             node = item.removesuffix(" weights")
             yield item, weights(plan, engines, node), node, "weights"
 
 
 def masters(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
     """Return the float32 masters of bf16 weights, a part of the states, by item."""
-    found = {}
+    sizes = {}
     for worker in plan.graph.workers:
         update = update_of(plan, worker.name) if worker.kind != "function" else None
         if update is None or plan.placement(update.name).pool != pool or offloads(plan, update.name, "optimizer"):
             continue
         if dtype(plan, update.name) != "f32":
-            found[f"{worker.name} masters"] = _kept(plan, engines, update.name, lambda rule: optimizer_spec.MASTER)
-    return found
+            sizes[f"{worker.name} masters"] = _state_bytes(plan, engines, update.name, lambda _: optimizer_spec.MASTER)
+    return sizes
 
 
-def _own(plan: Plan, worker: Worker, pool: str) -> list[str]:
+def _frozen_weights(plan: Plan, worker: Worker, pool: str) -> list[str]:
     """Return the weights of a worker without update: one copy per layout and type."""
-    fed = {e.dst for e in plan.graph.reshards()}
+    fed = {edge.dst for edge in plan.graph.reshards()}
     seen: dict[tuple[str, str], str] = {}
     for node in plan.graph.of(worker.name):
         if node.name not in fed and plan.placement(node.name).pool == pool:
@@ -395,7 +397,7 @@ def _own(plan: Plan, worker: Worker, pool: str) -> list[str]:
 def generation_items(plan: Plan, engines: Engines, node: str) -> dict[str, int]:
     """Return what a device holds while `node` generates, without the KV cache."""
     items = resident(plan, engines, plan.placement(node).pool, node)
-    edge = next((e for e in plan.graph.reshards() if e.dst == node), None)
+    edge = next((candidate for candidate in plan.graph.reshards() if candidate.dst == node), None)
     if edge is not None:
         if plan.deploy.reshard.mode == "swap":
             items.pop(f"{plan.graph.node(edge.src).worker} weights", None)

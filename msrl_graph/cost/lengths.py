@@ -55,15 +55,19 @@ class Rows:
     @classmethod
     def of(cls, lengths: Iterable[tuple[float, float]]) -> Rows:
         """Return the sums of rows with (prompt, response) tokens."""
-        found = list(lengths)
-        prompt, response = (sum(x[i] for x in found) for i in (0, 1))
+        pairs = list(lengths)
+        prompt, response = (sum(pair[i] for pair in pairs) for i in (0, 1))
         return cls(
-            len(found), prompt, response, sum((p + r) ** 2 for p, r in found), max((p + r for p, r in found), default=0)
+            len(pairs),
+            prompt,
+            response,
+            sum((prompt_tokens + response_tokens) ** 2 for prompt_tokens, response_tokens in pairs),
+            max((prompt_tokens + response_tokens for prompt_tokens, response_tokens in pairs), default=0),
         )
 
     def part(self, share: float) -> Rows:
         """Return a share of these rows, by whole prompts; the rows are like the rest."""
-        found = (
+        sums = (
             self.count,
             self.prompt,
             self.response,
@@ -72,7 +76,7 @@ class Rows:
             self.alike_response,
             self.twins,
         )
-        count, prompt, response, squares, *alike = (x * share for x in found)
+        count, prompt, response, squares, *alike = (number * share for number in sums)
         return Rows(count, prompt, response, squares, self.longest, *alike)
 
     def drawn(self, share: float, samples: float) -> Rows:
@@ -84,11 +88,11 @@ class Rows:
         if samples <= 1 or not self.count:
             return self.part(share)
         part = self.part(share)
-        left = max(1.0, share * samples)
+        kept_samples = max(1.0, share * samples)
 
-        def alike(whole: float, same: float) -> float:
-            differ = max(whole - same, whole / samples)
-            return share * whole * (1 - left ** math.log(differ / whole, samples)) if whole else 0.0
+        def alike(count: float, same: float) -> float:
+            differ = max(count - same, count / samples)
+            return share * count * (1 - kept_samples ** math.log(differ / count, samples)) if count else 0.0
 
         prompts = (self.prompt - self.alike_prompt) * (1 - (1 - share) ** samples)
         return replace(

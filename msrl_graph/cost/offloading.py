@@ -28,28 +28,28 @@ def by_parts(work: Workload, gradients: int) -> Moments:
     mastered = work.dtype != "f32"
     copies = layout.cp * (1 if work.divided else layout.dp)
     flat = copies > 1 and layout.zero == 1
-    found = {}
+    by_rule = {}
     for rule, kinds in optimizer_spec.parted(work.optimizer, work.model.kinds):
-        each = rule.beside(mastered)
-        largest = max((elements(box_at(k.tensor, side, (0, 0, 0))) for k in kinds), default=0)
+        per_element = rule.beside(mastered)
+        largest = max((elements(box_at(kind.tensor, side, (0, 0, 0))) for kind in kinds), default=0)
         # Elements that a rank steps at once.
-        part = ceil(work.optimizer_away / optimizer_spec.PARTS / each) if each else held(kinds, side)
+        part = ceil(work.optimizer_away / optimizer_spec.PARTS / per_element) if per_element else held(kinds, side)
         if rule.whole:
             part = max(part, -(-largest // copies) if flat else largest)
         master = 4 * part if flat and not mastered else 0
         if rule.whole:
-            turned = max((orthogonal(k, side) for k in kinds), default=0)
+            turned = max((orthogonal(kind, side) for kind in kinds), default=0)
         else:
             # AdamW needs a root and a quotient, of a slice or piece by piece: gradients of earlier parts are freed.
             first = part if flat else min(part, elements(box_at(work.model.tensors[0], side, (0, 0, 0))))
             turned = ceil(max(rule.bytes * first, rule.bytes * min(part, largest) - BYTES[work.dtype] * part))
         spread = copies * min(4 * part, 4 * CHUNK) if flat else 0
-        found[f"a part is stepped ({rule.name})"] = {
+        by_rule[f"a part is stepped ({rule.name})"] = {
             "gradients": gradients + 4 * part * (flat or mastered),
             "workspace": master + max(turned, spread),
-            "optimizer's parts": ceil(optimizer_spec.AT_ONCE * part * each),
+            "optimizer's parts": ceil(optimizer_spec.AT_ONCE * part * per_element),
         }
-    return found
+    return by_rule
 
 
 def beside(copies: Figure, device: Device, computing: float) -> Figure:

@@ -86,27 +86,27 @@ class Costs:
     def _parameters(self) -> tuple[float, float]:
         """The parameters that every token passes: in the layers, and in the head."""
         model = self.model
-        embedding, head = (n * model.hidden for n in (model.vocabulary, model.outputs))
-        return model.active_parameters - embedding - head * (not model.tied), head
+        embedding, head_size = (entries * model.hidden for entries in (model.vocabulary, model.outputs))
+        return model.active_parameters - embedding - head_size * (not model.tied), head_size
 
     @cached_property
-    def _slowest(self) -> float:
+    def _slowest_stage_factor(self) -> float:
         """The time of the stage with the most layers, relative to the mean stage."""
         return self.layout.most_layers(self.model.layers) * self.layout.pp / self.model.layers
 
     @cached_property
-    def _filling(self) -> float:
+    def _bubble_factor(self) -> float:
         """The factor for filling and draining the pipeline (arXiv:2104.04473, 2.2)."""
         layout = self.layout
         steps = self.steps() if self.graph_node.verb == "update" else 1
-        return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._said.epochs)))
+        return 1 + (layout.pp - 1) / (layout.vpp * max(1, self.micro_batches() // max(1, steps // self._update.epochs)))
 
     @cached_property
-    def _said(self) -> UpdateAttributes:
+    def _update(self) -> UpdateAttributes:
         return UpdateAttributes.of(self.graph_node)
 
     @cached_property
-    def _ahead(self) -> bool:
+    def _looks_ahead(self) -> bool:
         return holdings.looks_ahead(self.plan, self.node)
 
     @cached_property
@@ -118,7 +118,7 @@ class Costs:
         return holdings.optimizer(self.plan, self.engines, self.node)
 
     @cached_property
-    def _cache(self) -> float:
+    def _cache_bytes(self) -> float:
         """The bytes of keys and values per token, on one device."""
         return holdings.kv_sequence(self.plan, self.node) / max(holdings.row_tokens(self.plan, self.node), 1)
 
@@ -128,17 +128,17 @@ class Costs:
         Sequences of one prompt share its tokens; a prompt that the cut splits counts once per part. An update's
         mini-batch has its share of each prompt's rows.
         """
-        sequences, tokens, scored, fan = self._row
+        sequences, tokens, scored, fan = self._row_sizes
         count = float(count * sequences)
         if self.graph_node.verb == "update":
             rows = holdings.row_count(self.plan, self.node)
-            fan = max(1.0, fan * min(1.0, self._said.step_rows(rows) / rows))
+            fan = max(1.0, fan * min(1.0, self._update.step_rows(rows) / rows))
         both = math.gcd(int(count), int(fan)) if count.is_integer() and fan.is_integer() else 1
         prompts = max(1.0, 1 + (count - both) / fan)
         return Rows.alike(count, (tokens - scored) / sequences, scored / sequences, count / prompts)
 
     @cached_property
-    def _row(self) -> tuple[int, int, int, float]:
+    def _row_sizes(self) -> tuple[int, int, int, float]:
         """Sequences, tokens and scored tokens of a row; sequences of equal beginning."""
         plan = self.plan
         node = self.node
@@ -154,8 +154,8 @@ class Costs:
         """Return the forward pass over prompts of these lengths, once for all samples."""
         count = len(lengths)
         tokens = sum(lengths)
-        moved = self._between(tokens) + self._logits(count, DRAWING)
-        work = ForwardWork(tokens, count, count, sum(n * n for n in lengths) / max(count, 1), moved)
+        moved = self._elementwise_bytes(tokens) + self._logits_bytes(count, DRAWING)
+        work = ForwardWork(tokens, count, count, sum(length * length for length in lengths) / max(count, 1), moved)
         parts = [self._pass("prefill", work), self.collectives.tensor_parallel(tokens, count, drawn=True)]
         return total(*parts, self.collectives.experts(tokens, 1))
 
@@ -165,9 +165,9 @@ class Costs:
         `parted` sequences equalled another one for `prompt` tokens so far: they recompute the tokens after the last
         full block.
         """
-        passes = self.spec.cache_passes * cached * self._cache * self.group
+        passes = self.spec.cache_passes * cached * self._cache_bytes * self.group
         tokens = sequences + (parted * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
-        moved = self._between(tokens) + self._logits(sequences, DRAWING) + passes
+        moved = self._elementwise_bytes(tokens) + self._logits_bytes(sequences, DRAWING) + passes
         # A query sees every key. `pairs` are whole squares, of which causal attention needs half.
         pairs = cached / max(sequences, 1e-9) * (1 if "attention" in self.device.curves else 2)
         work = ForwardWork(tokens, sequences, sequences, pairs, moved)
@@ -183,7 +183,7 @@ class Costs:
         link = self.device.copies
         tokens = -(-holdings.row_tokens(self.plan, self.node) // block) * block if block else 0
         return Figure(
-            sequences * tokens * self._cache / link.value, link.source, "bytes of the cache / copies into new memory"
+            sequences * tokens * self._cache_bytes / link.value, link.source, "cache bytes / copies into new memory"
         )
 
     def micro_batch(self, rows: Rows) -> Figure:
@@ -212,14 +212,14 @@ class Costs:
                 * rows.longest
                 * self.model.layers
             )
-        moved = self._between(tokens) + self._logits(rows.response, SCORING) + laid * BYTES[self.dtype]
+        moved = self._elementwise_bytes(tokens) + self._logits_bytes(rows.response, SCORING) + laid * BYTES[self.dtype]
         work = ForwardWork(tokens, rows.response, count, pairs, moved)
         parts = [self._pass("infer", work)] if not update else [self._pass("update", work, 3)]
-        ahead = update and self._ahead
-        parts += [self._pass("infer", work)] * (ahead + (update and self.recomputes))
+        looks_ahead = update and self._looks_ahead
+        parts += [self._pass("infer", work)] * (looks_ahead + (update and self.recomputes))
         if update and not self.recomputes:
-            parts.append(self._kept(tokens, moved))
-        passes = (3 if update else 1) + (update and self.recomputes) + ahead
+            parts.append(self._backward_reads(tokens, moved))
+        passes = (3 if update else 1) + (update and self.recomputes) + looks_ahead
         among = self.collectives
         cp = self.layout.cp
         parts += [
@@ -227,17 +227,17 @@ class Costs:
             among.context(around, passes),
         ]
         parts += [among.experts(tokens / cp, passes), among.gathers(update), among.stages(tokens / cp, update)]
-        if ahead:
+        if looks_ahead:
             parts += [among.tensor_parallel(tokens / cp, rows.response / cp), among.gathers(False)]
         host = self.device.overheads.row
         if update:
-            parts.append(self._stored(tokens, math.fsum(p.value for p in parts)))
-        found = total(*parts, Figure(rows.count * host.value, host.source, "rows x host overhead"))
+            parts.append(self._offloaded_activations(tokens, math.fsum(part.value for part in parts)))
+        cost = total(*parts, Figure(rows.count * host.value, host.source, "rows x host overhead"))
         if self.layout.pp == 1:
-            return found
-        factor = self._slowest * self._filling
+            return cost
+        factor = self._slowest_stage_factor * self._bubble_factor
         return replace(
-            found, value=found.value * factor, basis=f"{found.basis}; x {factor:.3g}, the slowest stage and the bubbles"
+            cost, value=cost.value * factor, basis=f"{cost.basis}; x {factor:.3g}, the slowest stage and the bubbles"
         )
 
     def optimizer_step(self) -> Figure:
@@ -251,9 +251,9 @@ class Costs:
         bandwidth = self.device.rate("memory_bandwidth", size)
         parts = [Figure(moved / bandwidth.value, bandwidth.source, basis), self._calls("step")]
         if holdings.offloads(self.plan, self.node, "optimizer"):
-            parts.append(self._copied(2 * self._optimizer, "optimizer state in from host memory and back"))
+            parts.append(self._host_copy(2 * self._optimizer, "optimizer state in from host memory and back"))
         agree = self.device.collective("all_reduce").least
-        axes = sum(n > 1 for n in (self.layout.tp, self.layout.cp, self.layout.dp, self.layout.pp))
+        axes = sum(ranks > 1 for ranks in (self.layout.tp, self.layout.cp, self.layout.dp, self.layout.pp))
         norm = Figure(agree.value * axes, agree.source, "ranks agree on the norm")
         return total(*parts, norm, self.collectives.copies())
 
@@ -263,22 +263,22 @@ class Costs:
             return Figure(0.0, "derived", "the weights are on the device")
         worker = self.plan.graph.worker(self.graph_node.worker)
         if not worker.follows or self.plan.graph.sharing(worker.name)[0].name != self.node:
-            return self._copied(self._weights, "weights in from host memory")
+            return self._host_copy(self._weights, "weights in from host memory")
         size = round(self._weights * (1 + 2 / worker.every))
-        return self._copied(size, "weights in from host memory, weights that follow in and back")
+        return self._host_copy(size, "weights in from host memory, weights that follow in and back")
 
-    def _stored(self, tokens: float, computing: float) -> Figure:
+    def _offloaded_activations(self, tokens: float, computing: float) -> Figure:
         """Return the copies of these tokens' activations during `computing` seconds."""
         if not (most := holdings.activations_away(self.plan, self.engines, self.node)):
             return Figure(0.0, "derived", "activations are not offloaded")
         bound = self.rows(holdings.micro_batch(self.plan, self.node))
         shared = self.device.kind.where in self.spec.shares_beginnings
         share = tokens / (bound.fed if shared else bound.tokens)
-        return beside(self._copied(round(2 * most * share), "activations out and back in"), self.device, computing)
+        return beside(self._host_copy(round(2 * most * share), "activations out and back in"), self.device, computing)
 
-    def _copied(self, amount: int, what: str) -> Figure:
+    def _host_copy(self, amount: int, name: str) -> Figure:
         link = self.device.copies
-        return Figure(amount / link.value, link.source, f"{what}: bytes / host link")
+        return Figure(amount / link.value, link.source, f"{name}: bytes / host link")
 
     def exchange(self) -> Figure:
         """Return the gradient exchange of a step; none if each micro-batch does it."""
@@ -306,22 +306,22 @@ class Costs:
         item = BYTES[self.dtype]
         layers = self.model.layers
         group = self.group
-        inside, head = self._parameters
+        inside, head_size = self._parameters
         products = [
             (2 * work.tokens * inside / (PRODUCTS * layers * group), PRODUCTS * layers),
-            (2 * work.scored * head / group, 1),
+            (2 * work.scored * head_size / group, 1),
         ]
-        rates = [device.rate(self.dtype, each) for each, _ in products]
-        multiplied = math.fsum(each * n / rate.value for (each, n), rate in zip(products, rates, strict=True))
-        whole = self._head_flops(act) * work.pairs
+        rates = [device.rate(self.dtype, flop) for flop, _ in products]
+        multiplied = math.fsum(flop * number / rate.value for (flop, number), rate in zip(products, rates, strict=True))
+        head_flop = self._head_flops(act) * work.pairs
         # A measured rate includes the mask.
-        each = (
-            whole / device.rate("attention", whole).value
+        per_head = (
+            head_flop / device.rate("attention", head_flop).value
             if "attention" in device.curves
-            else whole / 2 / rates[0].value
+            else head_flop / 2 / rates[0].value
         )
-        attention = each * work.sequences * self.model.heads * layers / group
-        weights = self._read(work.tokens) if act == "decode" else self._met
+        attention = per_head * work.sequences * self.model.heads * layers / group
+        weights = self._decode_weight_bytes(work.tokens) if act == "decode" else self._pass_weight_bytes
         size = work.tokens * self.model.hidden * 3 * item / group
         bandwidths = [device.rate("memory_bandwidth", weights / (PRODUCTS * layers)), device.rate("layer", size)]
         read = weights / bandwidths[0].value
@@ -342,7 +342,7 @@ class Costs:
             how = f"FLOP / ({SHARES['flops_bf16'].value:g} x FLOP/s), bytes / {bandwidth}"
         return Figure(seconds, source, f"{factor} x ({how}), {calls.basis}" if factor > 1 else f"{how}, {calls.basis}")
 
-    def _kept(self, tokens: float, moved: float) -> Figure:
+    def _backward_reads(self, tokens: float, moved: float) -> Figure:
         """Return the memory traffic of what a CPU's backward pass needs.
 
         It leaves the caches, unlike the results of a forward pass alone. A third of what an operator moves is its
@@ -357,9 +357,9 @@ class Costs:
             + 2 * (model.heads + model.kv_heads) * model.head_dim
             + 2 * model.intermediate
         )
-        kept = (moved / 3 + tokens * model.layers * products * BYTES[self.dtype]) / self.group
+        written = (moved / 3 + tokens * model.layers * products * BYTES[self.dtype]) / self.group
         bandwidth = device.rate("memory_bandwidth", 0)
-        return Figure(2 * kept / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")
+        return Figure(2 * written / bandwidth.value, bandwidth.source, "2 x bytes kept / memory bandwidth")
 
     def _head_flops(self, act: Act) -> float:
         """Return a head's FLOP for a query and a key; latents: arXiv:2405.04434, 2.1.2."""
@@ -370,25 +370,25 @@ class Costs:
         return 4 * self.model.head_dim
 
     @cached_property
-    def _met(self) -> float:
+    def _pass_weight_bytes(self) -> float:
         """The bytes of weights that a device reads in a pass over many tokens."""
         if self.model.experts:
             return sum(self.collectives.held) * BYTES[self.dtype]
         return sum(self._parameters) * BYTES[self.dtype] * self.layout.cp / self.group
 
-    def _read(self, sequences: float) -> float:
+    def _decode_weight_bytes(self, sequences: float) -> float:
         """Return the bytes of weights that a device reads for one token per sequence.
 
         Only experts that tokens reach count, if routing is even. A pipeline stage reads its weights once per part.
         """
         dense, routed = self.collectives.held
         touched = 1.0
-        if found := self.model.experts:
+        if experts := self.model.experts:
             tokens = sequences * max(1.0, self.layout.ep * self.layout.etp / self.layout.tp)
-            touched = 1 - (1 - found.active / found.number) ** tokens
+            touched = 1 - (1 - experts.active / experts.number) ** tokens
         return self._weights * (dense + routed * touched) / (dense + routed) * self.layout.pp
 
-    def _between(self, tokens: float) -> float:
+    def _elementwise_bytes(self, tokens: float) -> float:
         """Return the bytes that an eager layer's operators move between its products.
 
         Norms 14 h, residuals 6 h, rotation of queries and keys 10 elements each, gating 5 f. For a fused engine they
@@ -400,7 +400,7 @@ class Costs:
         divided = 10 * (model.heads + model.kv_heads) * model.head_dim + 5 * model.intermediate
         return tokens * model.layers * (20 * model.hidden * self.layout.tp + divided) * BYTES[self.dtype]
 
-    def _logits(self, positions: float, times: int) -> float:
+    def _logits_bytes(self, positions: float, times: int) -> float:
         """Return the bytes of accesses to float32 logits; sampling has all on each device."""
         copies = self.layout.tp if times == DRAWING else 1
         return positions * self.model.outputs * times * 4 * copies if self._eager else 0.0
@@ -410,10 +410,10 @@ class Costs:
         rows = holdings.group_rows(self.plan, self.node)
         step = holdings.row_count(self.plan, self.node)
         if self.graph_node.verb == "update":
-            step = min(step, self._said.step_rows(step))
+            step = min(step, self._update.step_rows(step))
         step = min(rows, -(-step // self.layout.dp))
         return -(-rows // step) * micro_batches(step, holdings.micro_batch(self.plan, self.node), self.layout)
 
     def steps(self) -> int:
         """Return the optimizer steps of an update in an iteration."""
-        return self._said.steps(holdings.row_count(self.plan, self.node))
+        return self._update.steps(holdings.row_count(self.plan, self.node))

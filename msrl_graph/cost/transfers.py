@@ -37,8 +37,10 @@ def shares(plan: Plan) -> Figure:
         rows = holdings.row_count(plan, controller.node)
         rounds = UpdateAttributes.of(node).steps(rows) if node.verb == "update" else 1
         number += controller.groups * rounds
-    each = plan.cluster.device.overheads.share
-    return Figure(number * each.value / plan.cluster.nodes, each.source, f"shares of all states; {each.basis}")
+    per_state = plan.cluster.device.overheads.share
+    return Figure(
+        number * per_state.value / plan.cluster.nodes, per_state.source, f"shares of all states; {per_state.basis}"
+    )
 
 
 def around(plan: Plan) -> Figure:
@@ -54,17 +56,17 @@ def around(plan: Plan) -> Figure:
 
 def function(plan: Plan, rows: float) -> Figure:
     """Return the overhead of a Python function on `rows` rows, without its own work."""
-    each = plan.cluster.device.overheads.function
-    return Figure(each.value * rows / plan.cluster.nodes, each.source, each.basis)
+    per_call = plan.cluster.device.overheads.function
+    return Figure(per_call.value * rows / plan.cluster.nodes, per_call.source, per_call.basis)
 
 
 def taken(plan: Plan, functions: Iterable[str]) -> Figure:
     """Return the seconds that calls of functions take from ranks that use all cores."""
-    each = plan.cluster.device.overheads.function
+    per_call = plan.cluster.device.overheads.function
     if not plan.cluster.device.kind.is_host:
         return Figure(0.0, "derived", "ranks have devices of their own")
     seconds = math.fsum(function(plan, holdings.row_count(plan, name)).value for name in functions)
-    return Figure(seconds, each.source, each.basis)
+    return Figure(seconds, per_call.source, per_call.basis)
 
 
 def reshard(plan: Plan, edge: Reshard) -> Figure:
@@ -78,8 +80,8 @@ def reshard(plan: Plan, edge: Reshard) -> Figure:
     count = "four" if edge.mode == "send" else "five"
     operators = PER_TENSOR * tensors * device.launch.value
     gathers = len(edge.buckets) * device.collective("all_gather").least.value * any(way.ranks > 1 for way in edge.ways)
-    source = weakest(*(s.seconds for s in edge.steps), device.launch)
-    seconds = math.fsum(s.seconds.value for s in edge.steps) + operators + gathers
+    source = weakest(*(step.seconds for step in edge.steps), device.launch)
+    seconds = math.fsum(step.seconds.value for step in edge.steps) + operators + gathers
     return Figure(seconds, source, f"the sum of the {count} steps, plus the least time of their operators")
 
 

@@ -49,23 +49,27 @@ def _changes(old: Plan, new: Plan) -> Iterator[Change]:
     before = facts(old)
     after = facts(new)
     for part, section in after.items():
-        for item in _either(section, before[part]):
+        for item in _merge_keys(section, before[part]):
             was = before[part].get(item)
             now = section.get(item)
             if (was is None or now is None) and len(was or now or ()) != 1:
                 only = was if now is None else now
                 assert only is not None
-                words = _summary(only)
+                words = _summarize_item(only)
                 yield Change(part, item, "", None if was is None else words, None if now is None else words)
                 continue
             now = now or {}
             was = was or {}
-            found = [c for what in _either(now, was) for c in _change(part, item, what, was.get(what), now.get(what))]
-            alone = all(c.detail for c in found)
-            yield from (replace(c, detail=c.detail and not alone) for c in found)
+            changes = [
+                change
+                for name in _merge_keys(now, was)
+                for change in _compare_facts(part, item, name, was.get(name), now.get(name))
+            ]
+            alone = all(change.detail for change in changes)
+            yield from (replace(change, detail=change.detail and not alone) for change in changes)
 
 
-def _either(new: Mapping[str, object], old: Mapping[str, object]) -> list[str]:
+def _merge_keys(new: Mapping[str, object], old: Mapping[str, object]) -> list[str]:
     """Return the keys of both plans.
 
     They are in the order of the new plan; removed keys follow the key that they followed before.
@@ -79,25 +83,25 @@ def _either(new: Mapping[str, object], old: Mapping[str, object]) -> list[str]:
     return order
 
 
-def _summary(found: dict[str, Fact]) -> str:
-    told = {what: f for what, f in found.items() if not f.detail and f.value not in (None, "", False)}
-    return ", ".join(f"{what} {_shown(f.value, f.unit)}".strip() for what, f in told.items())
+def _summarize_item(item: dict[str, Fact]) -> str:
+    shown_facts = {name: fact for name, fact in item.items() if not fact.detail and fact.value not in (None, "", False)}
+    return ", ".join(f"{name} {_format_value(fact.value, fact.unit)}".strip() for name, fact in shown_facts.items())
 
 
-def _change(part: str, item: str, what: str, old: Fact | None, new: Fact | None) -> Iterator[Change]:
-    was, now = (None if f is None else f.value for f in (old, new))
+def _compare_facts(part: str, item: str, name: str, old: Fact | None, new: Fact | None) -> Iterator[Change]:
+    was, now = (None if fact is None else fact.value for fact in (old, new))
     if was == now and (old is None) == (new is None):
         return
-    units = {f.unit for f in (old, new) if f is not None}
+    units = {fact.unit for fact in (old, new) if fact is not None}
     unit = units.pop() if len(units) == 1 else ""
-    detail = any(f.detail for f in (old, new) if f is not None)
+    detail = any(fact.detail for fact in (old, new) if fact is not None)
     if not unit:
-        yield Change(part, item, what, was, now, detail=detail)
+        yield Change(part, item, name, was, now, detail=detail)
         return
     # A missing item counts as 0, as the bytes of a new item of memory.
     one = float(was or 0)
     two = float(now or 0)
-    yield Change(part, item, what, was, now, unit, two - one, 100 * (two - one) / one if one else None, detail)
+    yield Change(part, item, name, was, now, unit, two - one, 100 * (two - one) / one if one else None, detail)
 
 
 def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour: bool = False) -> str:
@@ -108,35 +112,40 @@ def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour:
             f"No differences from {old}: the same program, placements, docks, resharding, bytes, memory and seconds."
         )
         return page.text()
-    shown = [c for c in changes if not c.detail]
-    for part in dict.fromkeys(c.part for c in shown):
-        found = [c for c in shown if c.part == part]
-        page.heading(part, many(len(found), "change"))
+    shown = [change for change in changes if not change.detail]
+    for part in dict.fromkeys(change.part for change in shown):
+        part_changes = [change for change in shown if change.part == part]
+        page.heading(part, many(len(part_changes), "change"))
         rows = []
         item = None
-        for c in found:
-            cells = (_shown(c.old, c.unit), _shown(c.new, c.unit), _signed(c))
-            rows.append((c.item if c.item != item else "", c.what, *cells))
-            item = c.item
+        for change in part_changes:
+            cells = (
+                _format_value(change.old, change.unit),
+                _format_value(change.new, change.unit),
+                _format_difference(change),
+            )
+            rows.append((change.item if change.item != item else "", change.what, *cells))
+            item = change.item
         page.table(("item", "property", "old", "new", "change"), rows, (4,), ())
     rest = len(changes) - len(shown)
     more = f", and {rest} that follow from these (`--format json` lists all)" if rest else ""
-    page.closing(f"{many(len(shown), 'change')} from {old}{more}.{_whole(changes)}")
+    page.closing(f"{many(len(shown), 'change')} from {old}{more}.{_summarize_iteration(changes)}")
     return page.text()
 
 
-def _whole(changes: tuple[Change, ...]) -> str:
+def _summarize_iteration(changes: tuple[Change, ...]) -> str:
     """Return the change of the iteration's time as a sentence."""
-    for c in changes:
-        if c.part == "Seconds" and c.item == "an iteration" and c.difference is not None:
-            percent = f" ({_percent(c)})" if c.percent is not None else ""
+    for change in changes:
+        if change.part == "Seconds" and change.item == "an iteration" and change.difference is not None:
+            percent = f" ({_format_percent(change)})" if change.percent is not None else ""
             return (
-                f" An iteration takes {duration(abs(c.difference))} {'more' if c.difference > 0 else 'less'}{percent}."
+                f" An iteration takes {duration(abs(change.difference))} "
+                f"{'more' if change.difference > 0 else 'less'}{percent}."
             )
     return " An iteration takes as long as before."
 
 
-def _shown(value: Value, unit: str) -> str:
+def _format_value(value: Value, unit: str) -> str:
     if value is None or value == "":
         return "-"
     if isinstance(value, bool):
@@ -154,16 +163,16 @@ def _shown(value: Value, unit: str) -> str:
     )
 
 
-def _signed(change: Change) -> str:
+def _format_difference(change: Change) -> str:
     if change.difference is None:
         return "added" if change.old is None else "removed" if change.new is None else ""
     sign = "+" if change.difference > 0 else "-"
-    return f"{sign}{_shown(abs(change.difference), change.unit)}" + (
-        f" ({_percent(change)})" if change.percent is not None else ""
+    return f"{sign}{_format_value(abs(change.difference), change.unit)}" + (
+        f" ({_format_percent(change)})" if change.percent is not None else ""
     )
 
 
-def _percent(change: Change) -> str:
+def _format_percent(change: Change) -> str:
     assert change.percent is not None
     digits = ".1f" if abs(change.percent) >= 0.05 else ".1g"
     return f"{change.percent:+{digits}} %"

@@ -26,39 +26,39 @@ def dot_text(picture: Picture) -> str:
     Groups are clusters; sample edges are solid, resharding edges dashed, states dotted.
     """
     lines = [
-        f"digraph {_quoted([picture.title])} {{",
+        f"digraph {_quote([picture.title])} {{",
         '  graph [fontname="sans-serif", newrank=true]',
         '  node [fontname="sans-serif", fontsize=11, shape=box, style=rounded]',
         '  edge [fontname="sans-serif", fontsize=9]',
     ]
-    for number, (group, what) in enumerate(picture.groups):
+    for number, (group, remark) in enumerate(picture.groups):
         # To Graphviz a subgraph is a cluster if its name begins with `cluster`.
         lines += [
             f"  subgraph cluster_{number} {{",
-            f"    label={_quoted([group, what])}",
+            f"    label={_quote([group, remark])}",
             "    fontsize=11",
             "    color=gray",
         ]
-        lines += [f"    {_box(b)}" for b in picture.boxes if b.group == group]
+        lines += [f"    {_format_box(box)}" for box in picture.boxes if box.group == group]
         lines.append("  }")
-    lines += [f"  {_box(b)}" for b in picture.boxes if not b.group]
-    for a in picture.arrows:
-        more = [f"label={_quoted(a.lines)}"] if a.lines else []
+    lines += [f"  {_format_box(box)}" for box in picture.boxes if not box.group]
+    for arrow in picture.arrows:
+        more = [f"label={_quote(arrow.lines)}"] if arrow.lines else []
         # Weights and states lead back to the start of an iteration: they do not order the nodes.
-        more += [f"style={STYLES[a.kind]}", "constraint=false"] if a.kind in STYLES else []
+        more += [f"style={STYLES[arrow.kind]}", "constraint=false"] if arrow.kind in STYLES else []
         attributes = f" [{', '.join(more)}]" if more else ""
-        lines.append(f"  {_quoted([a.src])} -> {_quoted([a.dst])}{attributes}")
+        lines.append(f"  {_quote([arrow.src])} -> {_quote([arrow.dst])}{attributes}")
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _box(box: Box) -> str:
+def _format_box(box: Box) -> str:
     shape = SHAPES.get(box.kind)
     more = f', shape={shape}, style=""' if shape else ""
-    return f"{_quoted([box.name])} [label={_quoted([box.name, *box.lines])}{more}]"
+    return f"{_quote([box.name])} [label={_quote([box.name, *box.lines])}{more}]"
 
 
-def _quoted(lines: Sequence[str]) -> str:
+def _quote(lines: Sequence[str]) -> str:
     """Quote lines as one string; a backslash is escaped, so it starts no escape."""
-    plain = ("".join(c if c.isprintable() else " " for c in line) for line in lines)
+    plain = ("".join(letter if letter.isprintable() else " " for letter in line) for line in lines)
     shown = (line.replace("\\", "\\\\").replace('"', '\\"') for line in plain)
     return '"' + "\\n".join(shown) + '"'

@@ -17,23 +17,27 @@ def write_evaluations(page: Sheet, plan: Plan) -> None:
     """Write the evaluations of a plan."""
     if not plan.deploy.evaluations:
         return
-    told = "without updates; a generation that reads another's text samples as in training, or by `draws`"
-    page.heading("Evaluations", told)
+    remark = "without updates; a generation that reads another's text samples as in training, or by `draws`"
+    page.heading("Evaluations", remark)
     rows = []
     for evaluation in plan.deploy.evaluations:
         when = f"every {many(evaluation.every, 'iteration')}, " if evaluation.every > 1 else ""
         when = "every iteration, " if evaluation.every == 1 else when
         generations = _generations(plan, evaluation) or [("-", "-", "-")]
         for place, generation in enumerate(generations):
-            head = (evaluation.task, evaluation.data, f"{when}before and after training") if not place else ("", "", "")
-            rows.append((*head, *generation))
+            labels = (
+                (evaluation.task, evaluation.data, f"{when}before and after training") if not place else ("", "", "")
+            )
+            rows.append((*labels, *generation))
     page.table(("evaluation", "data", "when", "generation", "responses", "temperature"), rows, right=(4,), keep=(0, 1))
     for evaluation in plan.deploy.evaluations:
         if evaluation.best:
             which = "smallest" if evaluation.goal == "minimize" else "greatest"
-            kept = f"{evaluation.task}: the checkpoint with the {which} `{evaluation.best}` is kept"
+            sentence = f"{evaluation.task}: the checkpoint with the {which} `{evaluation.best}` is kept"
             ends = many(evaluation.patience, "evaluation")
-            page.line(kept + (f"; the training ends after {ends} without a better one" if evaluation.patience else ""))
+            page.line(
+                sentence + (f"; the training ends after {ends} without a better one" if evaluation.patience else "")
+            )
 
 
 def _generations(plan: Plan, evaluation: Evaluation) -> list[tuple[str, str, str]]:
@@ -42,12 +46,12 @@ def _generations(plan: Plan, evaluation: Evaluation) -> list[tuple[str, str, str
     Each has its name, the responses for each row that it reads, and the temperature.
     """
     needed = upstream(plan.graph, evaluation.columns)
-    found = []
+    generations = []
     for node in plan.graph.verb("generate"):
         if node.name not in needed:
             continue
         own = GenerateAttributes.of(node)
         draw = evaluation.draw(plan.graph, node)
         temperature = str(own.temperature) if draw.temperature is None else f"{draw.temperature:g}"
-        found.append((node.name, f"{draw.samples or own.samples:,}", temperature))
-    return found
+        generations.append((node.name, f"{draw.samples or own.samples:,}", temperature))
+    return generations

@@ -42,240 +42,277 @@ def facts(plan: Plan) -> dict[str, Section]:
     return {
         "Program": program,
         "Params": {name: {"": Fact(value)} for name, value in graph.params.items()},
-        "Columns and workers": _declared(graph),
-        "States": {n.name: _node(n) for n in graph.nodes},
-        "Edges": _edges(graph),
-        "Models, data and run": _deployed(plan),
-        "Cluster": _cluster(plan),
-        "Placements": _placements(plan),
-        "Transfer dock": _docks(plan),
-        "Resharding": {r.name: _reshard(r) for r in plan.reshards},
-        "Sample edges": _traffic(plan),
-        "Schedule": _schedule(plan),
-        "Memory": _memory(plan),
-        "Seconds": _seconds(plan),
-        "Environment": _surroundings(plan),
-        "Notes": {f"{n.about}: {n.text}": {"": Fact(n.text)} for n in plan.notes},
+        "Columns and workers": _declaration_facts(graph),
+        "States": {node.name: _node_facts(node) for node in graph.nodes},
+        "Edges": _edge_facts(graph),
+        "Models, data and run": _deploy_facts(plan),
+        "Cluster": _cluster_facts(plan),
+        "Placements": _placement_facts(plan),
+        "Transfer dock": _dock_facts(plan),
+        "Resharding": {reshard.name: _reshard_facts(reshard) for reshard in plan.reshards},
+        "Sample edges": _traffic_facts(plan),
+        "Schedule": _schedule_facts(plan),
+        "Memory": _memory_facts(plan),
+        "Seconds": _time_facts(plan),
+        "Environment": _environment_facts(plan),
+        "Notes": {f"{note.about}: {note.text}": {"": Fact(note.text)} for note in plan.notes},
     }
 
 
-def _declared(graph: Graph) -> Section:
-    found: Section = {"rows": {"an iteration": Fact(" x ".join(map(str, graph.rows)))}}
+def _declaration_facts(graph: Graph) -> Section:
+    section: Section = {"rows": {"an iteration": Fact(" x ".join(map(str, graph.rows)))}}
     if graph.under != tuple(range(-1, len(graph.rows) - 1)):
-        found["rows"]["each under level"] = Fact(", ".join(map(str, graph.under[1:])))
-    for c in graph.columns:
-        found[f"column {c.name}"] = {"type": Fact(_type(c)), "level": Fact(c.level)}
-    for w in graph.workers:
-        found[f"worker {w.name}"] = {
-            "kind": Fact(w.kind),
-            "frozen": Fact(w.frozen),
-            "model": Fact(w.model or None),
-            "follows": Fact(w.follows or None),
-            "every": Fact(w.every if w.every != 1 else None),
-            "decay": Fact(w.decay or None),
+        section["rows"]["each under level"] = Fact(", ".join(map(str, graph.under[1:])))
+    for column in graph.columns:
+        section[f"column {column.name}"] = {"type": Fact(_format_type(column)), "level": Fact(column.level)}
+    for worker in graph.workers:
+        section[f"worker {worker.name}"] = {
+            "kind": Fact(worker.kind),
+            "frozen": Fact(worker.frozen),
+            "model": Fact(worker.model or None),
+            "follows": Fact(worker.follows or None),
+            "every": Fact(worker.every if worker.every != 1 else None),
+            "decay": Fact(worker.decay or None),
         }
-    for s in graph.states:
-        found[f"state {s.name}"] = {
-            "type": Fact(s.element),
-            "per": Fact(s.per or None),
-            "initial": Fact(str(s.initial)),
+    for state in graph.states:
+        section[f"state {state.name}"] = {
+            "type": Fact(state.element),
+            "per": Fact(state.per or None),
+            "initial": Fact(str(state.initial)),
         }
-    return found
+    return section
 
 
-def _type(column: Column) -> str:
-    dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size}" for d in column.dims)
+def _format_type(column: Column) -> str:
+    dims = ", ".join(dim.like or f"{'<= ' if dim.ragged else ''}{dim.size}" for dim in column.dims)
     return (f"{column.element}[{dims}]" if dims else column.element) + (f" per {column.per}" if column.per else "")
 
 
-def _node(node: Node) -> dict[str, Fact]:
+def _node_facts(node: Node) -> dict[str, Fact]:
     names = {"reads": node.reads, "writes": node.writes, "reads states": node.states, "gives": node.gives}
-    found = {k: Fact(", ".join(v)) for k, v in names.items() if v}
+    lists = {name: Fact(", ".join(values)) for name, values in names.items() if values}
     return {
         "worker": Fact(node.worker),
         "verb": Fact(node.verb),
-        **found,
+        **lists,
         "per": Fact(node.per),
         "whole mini-batch": Fact(node.whole or None),
-        **_attributes(node.attributes),
+        **_attribute_facts(node.attributes),
     }
 
 
-def _attributes(stated: Mapping[str, Expr]) -> dict[str, Fact]:
-    return {name: Fact(value.value if _number(value) else str(value)) for name, value in stated.items()}
+def _attribute_facts(stated: Mapping[str, Expr]) -> dict[str, Fact]:
+    return {name: Fact(value.value if _is_number(value) else str(value)) for name, value in stated.items()}
 
 
-def _number(value: Expr) -> bool:
+def _is_number(value: Expr) -> bool:
     return value.kind == "number" and not value.unit
 
 
-def _edges(graph: Graph) -> Section:
-    found: Section = {}
-    for e in graph.edges:
-        columns = graph.flow.carried[e.src, e.dst] if e.kind == "sample" else ()
+def _edge_facts(graph: Graph) -> Section:
+    section: Section = {}
+    for edge in graph.edges:
+        columns = graph.flow.carried[edge.src, edge.dst] if edge.kind == "sample" else ()
         carries = {"columns": Fact(", ".join(columns))} if columns else {}
-        found[f"{e.src} {'->' if e.kind == 'sample' else '=>'} {e.dst}"] = {**carries, **_attributes(e.attributes)}
-    return found
+        section[f"{edge.src} {'->' if edge.kind == 'sample' else '=>'} {edge.dst}"] = {
+            **carries,
+            **_attribute_facts(edge.attributes),
+        }
+    return section
 
 
-def _deployed(plan: Plan) -> Section:
-    found: Section = {}
+def _deploy_facts(plan: Plan) -> Section:
+    section: Section = {}
     for name, model in plan.deploy.models.items():
-        shape = _leaves(model, skip=("tensors",))
-        found[f"model {name}"] = {**shape, "parameters": Fact(float(model.parameters), "parameters")}
+        shape = _field_facts(model, skip=("tensors",))
+        section[f"model {name}"] = {**shape, "parameters": Fact(float(model.parameters), "parameters")}
     for name, data in plan.deploy.data.items():
-        found[f"data {name}"] = _leaves(data, skip=("name", "stated"))
-    for e in plan.deploy.evaluations:
-        found[f"evaluate {e.task}"] = _leaves(e, skip=("name",) if e.name else ("name", "data"))
-    found["run"] = _leaves(plan.deploy.run)
-    return found
+        section[f"data {name}"] = _field_facts(data, skip=("name", "stated"))
+    for evaluation in plan.deploy.evaluations:
+        section[f"evaluate {evaluation.task}"] = _field_facts(
+            evaluation, skip=("name",) if evaluation.name else ("name", "data")
+        )
+    section["run"] = _field_facts(plan.deploy.run)
+    return section
 
 
-def _leaves(part: Any, skip: Sequence[str] = ()) -> dict[str, Fact]:
+def _field_facts(part: Any, skip: Sequence[str] = ()) -> dict[str, Fact]:
     """Return the fields of a part; those of its parts are named `name.name`."""
     if isinstance(part, dict):
         items = part.items()
     elif is_dataclass(part):
-        items = {f.name: getattr(part, f.name) for f in fields(part) if f.name not in ("span", *skip)}.items()
+        items = {
+            field.name: getattr(part, field.name) for field in fields(part) if field.name not in ("span", *skip)
+        }.items()
     elif isinstance(part, tuple):
         return {"": Fact(", ".join(map(str, part)))}
     else:
         return {"": Fact(part)}
-    return {f"{k}.{inner}" if inner else str(k): fact for k, v in items for inner, fact in _leaves(v).items()}
+    return {
+        f"{name}.{inner}" if inner else str(name): fact
+        for name, value in items
+        for inner, fact in _field_facts(value).items()
+    }
 
 
-def _cluster(plan: Plan) -> Section:
+def _cluster_facts(plan: Plan) -> Section:
     device = plan.cluster.device
-    found = {
+    facts_found = {
         "hosts": Fact(float(plan.cluster.nodes), "hosts"),
         "devices a host": Fact(float(plan.cluster.devices_per_node), "devices"),
         "interface": Fact(plan.cluster.interface),
     }
-    found |= {"device": Fact(device.name), "backend": Fact(device.backend), "resource": Fact(device.resource)}
-    found |= _figure("network", plan.cluster.network, "bytes/s")
-    found["peaks"] = Fact(", ".join(device.peaks))
+    facts_found |= {"device": Fact(device.name), "backend": Fact(device.backend), "resource": Fact(device.resource)}
+    facts_found |= _figure_facts("network", plan.cluster.network, "bytes/s")
+    facts_found["peaks"] = Fact(", ".join(device.peaks))
     units = {"memory": "bytes", "host_memory": "bytes", "launch": "s", "latency": "s"}
-    for f in fields(device):
-        value = getattr(device, f.name)
+    for device_field in fields(device):
+        value = getattr(device, device_field.name)
         if isinstance(value, Figure):
-            found |= _figure(f.name.replace("_", " "), value, units.get(f.name, "bytes/s"))
+            facts_found |= _figure_facts(
+                device_field.name.replace("_", " "), value, units.get(device_field.name, "bytes/s")
+            )
     for name, figure in device.flops.items():
-        found |= _figure(f"FLOP/s, {name}", figure, "FLOP/s")
-    for f in fields(device.overheads):
-        found |= _figure(f"overhead: {f.name}", getattr(device.overheads, f.name), "s")
+        facts_found |= _figure_facts(f"FLOP/s, {name}", figure, "FLOP/s")
+    for device_field in fields(device.overheads):
+        facts_found |= _figure_facts(
+            f"overhead: {device_field.name}", getattr(device.overheads, device_field.name), "s"
+        )
     for name, collective in device.collectives.items():
-        found |= {**_figure(f"{name}, at least", collective.least, "s"), **_figure(name, collective.rate, "bytes/s")}
+        facts_found |= {
+            **_figure_facts(f"{name}, at least", collective.least, "s"),
+            **_figure_facts(name, collective.rate, "bytes/s"),
+        }
     for name, curve in device.curves.items():
-        found[f"curve of {name}"] = Fact(", ".join(f"{size:g}: {rate:g}" for size, rate in curve))
-    return {"": found}
+        facts_found[f"curve of {name}"] = Fact(", ".join(f"{size:g}: {rate:g}" for size, rate in curve))
+    return {"": facts_found}
 
 
-def _figure(name: str, figure: Figure, unit: str) -> dict[str, Fact]:
+def _figure_facts(name: str, figure: Figure, unit: str) -> dict[str, Fact]:
     return {name: Fact(figure.value, unit), f"source of {name}": Fact(figure.source)}
 
 
-def _placements(plan: Plan) -> Section:
-    found: Section = {}
+def _placement_facts(plan: Plan) -> Section:
+    section: Section = {}
     for pool in plan.pools:
         where = {"devices": Fact(float(pool.devices), "devices"), "first device": Fact(pool.first)}
-        found[f"pool {pool.name}"] = where | {"of each host": Fact(pool.each, detail=True)}
-    for p in plan.placements:
+        section[f"pool {pool.name}"] = where | {"of each host": Fact(pool.each, detail=True)}
+    for placement in plan.placements:
         more = {
-            f"layout: {k}": replace(v, detail=True)
-            for k, v in _leaves(p.layout).items()
-            if k in ("zero", "inner", "cp_kind", "stages")
+            f"layout: {name}": replace(fact, detail=True)
+            for name, fact in _field_facts(placement.layout).items()
+            if name in ("zero", "inner", "cp_kind", "stages")
         }
-        layout = f"{p.layout} zero{p.layout.zero}" if p.layout.zero > 1 else str(p.layout)
-        options = {f"engine option {k}": Fact(v) for k, v in p.engine.options.items()}
-        where = {
-            "pool": Fact(p.pool),
-            "first device": Fact(p.first, detail=True),
-            "of each host": Fact(p.each, detail=True),
-            "devices": Fact(float(p.layout.devices), "devices"),
-        }
-        engine = {"engine": Fact(p.engine.name), **options, "engine chosen by": Fact(p.engine.chosen, detail=True)}
-        weights = {"weights": Fact(float(p.weight_bytes), "bytes")}
-        found[p.node] = {"layout": Fact(layout), **more, **engine, **where, **weights}
-    return found
-
-
-def _docks(plan: Plan) -> Section:
-    docks = plan.docks
-    found: Section = {"": {"mode": Fact(docks.mode), "deadline of a wait": Fact(docks.deadline, "s")}}
-    found[""]["warehouses"] = Fact(float(len(docks.warehouses)), "warehouses")
-    found[""]["rows a host"] = Fact(float(docks.capacity), "bytes") if docks.capacity else Fact("limited by memory")
-    found[""]["largest share"] = Fact(docks.imbalance, "x the even share")
-    for c in docks.controllers:
-        found[f"controller of {c.node}"] = _leaves(c, skip=("node",))
-    return found
-
-
-def _reshard(r: Reshard) -> dict[str, Fact]:
-    found = {"mode": Fact(r.mode), "order": Fact(r.order)}
-    found["moves a device"] = Fact(float(sum(w.bytes for w in r.ways)), "bytes")
-    for w in r.ways:
-        among = (
-            f" in groups of {w.ranks}, blocks of {w.block}{' of each stage' if w.across else ''}" if w.ranks > 1 else ""
+        layout = (
+            f"{placement.layout} zero{placement.layout.zero}" if placement.layout.zero > 1 else str(placement.layout)
         )
-        found[w.of] = Fact(f"{w.how}{among}")
-        found[f"{w.of}, a device"] = Fact(float(w.bytes), "bytes", True)
-    found["buckets"] = Fact(float(len(r.buckets)), "buckets", True)
-    names = {
-        "bucket": r.bucket_bytes,
-        "update weights a device": r.update_bytes_per_device,
-        "generation weights a device": r.generate_bytes_per_device,
-        "released a device": r.released_bytes_per_device,
-        "peak a device": r.peak_bytes_per_device,
-        "naive would leave": r.redundant_bytes,
-    }
-    found |= {k: Fact(float(v), "bytes") for k, v in names.items()}
-    for s in (*r.steps, r.swap_in, *([r.copied] if r.copied else [])):
-        found[f"{s.name}: bytes"] = Fact(float(s.bytes), "bytes", True)
-        found[f"{s.name}: seconds"] = Fact(s.seconds.value, "s", True)
-    return found
-
-
-def _traffic(plan: Plan) -> Section:
-    found: Section = {"all": {"bytes": Fact(float(sum(t.bytes for t in plan.traffic)), "bytes")}}
-    for t in plan.traffic:
-        found[f"{t.src} -> {t.dst}"] = {
-            "bytes": Fact(float(t.bytes), "bytes"),
-            "rows": Fact(float(t.rows), "rows", True),
-            "dock": Fact(t.seconds.value, "s", True),
-            "central": Fact(t.central_seconds.value, "s", True),
+        options = {f"engine option {option}": Fact(value) for option, value in placement.engine.options.items()}
+        where = {
+            "pool": Fact(placement.pool),
+            "first device": Fact(placement.first, detail=True),
+            "of each host": Fact(placement.each, detail=True),
+            "devices": Fact(float(placement.layout.devices), "devices"),
         }
-    return found
+        engine = {
+            "engine": Fact(placement.engine.name),
+            **options,
+            "engine chosen by": Fact(placement.engine.chosen, detail=True),
+        }
+        weights = {"weights": Fact(float(placement.weight_bytes), "bytes")}
+        section[placement.node] = {"layout": Fact(layout), **more, **engine, **where, **weights}
+    return section
 
 
-def _schedule(plan: Plan) -> Section:
-    found: Section = {}
-    for s in plan.schedule:
-        found[f"{s.task}, {s.pool}"] = {"": Fact(doing(plan, s))}
-    return found
+def _dock_facts(plan: Plan) -> Section:
+    docks = plan.docks
+    section: Section = {"": {"mode": Fact(docks.mode), "deadline of a wait": Fact(docks.deadline, "s")}}
+    section[""]["warehouses"] = Fact(float(len(docks.warehouses)), "warehouses")
+    section[""]["rows a host"] = Fact(float(docks.capacity), "bytes") if docks.capacity else Fact("limited by memory")
+    section[""]["largest share"] = Fact(docks.imbalance, "x the even share")
+    for controller in docks.controllers:
+        section[f"controller of {controller.node}"] = _field_facts(controller, skip=("node",))
+    return section
 
 
-def _memory(plan: Plan) -> Section:
-    found: Section = {}
-    for m in plan.memory:
-        items = {k: Fact(float(v), "bytes", True) for k, v in m.items.items()}
-        where = f"{m.place}, pool {m.pool}" if m.place == "device" else m.place
-        total = {"peak": Fact(float(m.total), "bytes"), "of": Fact(m.capacity.value, "bytes", True)}
-        found[f"{where}, {m.phase}"] = {**total, **items}
-    return found
+def _reshard_facts(reshard: Reshard) -> dict[str, Fact]:
+    facts_found = {"mode": Fact(reshard.mode), "order": Fact(reshard.order)}
+    facts_found["moves a device"] = Fact(float(sum(route.bytes for route in reshard.ways)), "bytes")
+    for route in reshard.ways:
+        among = (
+            f" in groups of {route.ranks}, blocks of {route.block}{' of each stage' if route.across else ''}"
+            if route.ranks > 1
+            else ""
+        )
+        facts_found[route.of] = Fact(f"{route.how}{among}")
+        facts_found[f"{route.of}, a device"] = Fact(float(route.bytes), "bytes", True)
+    facts_found["buckets"] = Fact(float(len(reshard.buckets)), "buckets", True)
+    names = {
+        "bucket": reshard.bucket_bytes,
+        "update weights a device": reshard.update_bytes_per_device,
+        "generation weights a device": reshard.generate_bytes_per_device,
+        "released a device": reshard.released_bytes_per_device,
+        "peak a device": reshard.peak_bytes_per_device,
+        "naive would leave": reshard.redundant_bytes,
+    }
+    facts_found |= {name: Fact(float(size), "bytes") for name, size in names.items()}
+    for step in (*reshard.steps, reshard.swap_in, *([reshard.copied] if reshard.copied else [])):
+        facts_found[f"{step.name}: bytes"] = Fact(float(step.bytes), "bytes", True)
+        facts_found[f"{step.name}: seconds"] = Fact(step.seconds.value, "s", True)
+    return facts_found
 
 
-def _surroundings(plan: Plan) -> Section:
-    found = {f"{s.pool}, interpreter": {"": Fact(s.python)} for s in plan.surroundings if s.python}
-    return found | {f"{s.pool}, {x.name}": {"": Fact(x.value)} for s in plan.surroundings for x in s.settings}
+def _traffic_facts(plan: Plan) -> Section:
+    section: Section = {"all": {"bytes": Fact(float(sum(traffic.bytes for traffic in plan.traffic)), "bytes")}}
+    for traffic in plan.traffic:
+        section[f"{traffic.src} -> {traffic.dst}"] = {
+            "bytes": Fact(float(traffic.bytes), "bytes"),
+            "rows": Fact(float(traffic.rows), "rows", True),
+            "dock": Fact(traffic.seconds.value, "s", True),
+            "central": Fact(traffic.central_seconds.value, "s", True),
+        }
+    return section
 
 
-def _seconds(plan: Plan) -> Section:
+def _schedule_facts(plan: Plan) -> Section:
+    section: Section = {}
+    for stream in plan.schedule:
+        section[f"{stream.task}, {stream.pool}"] = {"": Fact(doing(plan, stream))}
+    return section
+
+
+def _memory_facts(plan: Plan) -> Section:
+    section: Section = {}
+    for entry in plan.memory:
+        items = {item: Fact(float(size), "bytes", True) for item, size in entry.items.items()}
+        where = f"{entry.place}, pool {entry.pool}" if entry.place == "device" else entry.place
+        total = {"peak": Fact(float(entry.total), "bytes"), "of": Fact(entry.capacity.value, "bytes", True)}
+        section[f"{where}, {entry.phase}"] = {**total, **items}
+    return section
+
+
+def _environment_facts(plan: Plan) -> Section:
+    section = {
+        f"{environment.pool}, interpreter": {"": Fact(environment.python)}
+        for environment in plan.surroundings
+        if environment.python
+    }
+    return section | {
+        f"{environment.pool}, {setting.name}": {"": Fact(setting.value)}
+        for environment in plan.surroundings
+        for setting in environment.settings
+    }
+
+
+def _time_facts(plan: Plan) -> Section:
     if plan.estimate is None:
         return {}
-    whole = plan.estimate.iteration_seconds
+    iteration = plan.estimate.iteration_seconds
     rate = plan.estimate.tokens_per_second_per_device
-    found = {"an iteration": {"": Fact(whole.value, "s")}, "throughput": {"": Fact(rate.value, "tokens/s/device")}}
+    section = {
+        "an iteration": {"": Fact(iteration.value, "s")},
+        "throughput": {"": Fact(rate.value, "tokens/s/device")},
+    }
     if (stale := plan.estimate.staleness) is not None:
-        found["staleness"] = {"": Fact(stale.mean.value, "versions")}
-        found["the same pools in step"] = {"": Fact(stale.in_step_seconds.value, "s")}
-    return found | {p.name: {"": Fact(p.seconds.value, "s")} for p in plan.estimate.phases}
+        section["staleness"] = {"": Fact(stale.mean.value, "versions")}
+        section["the same pools in step"] = {"": Fact(stale.in_step_seconds.value, "s")}
+    return section | {phase.name: {"": Fact(phase.seconds.value, "s")} for phase in plan.estimate.phases}

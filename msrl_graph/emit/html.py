@@ -85,9 +85,13 @@ class Sections:
         self.parts[-1].blocks.append({"line": text})
 
     def table(
-        self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)
+        self,
+        headings: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        right: Sequence[int] = (),
+        keep: Sequence[int] = (0,),
     ) -> None:
-        self.parts[-1].blocks.append({"head": head, "rows": list(rows), "right": right, "keep": keep})
+        self.parts[-1].blocks.append({"head": headings, "rows": list(rows), "right": right, "keep": keep})
 
     def closing(self, text: str) -> None:
         self.end = text
@@ -97,14 +101,14 @@ def graph_html(graph: Graph) -> str:
     """Return a page of an algorithm: its graph, workers, columns, states and edges."""
     sheet = Sections()
     write_graph(sheet, graph)
-    return _page(f"Algorithm {graph.name}", sheet, **drawn(graph_picture(graph)))
+    return _render_page(f"Algorithm {graph.name}", sheet, **drawn(graph_picture(graph)))
 
 
 def placed_html(plan: Plan) -> str:
     """Return a page of a placed graph: docks, allgather-swaps, and the devices."""
     sheet = Sections()
     write_placed(sheet, plan)
-    return _page(
+    return _render_page(
         f"Placed graph of {plan.graph.name} on {plan.cluster.name}",
         sheet,
         **drawn(placed_picture(plan)),
@@ -122,7 +126,7 @@ def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
         "memory": _memory(plan),
         "timeline": _timeline(plan, timeline),
     }
-    return _page(f"Plan of {plan.graph.name} on {plan.cluster.name}", sheet, figures=_figures(plan), **shown)
+    return _render_page(f"Plan of {plan.graph.name} on {plan.cluster.name}", sheet, figures=_figures(plan), **shown)
 
 
 def fragment(picture: Picture) -> str:
@@ -148,15 +152,15 @@ def template(name: str) -> jinja2.Template:
     return environment.get_template(name)
 
 
-def _page(title: str, sheet: Sections, **more: Any) -> str:
+def _render_page(title: str, sheet: Sections, **more: Any) -> str:
     shown = {"figures": [], "hosts": [], "memory": [], "timeline": None, **more}
     return template("page.html.j2").render(title=title, parts=sheet.parts, end=sheet.end, **shown) + "\n"
 
 
 def drawn(picture: Picture) -> dict[str, Any]:
-    kinds = {b.kind for b in picture.boxes}
-    legend = [(n % COLOURS, name, more) for n, (name, more) in enumerate(picture.groups)]
-    arrows = dict.fromkeys(a.kind for a in picture.arrows)
+    kinds = {box.kind for box in picture.boxes}
+    legend = [(number % COLOURS, name, more) for number, (name, more) in enumerate(picture.groups)]
+    arrows = dict.fromkeys(arrow.kind for arrow in picture.arrows)
     return {
         "svg": svg(picture),
         "legend": legend,
@@ -167,19 +171,19 @@ def drawn(picture: Picture) -> dict[str, Any]:
 
 def colours(plan: Plan) -> dict[str, int]:
     """Return the colour of each pool in the picture."""
-    return {name: n % COLOURS for n, (name, _) in enumerate(plan_picture(plan).groups)}
+    return {name: number % COLOURS for number, (name, _) in enumerate(plan_picture(plan).groups)}
 
 
 def _figures(plan: Plan) -> list[tuple[str, str, str]]:
     """Return the main figures: name, value, remark."""
-    found = []
+    figures = []
     if plan.estimate is not None:
-        whole = plan.estimate.iteration_seconds
+        iteration = plan.estimate.iteration_seconds
         rate = plan.estimate.tokens_per_second_per_device
-        found.append(("an iteration", duration(whole.value), f"{whole.source}, every row at its bound"))
-        found.append(("throughput", f"{rate.value:,.4g}", f"tokens/s/device, {rate.source}"))
+        figures.append(("an iteration", duration(iteration.value), f"{iteration.source}, every row at its bound"))
+        figures.append(("throughput", f"{rate.value:,.4g}", f"tokens/s/device, {rate.source}"))
         if (stale := plan.estimate.staleness) is not None:
-            found.append(
+            figures.append(
                 (
                     "versions old",
                     f"{stale.mean.value:.3g}",
@@ -187,11 +191,11 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
                 )
             )
     cluster = plan.cluster
-    found.append(("devices", f"{cluster.devices:,}", f"{cluster.device.name}, {many(cluster.nodes, 'host')}"))
+    figures.append(("devices", f"{cluster.devices:,}", f"{cluster.device.name}, {many(cluster.nodes, 'host')}"))
     if plan.memory:
-        fullest = max(plan.memory, key=lambda m: m.total / m.capacity.value)
+        fullest = max(plan.memory, key=lambda phase: phase.total / phase.capacity.value)
         where = "a host" if fullest.place == "host" else "a device"
-        found.append(
+        figures.append(
             (
                 "fullest",
                 f"{100 * fullest.total / fullest.capacity.value:.1f} %",
@@ -199,105 +203,126 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
             )
         )
     if plan.traffic:
-        found.append(("sample edges", size(sum(t.bytes for t in plan.traffic)), "an iteration, at the columns' bounds"))
+        figures.append(
+            (
+                "sample edges",
+                size(sum(traffic.bytes for traffic in plan.traffic)),
+                "an iteration, at the columns' bounds",
+            )
+        )
     if plan.reshards:
-        released = sum(r.released_bytes_per_device for r in plan.reshards)
-        found.append(
+        released = sum(reshard.released_bytes_per_device for reshard in plan.reshards)
+        figures.append(
             ("released", size(released), "a device while it generates")
             if released
             else ("resharding", "sends", "between pools")
         )
-    return found
+    return figures
 
 
 def _devices(plan: Plan) -> dict[str, Any]:
     """Return the pools with their nodes, and the hosts in classes of equal pools."""
-    of = colours(plan)
-    each = plan.cluster.devices_per_node
+    colour_of = colours(plan)
+    per_host = plan.cluster.devices_per_node
     # Pools are ranges of devices: hosts differ only where a range begins or ends.
     cuts = {0, plan.cluster.nodes}
-    for p in plan.pools:
-        for end in (end for run in runs(p.first, p.devices, p.each, each) for end in run):
-            cuts |= {end // each, end // each + 1}
-    marks = sorted(c for c in cuts if c <= plan.cluster.nodes)
+    for device_pool in plan.pools:
+        for end in (
+            end for run in runs(device_pool.first, device_pool.devices, device_pool.each, per_host) for end in run
+        ):
+            cuts |= {end // per_host, end // per_host + 1}
+    marks = sorted(cut for cut in cuts if cut <= plan.cluster.nodes)
     hosts: list[dict[str, Any]] = []
     for first, last in pairwise(marks):
         here: list[tuple[int, str, int | None, int]] = []
-        for p in plan.pools:
-            for start, stop in runs(p.first, p.devices, p.each, each):
-                begin = max(start, first * each)
-                end = min(stop, (first + 1) * each)
+        for device_pool in plan.pools:
+            for start, stop in runs(device_pool.first, device_pool.devices, device_pool.each, per_host):
+                begin = max(start, first * per_host)
+                end = min(stop, (first + 1) * per_host)
                 if begin < end:
-                    here.append((begin, p.name, of.get(p.name, 0), end - begin))
+                    here.append((begin, device_pool.name, colour_of.get(device_pool.name, 0), end - begin))
         parts: list[tuple[str, int | None, int]] = [(name, colour, number) for _, name, colour, number in sorted(here)]
-        used = sum(n for _, _, n in parts)
-        parts += [("no pool", None, each - used)] if used < each else []
-        if hosts and [x[0::2] for x in hosts[-1]["parts"]] == [x[0::2] for x in parts]:
+        used = sum(number for _, _, number in parts)
+        parts += [("no pool", None, per_host - used)] if used < per_host else []
+        if hosts and [part[0::2] for part in hosts[-1]["parts"]] == [part[0::2] for part in parts]:
             hosts[-1]["last"] = last - 1
         else:
             hosts.append({"first": first, "last": last - 1, "parts": parts})
     for host in hosts:
-        host["cells"] = each <= WIDEST
+        host["cells"] = per_host <= WIDEST
     pools = []
-    for name in dict.fromkeys([*(p.name for p in plan.pools), *(p.pool for p in plan.placements)]):
-        placed = [p for p in plan.placements if p.pool == name]
-        on = next((p for p in plan.pools if p.name == name), None)
-        rows = [(s.node, str(s.layout) if on else "", s.engine.name if on else "") for s in placed]
-        what = many(on.devices, "device") if on else f"CPUs of {many(plan.cluster.nodes, 'host')}"
+    for name in dict.fromkeys(
+        [*(pool.name for pool in plan.pools), *(placement.pool for placement in plan.placements)]
+    ):
+        placed = [placement for placement in plan.placements if placement.pool == name]
+        on = next((pool for pool in plan.pools if pool.name == name), None)
+        rows = [
+            (placement.node, str(placement.layout) if on else "", placement.engine.name if on else "")
+            for placement in placed
+        ]
+        title = many(on.devices, "device") if on else f"CPUs of {many(plan.cluster.nodes, 'host')}"
         pools.append(
-            {"name": name, "colour": of.get(name), "what": what, "reason": on.reason if on else "", "states": rows}
+            {
+                "name": name,
+                "colour": colour_of.get(name),
+                "what": title,
+                "reason": on.reason if on else "",
+                "states": rows,
+            }
         )
     return {"hosts": hosts, "pools": pools}
 
 
 def _memory(plan: Plan) -> list[dict[str, Any]]:
-    found = []
-    for place, pool in dict.fromkeys((m.place, m.pool) for m in plan.memory):
-        phases = [m for m in plan.memory if (m.place, m.pool) == (place, pool)]
+    places = []
+    for place, pool in dict.fromkeys((phase.place, phase.pool) for phase in plan.memory):
+        phases = [phase for phase in plan.memory if (phase.place, phase.pool) == (place, pool)]
         capacity = phases[0].capacity.value
-        whole = max(capacity, *(m.total for m in phases))
+        scale = max(capacity, *(phase.total for phase in phases))
         title = f"a {place}" + (f" of pool {pool}" if place == "device" and len(plan.pools) > 1 else "")
-        bars = [_bar(m, whole) for m in phases]
-        there = {s["colour"] for b in bars for s in b["parts"]}
-        legend = [(n, k) for n, (k, _) in enumerate(KINDS) if n in there]
-        found.append(
-            {"title": title, "capacity": size(capacity), "at": 100 * capacity / whole, "bars": bars, "legend": legend}
+        bars = [_memory_bar(phase, scale) for phase in phases]
+        kinds = {part["colour"] for bar in bars for part in bar["parts"]}
+        legend = [(number, kind) for number, (kind, _) in enumerate(KINDS) if number in kinds]
+        places.append(
+            {"title": title, "capacity": size(capacity), "at": 100 * capacity / scale, "bars": bars, "legend": legend}
         )
-    return found
+    return places
 
 
-def _bar(memory: PhaseMemory, whole: float) -> dict[str, Any]:
+def _memory_bar(memory: PhaseMemory, scale: float) -> dict[str, Any]:
     parts = []
-    for name, number in sorted(memory.items.items(), key=lambda i: (_kind(i[0]), -i[1], i[0])):
-        kind = _kind(name)
+    for name, number in sorted(memory.items.items(), key=lambda item: (_memory_kind(item[0]), -item[1], item[0])):
+        kind = _memory_kind(name)
         if number:
             words = {"name": name, "kind": KINDS[kind][0], "size": size(number)}
-            parts.append({**words, "colour": kind, "width": 100 * number / whole})
+            parts.append({**words, "colour": kind, "width": 100 * number / scale})
     share = memory.total / memory.capacity.value
-    over = {"total": size(memory.total), "share": f"{100 * share:.1f} %", "over": share > 1}
-    return {"phase": memory.phase, "parts": parts, "remark": memory.remark, **over}
+    totals = {"total": size(memory.total), "share": f"{100 * share:.1f} %", "over": share > 1}
+    return {"phase": memory.phase, "parts": parts, "remark": memory.remark, **totals}
 
 
-def _kind(item: str) -> int:
+def _memory_kind(item: str) -> int:
     """Return the index in KINDS of an item of memory."""
-    return next(n for n, (_, words) in enumerate(KINDS) if any(w in item for w in words))
+    return next(number for number, (_, words) in enumerate(KINDS) if any(word in item for word in words))
 
 
 def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
     if timeline is None or not timeline.seconds:
         return None
-    of = colours(plan)
+    colour_of = colours(plan)
     pools = []
-    for pool in dict.fromkeys([*(p.name for p in plan.pools), FUNCTIONS]):
+    for pool in dict.fromkeys([*(device_pool.name for device_pool in plan.pools), FUNCTIONS]):
         rows = []
-        for what in dict.fromkeys(
-            s.what for s in sorted(timeline.stretches, key=lambda s: (s.begin, s.what)) if s.pool == pool
+        for node in dict.fromkeys(
+            stretch.what
+            for stretch in sorted(timeline.stretches, key=lambda stretch: (stretch.begin, stretch.what))
+            if stretch.pool == pool
         ):
-            worked = [s for s in timeline.stretches if (s.pool, s.what) == (pool, what)]
-            busy = sum((s.end - s.begin) * s.share for s in worked)
+            worked = [stretch for stretch in timeline.stretches if (stretch.pool, stretch.what) == (pool, node)]
+            busy = sum((stretch.end - stretch.begin) * stretch.share for stretch in worked)
             bars = []
-            for begin, end in _joined(worked, timeline.seconds / FINEST):
-                words = f"{what}: from {duration(begin)} to {duration(end)}"
+            for begin, end in _join_stretches(worked, timeline.seconds / FINEST):
+                words = f"{node}: from {duration(begin)} to {duration(end)}"
                 bars.append(
                     {
                         "left": 100 * begin / timeline.seconds,
@@ -306,27 +331,27 @@ def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
                     }
                 )
             row = {
-                "what": what,
-                "short": shorten(what, 19),
+                "what": node,
+                "short": shorten(node, 19),
                 "busy": duration(busy),
                 "share": f"{100 * busy / timeline.seconds:.1f} %",
             }
             rows.append({**row, "bars": bars})
         if rows:
-            pools.append({"name": pool, "colour": of.get(pool, 0), "rows": rows})
-    ticks = [(100 * t / timeline.seconds, duration(t)) for t in _ticks(timeline.seconds)]
+            pools.append({"name": pool, "colour": colour_of.get(pool, 0), "rows": rows})
+    ticks = [(100 * time / timeline.seconds, duration(time)) for time in _ticks(timeline.seconds)]
     return {"pools": pools, "ticks": ticks, "seconds": duration(timeline.seconds), "about": timeline.about}
 
 
-def _joined(stretches: Sequence[BusyInterval], least: float) -> list[tuple[float, float]]:
+def _join_stretches(stretches: Sequence[BusyInterval], least: float) -> list[tuple[float, float]]:
     """Return stretches in order, with touching or nearly touching ones joined."""
-    found: list[tuple[float, float]] = []
-    for s in sorted(stretches, key=lambda s: (s.begin, s.end)):
-        if found and s.begin <= found[-1][1] + least:
-            found[-1] = (found[-1][0], max(found[-1][1], s.end))
+    joined: list[tuple[float, float]] = []
+    for stretch in sorted(stretches, key=lambda stretch: (stretch.begin, stretch.end)):
+        if joined and stretch.begin <= joined[-1][1] + least:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stretch.end))
         else:
-            found.append((s.begin, s.end))
-    return found
+            joined.append((stretch.begin, stretch.end))
+    return joined
 
 
 def _ticks(seconds: float) -> list[float]:
@@ -335,7 +360,7 @@ def _ticks(seconds: float) -> list[float]:
     while True:
         for step in (one, 2 * one, 5 * one):
             if seconds / step <= 6:
-                return [step * n for n in range(int(seconds / step) + 1)]
+                return [step * number for number in range(int(seconds / step) + 1)]
         one *= 10
 
 

@@ -38,14 +38,15 @@ def many(number: int, noun: str) -> str:
 
 def doing(plan: Plan, stream: InstructionStream) -> str:
     """Describe a pool's instructions in an iteration, in order."""
-    steps, first = [*map(str, stream.instructions)], opening(plan, stream)
+    steps = [*map(str, stream.instructions)]
+    first = opening(plan, stream)
     if not first:
         return ", ".join(steps)
     if stream.pool == FUNCTIONS:
         return f"{', '.join(steps[:first])}; after those of the iteration before: {', '.join(steps[first:])}"
     lead = leads(plan)[stream.pool]
-    of = "the next iteration" if lead == 1 else f"the iteration {lead} after this"
-    return f"for {of}: {', '.join(steps[:first])}; then for this one: {', '.join(steps[first:])}"
+    iteration = "the next iteration" if lead == 1 else f"the iteration {lead} after this"
+    return f"for {iteration}: {', '.join(steps[:first])}; then for this one: {', '.join(steps[first:])}"
 
 
 def staleness(mean: float, bound: int) -> str:
@@ -65,7 +66,7 @@ def spread(experts: ExpertSizes, layout: Layout) -> str:
     return f"{part}{number} a rank; ep {layout.ep} x etp {layout.etp} x edp {layout.edp}"
 
 
-def versus(found: SearchRecord, rival: Rival) -> str:
+def versus(record: SearchRecord, rival: Rival) -> str:
     """Describe what staleness gains or would cost.
 
     The file leaves open whether any pool is ahead.
@@ -76,6 +77,6 @@ def versus(found: SearchRecord, rival: Rival) -> str:
     best = f"{kind}, the best plan found takes {duration(rival.seconds)}"
     old = staleness(rival.mean, rival.bound)
     if rival.ahead:
-        more = rival.seconds / found.seconds - 1
+        more = rival.seconds / record.seconds - 1
         return f"{best}, {f'{100 * more:.3g} % more' if more > 0 else 'as long'}, with weights {old}"
-    return f"{best}, of which staleness saves {100 * (1 - found.seconds / rival.seconds):.3g} %; weights are {old}"
+    return f"{best}, of which staleness saves {100 * (1 - record.seconds / rival.seconds):.3g} %; weights are {old}"

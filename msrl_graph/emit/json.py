@@ -22,16 +22,16 @@ def tree_json(root: object) -> str:
         if is_dataclass(part):
             return {
                 "is": type(part).__name__.removesuffix("Decl"),
-                **{f.name: walk(getattr(part, f.name)) for f in fields(part)},
+                **{field.name: walk(getattr(part, field.name)) for field in fields(part)},
             }
-        return [walk(p) for p in part] if isinstance(part, tuple) else part
+        return [walk(item) for item in part] if isinstance(part, tuple) else part
 
-    return _text({"format_version": FORMAT_VERSION, "stage": "ast", "ast": walk(root)})
+    return _format_json({"format_version": FORMAT_VERSION, "stage": "ast", "ast": walk(root)})
 
 
 def graph_json(graph: Graph) -> str:
     """Return an algorithm's graph as JSON."""
-    return _text({"format_version": FORMAT_VERSION, "stage": "graph", "graph": graph})
+    return _format_json({"format_version": FORMAT_VERSION, "stage": "graph", "graph": graph})
 
 
 def placed_json(plan: Plan) -> str:
@@ -41,13 +41,13 @@ def placed_json(plan: Plan) -> str:
     """
     nodes, edges = placed(plan)
     parts = {"pools": plan.pools, "placements": plan.placements, "docks": plan.docks, "reshards": plan.reshards}
-    return _text({"format_version": FORMAT_VERSION, "stage": "placed", "nodes": nodes, "edges": edges, **parts})
+    return _format_json({"format_version": FORMAT_VERSION, "stage": "placed", "nodes": nodes, "edges": edges, **parts})
 
 
 def plan_json(plan: Plan) -> str:
     """Return a plan as JSON, with absolute file paths: it runs from any folder."""
-    return _text(located(plan))
+    return _format_json(located(plan))
 
 
-def _text(content: object) -> str:
+def _format_json(content: object) -> str:
     return msgspec.json.format(msgspec.json.encode(content)).decode() + "\n"

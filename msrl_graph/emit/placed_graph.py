@@ -34,24 +34,31 @@ def placed(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
     """Return the vertices and arcs of a plan with placements, docks and reshards."""
     vertices = []
     arcs = []
-    for p in plan.placements:
-        facts = {"layout": str(p.layout), "engine": p.engine.name} if p.pool != "functions" else {}
-        vertices.append(Vertex(p.node, "state", p.pool, facts))
-    for c in plan.docks.controllers:
+    for placement in plan.placements:
+        facts = (
+            {"layout": str(placement.layout), "engine": placement.engine.name} if placement.pool != "functions" else {}
+        )
+        vertices.append(Vertex(placement.node, "state", placement.pool, facts))
+    for controller in plan.docks.controllers:
         where = (
-            f"host {c.host}; rows on {'host' if len(plan.docks.warehouses) == 1 else 'hosts'} "
+            f"host {controller.host}; rows on {'host' if len(plan.docks.warehouses) == 1 else 'hosts'} "
             f"{', '.join(map(str, plan.docks.warehouses))}"
         )
         vertices.append(
-            Vertex(f"dock {c.node}", "dock", where, {"columns": ", ".join(c.columns), "groups": str(c.groups)})
+            Vertex(
+                f"dock {controller.node}",
+                "dock",
+                where,
+                {"columns": ", ".join(controller.columns), "groups": str(controller.groups)},
+            )
         )
-        arcs.append(Arc(f"dock {c.node}", c.node, "sample"))
-    for r in plan.reshards:
-        kind = "send" if r.mode == "send" else "allgather_swap"
-        name = f"{kind} {r.name}"
-        facts = {"mode": r.mode, "order": r.order, "group": str(r.ways[0].ranks)}
-        where = " to ".join(dict.fromkeys(plan.placement(n).pool for n in (r.src, r.dst)))
-        vertices.append(Vertex(name, kind, where, {"buckets": str(len(r.buckets))} if kind == "send" else facts))
-        arcs += [Arc(r.src, name, "reshard"), Arc(name, r.dst, "reshard")]
-    arcs += [Arc(e.src, f"dock {e.dst}", "sample") for e in plan.graph.samples()]
-    return tuple(vertices), tuple(sorted(arcs, key=lambda a: (a.kind, a.src, a.dst)))
+        arcs.append(Arc(f"dock {controller.node}", controller.node, "sample"))
+    for reshard in plan.reshards:
+        kind = "send" if reshard.mode == "send" else "allgather_swap"
+        name = f"{kind} {reshard.name}"
+        facts = {"mode": reshard.mode, "order": reshard.order, "group": str(reshard.ways[0].ranks)}
+        where = " to ".join(dict.fromkeys(plan.placement(node).pool for node in (reshard.src, reshard.dst)))
+        vertices.append(Vertex(name, kind, where, {"buckets": str(len(reshard.buckets))} if kind == "send" else facts))
+        arcs += [Arc(reshard.src, name, "reshard"), Arc(name, reshard.dst, "reshard")]
+    arcs += [Arc(edge.src, f"dock {edge.dst}", "sample") for edge in plan.graph.samples()]
+    return tuple(vertices), tuple(sorted(arcs, key=lambda arc: (arc.kind, arc.src, arc.dst)))

@@ -18,19 +18,21 @@ def ray_script(plan: Plan) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["pyrepr"] = repr
     template = environment.from_string((Path(__file__).parent / "ray.py.j2").read_text(encoding="utf-8"))
-    pools = dict.fromkeys([*(p.name for p in plan.pools), *(p.pool for p in plan.placements)])
-    placed = [(pool, [p for p in plan.placements if p.pool == pool]) for pool in pools]
+    pools = dict.fromkeys([*(pool.name for pool in plan.pools), *(placement.pool for placement in plan.placements)])
+    placed = [(pool, [placement for placement in plan.placements if placement.pool == pool]) for pool in pools]
     # In JSON, two adjacent quotes are only an empty string, so three never occur, nor is a backslash ever last.
     data = msgspec.json.format(plan.to_json(), indent=-1)
     title = f"{plan.graph.name} on {plan.cluster.name}: {plan.cluster.devices} devices of {plan.cluster.nodes} hosts."
-    return template.render(plan=plan, pools=placed, data=_lines(data), title=title, name=plan.graph.name, size=_size)
+    return template.render(
+        plan=plan, pools=placed, data=_split_parts(data), title=title, name=plan.graph.name, size=_format_size
+    )
 
 
-def _lines(data: str) -> str:
+def _split_parts(data: str) -> str:
     """Put each top-level part on a line, so that two scripts can be compared."""
     parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     return "{\n" + ",\n".join(f'"{key}": {bytes(raw).decode()}' for key, raw in parts.items()) + "\n}"
 
 
-def _size(number: float) -> str:
+def _format_size(number: float) -> str:
     return f"{number / 1e9:.2f} GB" if number >= 1e8 else f"{number / 1e6:.2f} MB"

@@ -15,7 +15,7 @@ from .picture import plan_picture
 
 def watch_html(plan: Plan) -> str:
     """Return the page that follows a run of a plan."""
-    scalars = [c.name for c in plan.graph.columns if c.element in ("f32", "bf16") and not c.dims]
+    scalars = [column.name for column in plan.graph.columns if column.element in ("f32", "bf16") and not column.dims]
     return (
         template("watch.html.j2").render(
             title=f"{plan.deploy.name}: {plan.graph.name} on {plan.cluster.name}",

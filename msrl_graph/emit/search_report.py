@@ -19,12 +19,12 @@ def why_text(plan: Plan, other: SearchRecord | None = None, width: int = WIDTH, 
     """
     page = Page(width, colour)
     if plan.search is not None and other is None:
-        _searched(page, "Search", plan.search)
+        _write_search(page, "Search", plan.search)
         return page.text()
     if plan.search is None:
         page.heading("Search", "nothing to choose: the file states every layout")
     else:
-        _searched(page, "Search", plan.search, "engines (the file states every layout)")
+        _write_search(page, "Search", plan.search, "engines (the file states every layout)")
     if other is not None and other.seconds and plan.estimate is not None:
         stated = plan.estimate.iteration_seconds.value
         best = other.seconds
@@ -38,42 +38,50 @@ def why_text(plan: Plan, other: SearchRecord | None = None, width: int = WIDTH, 
         page.line(
             f"without the stated layouts an iteration would take {duration(best)}, {less} the stated {duration(stated)}"
         )
-        _searched(page, "What the search would choose", other)
+        _write_search(page, "What the search would choose", other)
     return page.text()
 
 
-def _searched(page: Page, heading: str, found: SearchRecord, of: str = "pools, layouts and engines") -> None:
+def _write_search(page: Page, heading: str, record: SearchRecord, choices: str = "pools, layouts and engines") -> None:
     page.heading(
-        heading, f"{found.candidates:,} combinations of {of}, {found.evaluated:,} of them evaluated by all passes"
+        heading,
+        f"{record.candidates:,} combinations of {choices}, {record.evaluated:,} of them evaluated by all passes",
     )
-    if not found.seconds:
-        page.line(f"nothing that fits was found: {found.ended}")
-    elif found.optimal:
+    if not record.seconds:
+        page.line(f"nothing that fits was found: {record.ended}")
+    elif record.optimal:
         page.line(
-            f"an iteration of {duration(found.seconds)} is optimal in the plan's own model: no other can be faster"
+            f"an iteration of {duration(record.seconds)} is optimal in the plan's own model: no other can be faster"
         )
     else:
         gap = (
-            f"no plan takes less than {duration(found.bound)}, a gap of {found.percent}"
-            if found.bound
+            f"no plan takes less than {duration(record.bound)}, a gap of {record.percent}"
+            if record.bound
             else "no bound is known for the other plans"
         )
-        page.line(f"{found.ended} ended the search at {duration(found.seconds)}: {gap}")
-    if found.rival is not None:
-        page.line(versus(found, found.rival))
+        page.line(f"{record.ended} ended the search at {duration(record.seconds)}: {gap}")
+    if record.rival is not None:
+        page.line(versus(record, record.rival))
     rows = [
-        ("chosen", _layouts(found.best), duration(found.seconds) if found.seconds else "-", found.best.wrong or "-")
+        (
+            "chosen",
+            _format_layouts(record.best),
+            duration(record.seconds) if record.seconds else "-",
+            record.best.wrong or "-",
+        )
     ]
-    for number, runner in enumerate(found.runners, 1):
-        rows.append((str(number), _layouts(runner), _seconds(runner), _loses(runner, found.seconds)))
+    for number, runner in enumerate(record.runners, 1):
+        rows.append(
+            (str(number), _format_layouts(runner), _format_seconds(runner), _describe_loss(runner, record.seconds))
+        )
     page.table(("", "pools, layouts, engines", "iteration", "loses by"), rows, (2,))
 
 
-def _layouts(candidate: Candidate) -> str:
+def _format_layouts(candidate: Candidate) -> str:
     return "\n".join([*candidate.pools, *(f"{node}: {layout}" for node, layout in candidate.layouts.items())])
 
 
-def _seconds(candidate: Candidate) -> str:
+def _format_seconds(candidate: Candidate) -> str:
     return (
         duration(candidate.seconds)
         if candidate.exact
@@ -83,16 +91,20 @@ def _seconds(candidate: Candidate) -> str:
     )
 
 
-def _loses(candidate: Candidate, best: float) -> str:
+def _describe_loss(candidate: Candidate, best: float) -> str:
     """Describe a candidate's loss, in total and by phase with the largest first.
 
     For a candidate that cannot be taken, return the reason.
     """
     if candidate.wrong:
         return f"does not fit: {candidate.wrong}"
-    whole = candidate.seconds - best
+    loss = candidate.seconds - best
     if not candidate.exact:
-        return f"at least {duration(whole)}, without resharding" if whole > 0 else "not evaluated"
-    parts = sorted(candidate.loses.items(), key=lambda p: (-abs(p[1]), p[0]))
-    named = ", ".join(f"{phase} {'+' if s > 0 else '-'}{duration(abs(s))}" for phase, s in parts[:4] if abs(s) > 1e-6)
-    return f"{duration(whole) if whole > 0 else 'nothing'}{f': {named}' if named else ''}"
+        return f"at least {duration(loss)}, without resharding" if loss > 0 else "not evaluated"
+    parts = sorted(candidate.loses.items(), key=lambda part: (-abs(part[1]), part[0]))
+    named = ", ".join(
+        f"{phase} {'+' if seconds > 0 else '-'}{duration(abs(seconds))}"
+        for phase, seconds in parts[:4]
+        if abs(seconds) > 1e-6
+    )
+    return f"{duration(loss) if loss > 0 else 'nothing'}{f': {named}' if named else ''}"

@@ -15,8 +15,10 @@ from rich.cells import cell_len, set_cell_size
 from .layered_layout import Extent, draw
 from .picture import Box, Picture
 
-LETTER, SMALL = 7.7, 6.3  # the most pixels of a letter's width: in a name, in other text
-LINE, LONGEST = 15.0, 40  # the height of a line in pixels; the most letters in a line
+LETTER = 7.7  # the most pixels of a letter's width in a name
+SMALL = 6.3  # the same in other text
+LINE = 15.0  # the height of a line in pixels
+LONGEST = 40  # the most letters in a line
 COLOURS = 8
 ARROWS = {"sample": "->", "reshard": "=>", "kept": "sets, for"}
 MARGIN = 8.0
@@ -24,7 +26,7 @@ MARGIN = 8.0
 
 def clean(text: str) -> str:
     """Replace characters that XML cannot contain, and line breaks, with spaces."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def svg(picture: Picture) -> str:
@@ -32,26 +34,37 @@ def svg(picture: Picture) -> str:
 
     Its classes are `state` or `put` (inserted by the passes), `cN` for the N-th group, and an arrow's kind.
     """
-    boxes = {b.name: _extent(b.name, b.lines, 22, 14) for b in picture.boxes}
-    labels = [_extent("", a.lines, 6, 0) if a.lines else (0.0, 0.0) for a in picture.arrows]
-    drawn = draw(boxes, [(a.src, a.dst, e) for a, e in zip(picture.arrows, labels, strict=True)])
+    boxes = {box.name: _measure_text(box.name, box.lines, 22, 14) for box in picture.boxes}
+    labels = [
+        _measure_text("", picture_arrow.lines, 6, 0) if picture_arrow.lines else (0.0, 0.0)
+        for picture_arrow in picture.arrows
+    ]
+    drawn = draw(
+        boxes,
+        [
+            (picture_arrow.src, picture_arrow.dst, label)
+            for picture_arrow, label in zip(picture.arrows, labels, strict=True)
+        ],
+    )
     width = drawn.width + 2 * MARGIN
     height = drawn.height + 2 * MARGIN
     root = ET.Element("svg", {"viewBox": f"{-MARGIN:g} {-MARGIN:g} {width:.1f} {height:.1f}", "role": "img"})
     # Between the size of the drawing and the smallest readable size.
     root.set("style", f"width:100%;max-width:{width:.0f}px;min-width:{0.72 * width:.0f}px")
     ET.SubElement(root, "title").text = clean(picture.title)
-    groups = {name: n % COLOURS for n, (name, _) in enumerate(picture.groups)}
-    for a, route in zip(picture.arrows, drawn.routes, strict=True):
-        arrow = ET.SubElement(root, "g", {"class": a.kind})
-        ET.SubElement(arrow, "title").text = clean(f"{a.src} {ARROWS[a.kind]} {a.dst}")
-        ET.SubElement(arrow, "path", {"d": _curve(route.points)})
-        ET.SubElement(arrow, "path", {"class": "tip", "d": _tip(route.points)})
-    for a, route, extent in zip(picture.arrows, drawn.routes, labels, strict=True):
+    groups = {name: number % COLOURS for number, (name, _) in enumerate(picture.groups)}
+    for picture_arrow, route in zip(picture.arrows, drawn.routes, strict=True):
+        arrow = ET.SubElement(root, "g", {"class": picture_arrow.kind})
+        ET.SubElement(arrow, "title").text = clean(
+            f"{picture_arrow.src} {ARROWS[picture_arrow.kind]} {picture_arrow.dst}"
+        )
+        ET.SubElement(arrow, "path", {"d": _curve_path(route.points)})
+        ET.SubElement(arrow, "path", {"class": "tip", "d": _tip_path(route.points)})
+    for picture_arrow, route, extent in zip(picture.arrows, drawn.routes, labels, strict=True):
         if route.label is not None:
-            _label(root, route.label, extent, a.lines)
-    for b in picture.boxes:
-        _box(root, b, drawn.places[b.name], boxes[b.name], groups.get(b.group))
+            _draw_label(root, route.label, extent, picture_arrow.lines)
+    for box in picture.boxes:
+        _draw_box(root, box, drawn.places[box.name], boxes[box.name], groups.get(box.group))
     return ET.tostring(root, encoding="unicode")
 
 
@@ -69,20 +82,23 @@ def shorten(text: str, most: int = LONGEST) -> str:
     return set_cell_size(text, most - cell_len(tail) - 1).rstrip() + "…" + tail
 
 
-def _wrapped(lines: Sequence[str]) -> list[str]:
+def _wrap_lines(lines: Sequence[str]) -> list[str]:
     return [
-        s for line in lines for s in textwrap.wrap(clean(line), LONGEST, break_long_words=False, break_on_hyphens=False)
+        part
+        for line in lines
+        for part in textwrap.wrap(clean(line), LONGEST, break_long_words=False, break_on_hyphens=False)
     ]
 
 
-def _extent(name: str, lines: Sequence[str], more_width: float, more_height: float) -> Extent:
-    facts = _wrapped(lines)
-    widest = max([LETTER * cell_len(shorten(name)), *(SMALL * cell_len(shorten(f)) for f in facts)])
+def _measure_text(name: str, lines: Sequence[str], more_width: float, more_height: float) -> Extent:
+    facts = _wrap_lines(lines)
+    widest = max([LETTER * cell_len(shorten(name)), *(SMALL * cell_len(shorten(fact)) for fact in facts)])
     return widest + more_width, (len(facts) + bool(name)) * LINE + more_height
 
 
-def _box(root: ET.Element, box: Box, at: tuple[float, float], extent: Extent, colour: int | None) -> None:
-    (x, y), (width, height) = at, extent
+def _draw_box(root: ET.Element, box: Box, centre: tuple[float, float], extent: Extent, colour: int | None) -> None:
+    x, y = centre
+    width, height = extent
     is_node = box.kind not in ("dock", "allgather_swap", "send")
     group = ET.SubElement(
         root, "g", {"class": f"{'state' if is_node else 'put'}{f' c{colour}' if colour is not None else ''}"}
@@ -92,28 +108,29 @@ def _box(root: ET.Element, box: Box, at: tuple[float, float], extent: Extent, co
         box.kind, 7
     )
     place = {"x": x - width / 2, "y": y - height / 2, "width": width, "height": height, "rx": min(radius, 16)}
-    ET.SubElement(group, "rect", {k: f"{v:.1f}" for k, v in place.items()})
-    _text(group, x, y - height / 2 + 7, [box.name], "name")
-    _text(group, x, y - height / 2 + 7 + LINE, box.lines, "fact")
+    ET.SubElement(group, "rect", {name: f"{value:.1f}" for name, value in place.items()})
+    _draw_text(group, x, y - height / 2 + 7, [box.name], "name")
+    _draw_text(group, x, y - height / 2 + 7 + LINE, box.lines, "fact")
 
 
-def _label(root: ET.Element, at: tuple[float, float], extent: Extent, lines: Sequence[str]) -> None:
-    (x, y), (width, height) = at, extent
+def _draw_label(root: ET.Element, centre: tuple[float, float], extent: Extent, lines: Sequence[str]) -> None:
+    x, y = centre
+    width, height = extent
     group = ET.SubElement(root, "g", {"class": "label"})
     place = {"x": x - width / 2, "y": y - height / 2, "width": width, "height": height}
-    ET.SubElement(group, "rect", {k: f"{v:.1f}" for k, v in place.items()})
+    ET.SubElement(group, "rect", {name: f"{value:.1f}" for name, value in place.items()})
     ET.SubElement(group, "title").text = clean("\n".join(lines))
-    _text(group, x, y - height / 2, lines, "fact")
+    _draw_text(group, x, y - height / 2, lines, "fact")
 
 
-def _text(root: ET.Element, x: float, top: float, lines: Sequence[str], kind: str) -> None:
-    for n, line in enumerate(_wrapped(lines) if kind == "fact" else lines):
+def _draw_text(root: ET.Element, x: float, top: float, lines: Sequence[str], kind: str) -> None:
+    for number, line in enumerate(_wrap_lines(lines) if kind == "fact" else lines):
         ET.SubElement(
-            root, "text", {"class": kind, "x": f"{x:.1f}", "y": f"{top + n * LINE + 11.5:.1f}"}
+            root, "text", {"class": kind, "x": f"{x:.1f}", "y": f"{top + number * LINE + 11.5:.1f}"}
         ).text = shorten(line)
 
 
-def _curve(points: Sequence[tuple[float, float]]) -> str:
+def _curve_path(points: Sequence[tuple[float, float]]) -> str:
     (x, y), *rest = points
     parts = [f"M{x:.1f} {y:.1f}"]
     for to_x, to_y in rest:
@@ -127,11 +144,11 @@ def _curve(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(parts)
 
 
-def _tip(points: Sequence[tuple[float, float]]) -> str:
+def _tip_path(points: Sequence[tuple[float, float]]) -> str:
     """Return the tip of an arrow, which ends vertically.
 
     It points down, or up for an arrow against the order of the boxes.
     """
     x, y = points[-1]
-    back = -7 if points[-1][1] >= points[0][1] else 7
-    return f"M{x:.1f} {y:.1f} L{x - 4:.1f} {y + back:.1f} L{x + 4:.1f} {y + back:.1f} Z"
+    offset = -7 if points[-1][1] >= points[0][1] else 7
+    return f"M{x:.1f} {y:.1f} L{x - 4:.1f} {y + offset:.1f} L{x + 4:.1f} {y + offset:.1f} Z"

@@ -16,6 +16,7 @@ from ..ir.attributes import GenerateAttributes
 from ..ir.concurrency import MAX_ASYNC_CALLS, concurrent_calls, read_signature
 from ..ir.graph import Graph, Node, Worker
 from ..ir.plan import EngineChoice, Plan
+from .dataflow import write_docks, write_traffic
 from .evaluations import write_evaluations
 from .humanize import doing, duration, laid, many, size, spread, staleness
 from .placed_graph import placed
@@ -32,29 +33,29 @@ def plan_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
 
 def write_plan(page: Sheet, plan: Plan) -> None:
     """Write a plan to any sheet."""
-    _head(page, plan)
+    _write_head(page, plan)
     if plan.placements:
-        _pools(page, plan)
-    _kept(page, plan.graph)
+        _write_pools(page, plan)
+    _write_states(page, plan.graph)
     if plan.docks.controllers:
-        _docks(page, plan)
+        write_docks(page, plan)
     if plan.traffic:
-        _traffic(page, plan)
+        write_traffic(page, plan)
     write_reshards(page, plan)
     if plan.schedule:
-        _schedule(page, plan)
+        _write_schedule(page, plan)
     write_evaluations(page, plan)
     if plan.memory:
-        _memory(page, plan)
+        _write_memory(page, plan)
     if plan.estimate is not None:
-        _estimate(page, plan)
+        _write_estimate(page, plan)
     if plan.surroundings:
-        _surroundings(page, plan)
+        _write_environment(page, plan)
     if plan.notes:
         page.heading("Notes")
         for note in plan.notes:
             page.line(f"{note.about}: {note.text}")
-    page.closing(_count(plan))
+    page.closing(_count_parts(plan))
 
 
 def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
@@ -64,7 +65,7 @@ def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
     return page.text()
 
 
-def _worker(worker: Worker) -> Iterator[str]:
+def _worker_labels(worker: Worker) -> Iterator[str]:
     yield worker.kind
     if worker.frozen:
         yield worker.following or "frozen"
@@ -72,43 +73,57 @@ def _worker(worker: Worker) -> Iterator[str]:
 
 def write_graph(page: Sheet, graph: Graph) -> None:
     """Write an algorithm to any sheet."""
-    page.heading(f"Algorithm {graph.name}", f"{_rows(graph)} an iteration")
+    page.heading(f"Algorithm {graph.name}", f"{_describe_rows(graph)} an iteration")
     if graph.params:
-        page.line("params: " + ", ".join(f"{k} = {v}" for k, v in graph.params.items()))
+        page.line("params: " + ", ".join(f"{name} = {value}" for name, value in graph.params.items()))
     page.heading("Workers")
     page.table(
         ("worker", "kind", "model"),
-        [(w.name, ", ".join(_worker(w)), w.model or "-") for w in graph.workers],
+        [(worker.name, ", ".join(_worker_labels(worker)), worker.model or "-") for worker in graph.workers],
     )
     page.heading("Columns")
-    writers = {c: n.name for n in graph.nodes for c in n.writes}
+    writers = {column: node.name for node in graph.nodes for column in node.writes}
     rows = []
-    for c in graph.columns:
-        dims = ", ".join(d.like or f"{'<= ' if d.ragged else ''}{d.size:,}" for d in c.dims)
-        most = "unbounded" if c.element in ("text", "json") else size(graph.row_bytes(c.name))
-        readers = ", ".join(n.name for n in graph.nodes if c.name in n.reads)
-        kind = (f"{c.element}[{dims}]" if dims else c.element) + (f" per {c.per}" if c.per else "")
-        rows.append((c.name, kind, str(c.level), most, writers.get(c.name, "-"), readers or "-"))
+    for column in graph.columns:
+        dims = ", ".join(dim.like or f"{'<= ' if dim.ragged else ''}{dim.size:,}" for dim in column.dims)
+        most = "unbounded" if column.element in ("text", "json") else size(graph.row_bytes(column.name))
+        readers = ", ".join(node.name for node in graph.nodes if column.name in node.reads)
+        kind = (f"{column.element}[{dims}]" if dims else column.element) + (f" per {column.per}" if column.per else "")
+        rows.append(
+            (
+                column.name,
+                kind,
+                str(column.level),
+                most,
+                writers.get(column.name, "-"),
+                readers or "-",
+            )
+        )
     page.table(("column", "type", "level", "bytes a row", "written by", "read by"), rows, right=(2, 3), keep=(0, 1))
-    _kept(page, graph)
+    _write_states(page, graph)
     page.heading("States")
     listed = []
-    for n in graph.nodes:
-        attributes = ", ".join(f"{k} = {v}" for k, v in n.attributes.items())
+    for node in graph.nodes:
+        attributes = ", ".join(f"{name} = {value}" for name, value in node.attributes.items())
         listed.append(
             (
-                n.name,
-                ", ".join((*n.reads, *n.states)) or "-",
-                ", ".join(n.gives or n.writes) or "-",
-                n.per,
+                node.name,
+                ", ".join((*node.reads, *node.states)) or "-",
+                ", ".join(node.gives or node.writes) or "-",
+                node.per,
                 attributes or "-",
             )
         )
     page.table(("state", "reads", "writes", "per", "attributes"), listed)
     page.heading("Edges")
     edges = [
-        (e.src, "->" if e.kind == "sample" else "=>", e.dst, ", ".join(f"{k} = {v}" for k, v in e.attributes.items()))
-        for e in graph.edges
+        (
+            edge.src,
+            "->" if edge.kind == "sample" else "=>",
+            edge.dst,
+            ", ".join(f"{name} = {value}" for name, value in edge.attributes.items()),
+        )
+        for edge in graph.edges
     ]
     page.table(("from", "", "to", "attributes"), edges)
     samples = len(graph.samples())
@@ -118,16 +133,16 @@ def write_graph(page: Sheet, graph: Graph) -> None:
     )
 
 
-def _kept(page: Sheet, graph: Graph) -> None:
+def _write_states(page: Sheet, graph: Graph) -> None:
     """Write the states of the algorithm: which nodes set and read each."""
     if not graph.states:
         return
     page.heading("Values that outlive an iteration")
-    kept = []
+    rows = []
     for state in graph.states:
-        setters = [n.name for n in graph.nodes if state.name in n.sets]
-        users = [n.name for n in graph.nodes if state.name in n.states]
-        kept.append(
+        setters = [node.name for node in graph.nodes if state.name in node.sets]
+        users = [node.name for node in graph.nodes if state.name in node.states]
+        rows.append(
             (
                 state.name,
                 state.element,
@@ -137,7 +152,7 @@ def _kept(page: Sheet, graph: Graph) -> None:
                 ", ".join(users) or "-",
             )
         )
-    page.table(("state", "type", "per", "first", "set by", "read by"), kept)
+    page.table(("state", "type", "per", "first", "set by", "read by"), rows)
 
 
 def placed_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
@@ -151,29 +166,35 @@ def write_placed(page: Sheet, plan: Plan) -> None:
     """Write a placed graph to any sheet."""
     vertices, arcs = placed(plan)
     page.heading(f"Placed graph of {plan.graph.name}", f"on cluster {plan.cluster.name}")
-    rows = [(v.name, v.kind, v.where, ", ".join(f"{k} {w}" for k, w in v.facts.items())) for v in vertices]
+    rows = [
+        (vertex.name, vertex.kind, vertex.where, ", ".join(f"{fact} {value}" for fact, value in vertex.facts.items()))
+        for vertex in vertices
+    ]
     page.table(("node", "kind", "where", "what"), rows)
-    _kept(page, plan.graph)
+    _write_states(page, plan.graph)
     page.heading("Edges")
-    page.table(("from", "", "to"), [(a.src, "->" if a.kind == "sample" else "=>", a.dst) for a in arcs])
+    page.table(("from", "", "to"), [(arc.src, "->" if arc.kind == "sample" else "=>", arc.dst) for arc in arcs])
 
 
-def _head(page: Sheet, plan: Plan) -> None:
+def _write_head(page: Sheet, plan: Plan) -> None:
     cluster = plan.cluster
     device = plan.cluster.device
     graph = plan.graph
-    page.heading(f"Plan of {graph.name} on {cluster.name}", f"{_rows(graph)} an iteration")
+    page.heading(f"Plan of {graph.name} on {cluster.name}", f"{_describe_rows(graph)} an iteration")
     for name, model in plan.deploy.models.items():
-        page.line(f"model {name}: {model.name}, {_many(model.parameters)} parameters, {model.dtype}")
+        page.line(f"model {name}: {model.name}, {_format_parameters(model.parameters)} parameters, {model.dtype}")
     for name, data in plan.deploy.data.items():
         page.line(f"data {name}: {data.path}")
     kind = f"{many(cluster.nodes, 'host')} of {many(cluster.devices_per_node, 'device')} `{device.name}`"
     page.line(f"cluster {cluster.name}: {kind}, {cluster.devices} in all")
     rows = [("device memory", size(device.memory.value), "", device.memory)]
-    rows += [(f"FLOP/s, {dtype}", _flops(f.value), f"flops_{dtype}", f) for dtype, f in device.flops.items()]
     rows += [
-        (what, f"{size(figure.value)}/s", name, figure)
-        for what, name, figure in (
+        (f"FLOP/s, {dtype}", _format_flops(figure.value), f"flops_{dtype}", figure)
+        for dtype, figure in device.flops.items()
+    ]
+    rows += [
+        (label, f"{size(figure.value)}/s", name, figure)
+        for label, name, figure in (
             ("memory bandwidth", "memory_bandwidth", device.memory_bandwidth),
             ("link to host", "host_link", device.host_link),
             ("link to device", "device_link", device.device_link),
@@ -183,165 +204,138 @@ def _head(page: Sheet, plan: Plan) -> None:
     ]
     rows.insert(-1, ("host memory", size(device.host_memory.value), "", device.host_memory))
     lines = [
-        (what, value, f"{100 * device.share(name):.0f} %" if name else "", f.source, f.basis)
-        for what, value, name, f in rows
+        (label, value, f"{100 * device.share(name):.0f} %" if name else "", figure.source, figure.basis)
+        for label, value, name, figure in rows
     ]
     page.table(("figure", "value", "reached", "source", "basis"), lines, right=(1, 2), keep=(0, 3))
 
 
-def _flops(rate: float) -> str:
+def _format_flops(rate: float) -> str:
     return f"{rate / 1e12:.3g} T" if rate >= 1e12 else f"{rate / 1e9:.3g} G"
 
 
-def _rows(graph: Graph) -> str:
+def _describe_rows(graph: Graph) -> str:
     """Describe the prompts of an iteration, and what is generated at each level."""
     words = [many(graph.rows[0], "prompt")]
     for level in range(1, len(graph.rows)):
         above = graph.under[level]
-        what = (
+        noun = (
             "response"
             if len(graph.rows) == 2
             else f"`{graph.made(level)}` a {f'`{graph.made(above)}`' if above else 'prompt'}"
         )
         words.append(
-            many(graph.fan(level, above), what) if len(graph.rows) == 2 else f"{graph.fan(level, above):,} {what}"
+            many(graph.fan(level, above), noun) if len(graph.rows) == 2 else f"{graph.fan(level, above):,} {noun}"
         )
-    return f"{' x '.join(words[:2])}{''.join(f', {w}' for w in words[2:])}"
+    return f"{' x '.join(words[:2])}{''.join(f', {word}' for word in words[2:])}"
 
 
-def _pools(page: Sheet, plan: Plan) -> None:
-    seconds = {p.name: p.seconds for p in plan.estimate.phases} if plan.estimate else {}
-    on_devices = {p.name: p for p in plan.pools}
-    for pool in dict.fromkeys([*on_devices, *(p.pool for p in plan.placements)]):
-        listed = [p for p in plan.placements if p.pool == pool]
-        what = "the hosts' CPUs"
+def _write_pools(page: Sheet, plan: Plan) -> None:
+    seconds = {phase.name: phase.seconds for phase in plan.estimate.phases} if plan.estimate else {}
+    on_devices = {device_pool.name: device_pool for device_pool in plan.pools}
+    for pool in dict.fromkeys([*on_devices, *(placement.pool for placement in plan.placements)]):
+        listed = [placement for placement in plan.placements if placement.pool == pool]
+        remark = "the hosts' CPUs"
         if pool in on_devices:
-            found = on_devices[pool]
-            how = f"{found.reason}; shared by its" if found.reason else "shared by all"
-            what = f"{many(found.devices, 'device')}, {how} states in turn"
-        page.heading(f"Pool {pool}", what)
+            device_pool = on_devices[pool]
+            how = f"{device_pool.reason}; shared by its" if device_pool.reason else "shared by all"
+            remark = f"{many(device_pool.devices, 'device')}, {how} states in turn"
+        page.heading(f"Pool {pool}", remark)
         if pool in on_devices:
             rows = []
-            for p in listed:
-                time = seconds.get(p.node)
+            for state in listed:
+                time = seconds.get(state.node)
                 cells = (
-                    p.node,
-                    laid(replace(p.layout, etp=1)),  # listed below, with the experts
-                    p.engine.name,
-                    str(p.layout.devices),
-                    size(p.weight_bytes),
-                    _seconds(time),
-                    _source(time),
+                    state.node,
+                    laid(replace(state.layout, etp=1)),  # listed below, with the experts
+                    state.engine.name,
+                    str(state.layout.devices),
+                    size(state.weight_bytes),
+                    _format_seconds(time),
+                    _format_source(time),
                 )
-                rows.append((*cells, p.reason))
+                rows.append((*cells, state.reason))
             page.table(
                 ("state", "layout", "engine", "devices", "weights", "seconds", "source", "why this layout"),
                 rows,
                 (3, 4, 5),
                 (0, 1, 2, 6),
             )
-            for p in listed:
-                stated = plan.deploy.engines.get(p.node)
-                page.line(f"engine of {p.node}: {_engine(p.engine, stated)}")
-                if experts := plan.model(p.node).experts:
-                    page.line(f"experts of {p.node}: {spread(experts, p.layout)}")
+            for state in listed:
+                stated = plan.deploy.engines.get(state.node)
+                page.line(f"engine of {state.node}: {_describe_engine(state.engine, stated)}")
+                if experts := plan.model(state.node).experts:
+                    page.line(f"experts of {state.node}: {spread(experts, state.layout)}")
         else:
-            page.table(("state", "hosts", "why here"), [(p.node, str(p.layout.dp), p.reason) for p in listed], (1,))
-            _parallel_calls(page, plan, [plan.graph.node(p.node) for p in listed])
+            page.table(
+                ("state", "hosts", "why here"),
+                [(state.node, str(state.layout.dp), state.reason) for state in listed],
+                (1,),
+            )
+            _write_parallel_calls(page, plan, [plan.graph.node(state.node) for state in listed])
 
 
-def _parallel_calls(page: Sheet, plan: Plan, nodes: Sequence[Node]) -> None:
+def _write_parallel_calls(page: Sheet, plan: Plan, nodes: Sequence[Node]) -> None:
     """List the functions that a host calls several times in parallel."""
     workers = plan.deploy.run.function_workers
-    found = {n.name: concurrent_calls(n, workers, read_signature(n)) for n in nodes if n.verb != "source"}
-    if pooled := [f"`{name}`" for name, calls in found.items() if 1 < calls == workers]:
+    calls_of = {
+        node.name: concurrent_calls(node, workers, read_signature(node)) for node in nodes if node.verb != "source"
+    }
+    if pooled := [f"`{name}`" for name, calls in calls_of.items() if 1 < calls == workers]:
         page.line(f"called in parallel by {workers} worker processes on each host: {', '.join(pooled)}")
-    if in_loop := [f"`{name}`" for name, calls in found.items() if calls == MAX_ASYNC_CALLS != workers]:
+    if in_loop := [f"`{name}`" for name, calls in calls_of.items() if calls == MAX_ASYNC_CALLS != workers]:
         page.line(f"up to {MAX_ASYNC_CALLS} concurrent calls in one event loop: {', '.join(in_loop)}")
 
 
-def _engine(engine: EngineChoice, stated: EngineChoice | None) -> str:
+def _describe_engine(engine: EngineChoice, stated: EngineChoice | None) -> str:
     options = ", ".join(
-        f"{k} = {v}{'' if stated and k in stated.options else ' (planned)'}" for k, v in engine.options.items()
+        f"{option} = {value}{'' if stated and option in stated.options else ' (planned)'}"
+        for option, value in engine.options.items()
     )
     return f"{engine.name}{f' {{ {options} }}' if options else ''}, chosen by {engine.chosen}"
 
 
-def _docks(page: Sheet, plan: Plan) -> None:
-    docks = plan.docks
-    where = (
-        f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.warehouses) == 1 else 'hosts'} "
-        f"{_range(docks.warehouses)}"
-    )
-    what = f"{docks.mode}: {many(len(docks.controllers), 'controller')}, {where}; deadline {docks.deadline:g} s"
-    what += f"; at most {size(docks.capacity)} of rows a host" if docks.capacity else ""
-    what += (
-        f"; a share may be {docks.imbalance:g} x the even share, to keep rows on their host"
-        if docks.imbalance > 1
-        else ""
-    )
-    if len({c.host for c in docks.controllers}) > 1:
-        what += "; each controller is on a host with the fewest busy devices and groups to serve"
-    page.heading("Transfer dock", what)
-    rows = []
-    for c in docks.controllers:
-        batch = [f"{c.chunk}"] * (c.chunk > 0) + [many(c.chunk_tokens, "token")] * (c.chunk_tokens > 0)
-        chunk = f"{' or '.join(batch)} as soon as ready" if batch else "all"
-        lockstep = "in lockstep: a collective spans its groups" if c.lockstep else "each group on its own"
-        rows.append((c.node, str(c.host), ", ".join(c.columns), str(c.groups), chunk, lockstep))
-    page.table(("controller of", "host", "columns", "groups", "hands out", "how"), rows, (1, 3))
-
-
-def _traffic(page: Sheet, plan: Plan) -> None:
-    total = sum(t.bytes for t in plan.traffic)
-    page.heading("Sample edges", f"{size(total)} an iteration, at the columns' bounds")
-    rows = []
-    for t in plan.traffic:
-        cells = (
-            f"{t.src} -> {t.dst}",
-            ", ".join(t.columns) or "-",
-            f"{t.rows:,}",
-            size(t.bytes),
-            duration(t.seconds.value),
-        )
-        rows.append((*cells, duration(t.central_seconds.value), t.seconds.source))
-    page.table(("edge", "columns", "rows", "bytes", "dock", "central", "source"), rows, (2, 3, 4, 5), (0, 6))
-    for how in dict.fromkeys(t.how for t in plan.traffic):
-        readers = dict.fromkeys(t.dst for t in plan.traffic if t.how == how)
-        page.line(f"{how}: {', '.join(readers)}" if len({t.how for t in plan.traffic}) > 1 else how)
-    page.line(f"seconds: {plan.traffic[0].seconds.basis}")
-    page.line(f"central: {plan.traffic[0].central_seconds.basis}")
-
-
-def _schedule(page: Sheet, plan: Plan) -> None:
+def _write_schedule(page: Sheet, plan: Plan) -> None:
     page.heading("Schedule", "what each pool's processes do, in order")
-    rows = [(s.task, s.pool, doing(plan, s) or "-") for s in plan.schedule]
+    rows = [(stream.task, stream.pool, doing(plan, stream) or "-") for stream in plan.schedule]
     page.table(("task", "pool", "instructions"), rows, (), (0, 1))
 
 
-def _memory(page: Sheet, plan: Plan) -> None:
-    for place, pool in dict.fromkeys((m.place, m.pool) for m in plan.memory):
-        phases = [m for m in plan.memory if (m.place, m.pool) == (place, pool)]
+def _write_memory(page: Sheet, plan: Plan) -> None:
+    for place, pool in dict.fromkeys((phase.place, phase.pool) for phase in plan.memory):
+        phases = [phase for phase in plan.memory if (phase.place, phase.pool) == (place, pool)]
         has = phases[0].capacity
-        of = f", pool {pool}" if place == "device" and len(plan.pools) > 1 else ""
-        page.heading(f"Memory of a {place}{of}", f"{size(has.value)} ({has.source}); the sums are derived")
+        pool_name = f", pool {pool}" if place == "device" and len(plan.pools) > 1 else ""
+        page.heading(f"Memory of a {place}{pool_name}", f"{size(has.value)} ({has.source}); the sums are derived")
         rows = []
-        for m in phases:
-            items = ", ".join(f"{k} {size(v)}" for k, v in sorted(m.items.items(), key=lambda i: (-i[1], i[0])))
-            part = f"{100 * m.total / m.capacity.value:.1f} %" + (" OVER" if m.total > m.capacity.value else "")
-            rows.append((m.phase, size(m.total), part, f"{items or '-'}{f' ({m.remark})' if m.remark else ''}"))
+        for entry in phases:
+            items = ", ".join(
+                f"{item} {size(bytes_held)}"
+                for item, bytes_held in sorted(
+                    entry.items.items(), key=lambda entry_item: (-entry_item[1], entry_item[0])
+                )
+            )
+            part = f"{100 * entry.total / entry.capacity.value:.1f} %" + (
+                " OVER" if entry.total > entry.capacity.value else ""
+            )
+            rows.append(
+                (entry.phase, size(entry.total), part, f"{items or '-'}{f' ({entry.remark})' if entry.remark else ''}")
+            )
         page.table(("phase", "peak", "share", "items"), rows, (1, 2))
 
 
-def _estimate(page: Sheet, plan: Plan) -> None:
+def _write_estimate(page: Sheet, plan: Plan) -> None:
     assert plan.estimate is not None
     estimate = plan.estimate
     page.heading("Estimate", "every row at its bound")
-    rows = [(p.name, _seconds(p.seconds), p.seconds.source, p.seconds.basis) for p in estimate.phases]
+    rows = [
+        (phase.name, _format_seconds(phase.seconds), phase.seconds.source, phase.seconds.basis)
+        for phase in estimate.phases
+    ]
     page.table(("phase", "seconds", "source", "how"), rows, (1,), (2,))
-    whole = estimate.iteration_seconds
+    iteration = estimate.iteration_seconds
     rate = estimate.tokens_per_second_per_device
-    page.line(f"an iteration: {duration(whole.value)} ({whole.source}); {whole.basis}")
+    page.line(f"an iteration: {duration(iteration.value)} ({iteration.source}); {iteration.basis}")
     page.line(f"throughput: {rate.value:,.4g} tokens/s/device ({rate.source}); {rate.basis}")
     if (stale := estimate.staleness) is not None:
         mean = stale.mean
@@ -349,62 +343,62 @@ def _estimate(page: Sheet, plan: Plan) -> None:
         page.line(f"staleness: the weights that generate are {staleness(mean.value, stale.bound)} ({mean.source})")
         for state, most in late_states(plan).items():
             page.line(f"state {state}: rows are sampled by its value from up to {many(most, 'iteration')} before")
-        page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saved(whole, in_step)}")
-    if cuts := max((GenerateAttributes.of(n).cuts for n in plan.graph.verb("generate") if n.cuts), default=0):
+        page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saved(iteration, in_step)}")
+    if cuts := max((GenerateAttributes.of(node).cuts for node in plan.graph.verb("generate") if node.cuts), default=0):
         page.line(
             f"partial rollout: rows are at most {many(row_age_bound(plan), 'version')} old; {cuts} of these are due to "
             "`cuts`"
         )
 
 
-def _surroundings(page: Sheet, plan: Plan) -> None:
+def _write_environment(page: Sheet, plan: Plan) -> None:
     page.heading("Environment", "of the ranks' processes; variables that are already set keep their values")
-    for of in (s for s in plan.surroundings if s.python):
-        page.line(f"interpreter of {of.pool}: {of.python}")
-    found: dict[Setting, list[str]] = {}
-    for of in plan.surroundings:
-        for setting in of.settings:
-            found.setdefault(setting, []).append(of.pool)
+    for environment in (environment for environment in plan.surroundings if environment.python):
+        page.line(f"interpreter of {environment.pool}: {environment.python}")
+    pools_of: dict[Setting, list[str]] = {}
+    for environment in plan.surroundings:
+        for setting in environment.settings:
+            pools_of.setdefault(setting, []).append(environment.pool)
     apart = len(plan.pools) > 1
     rows = [
-        (f"{s.name}={s.value}", f"{s.why} ({s.source})", "all" if len(pools) == len(plan.pools) else ", ".join(pools))
-        for s, pools in found.items()
+        (
+            f"{setting.name}={setting.value}",
+            f"{setting.why} ({setting.source})",
+            "all" if len(pools) == len(plan.pools) else ", ".join(pools),
+        )
+        for setting, pools in pools_of.items()
     ]
     if rows:
         page.table(("variable", "why", "pools")[: 2 + apart], [row[: 2 + apart] for row in rows], (), (0,))
 
 
-def saved(whole: Figure, in_step: Figure) -> str:
+def saved(iteration: Figure, in_step: Figure) -> str:
     """Describe what staleness saves."""
-    share = 1 - whole.value / in_step.value
+    share = 1 - iteration.value / in_step.value
     return f"staleness saves {100 * share:.3g} % of it" if share > 0 else "staleness saves none of it"
 
 
-def _many(number: int) -> str:
+def _format_parameters(number: int) -> str:
     return f"{number / 1e9:.4g} billion" if number >= 1e8 else f"{number / 1e6:.3g} million"
 
 
-def _seconds(figure: Figure | None) -> str:
+def _format_seconds(figure: Figure | None) -> str:
     return duration(figure.value) if figure is not None else "-"
 
 
-def _source(figure: Figure | None) -> str:
+def _format_source(figure: Figure | None) -> str:
     return figure.source if figure is not None else "-"
 
 
-def _range(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]}..{numbers[-1]}" if len(numbers) > 2 else ", ".join(map(str, numbers))
-
-
-def _count(plan: Plan) -> str:
+def _count_parts(plan: Plan) -> str:
     """Return the closing line: what this plan adds to the graph."""
     hosts = plan.cluster.nodes
-    released = sum(r.released_bytes_per_device for r in plan.reshards)
+    released = sum(reshard.released_bytes_per_device for reshard in plan.reshards)
     parts = [
         f"{many(len(plan.placements), 'state')} on {many(plan.cluster.devices, 'device')} of {many(hosts, 'host')}"
     ]
     parts += [many(len(plan.docks.controllers), "controller"), many(len(plan.docks.warehouses), "warehouse")]
-    moved = f" ({size(sum(t.bytes for t in plan.traffic))} an iteration)" if plan.traffic else ""
+    moved = f" ({size(sum(traffic.bytes for traffic in plan.traffic))} an iteration)" if plan.traffic else ""
     parts.append(many(len(plan.graph.samples()), "sample edge") + moved)
     parts.append(many(len(plan.reshards), "reshard") + (f" ({size(released)} released a device)" if released else ""))
     return f"Plan: {', '.join(parts)}."

@@ -27,7 +27,11 @@ class Sheet(Protocol):
     def heading(self, text: str, more: str = "") -> None: ...
     def line(self, text: str) -> None: ...
     def table(
-        self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)
+        self,
+        headings: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        right: Sequence[int] = (),
+        keep: Sequence[int] = (0,),
     ) -> None:
         """Write a table; `right` are columns of figures, `keep` columns that never wrap."""
 
@@ -58,12 +62,18 @@ class Page:
         self.console.print(Padding(Text(shown(text)), (0, 0, 0, 2)))
 
     def table(
-        self, head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int] = (), keep: Sequence[int] = (0,)
+        self,
+        headings: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        right: Sequence[int] = (),
+        keep: Sequence[int] = (0,),
     ) -> None:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, header_style="dim")
-        for i, name in enumerate(head):
-            figure = i in right
-            table.add_column(name, justify="right" if figure else "left", no_wrap=figure or i in keep, overflow="fold")
+        for index, name in enumerate(headings):
+            figure = index in right
+            table.add_column(
+                name, justify="right" if figure else "left", no_wrap=figure or index in keep, overflow="fold"
+            )
         for row in rows:
             table.add_row(*(Text(shown(cell)) for cell in row))
         self.console.print(Padding(table, (0, 0, 0, 2)))

@@ -33,15 +33,22 @@ class InsertDock(Pass):
         options = plan.deploy.dock
         hosts = range(1 if options.mode == "central" else plan.cluster.nodes)
         # By host: the devices of each pool, the busy devices, and the groups that its controllers serve.
-        every = {pool.name: plan.on_hosts(pool.name) for pool in plan.pools}
-        busy, asked = [*map(sum, zip(*every.values(), strict=True))], [0] * plan.cluster.nodes
-        found = [self._controller(plan, p) for p in plan.placements if plan.graph.node(p.node).verb != "source"]
-        at: dict[str, int] = {}
-        for controller in sorted(found, key=lambda c: (-c.groups, c.node)):
-            own = every.get(plan.placement(controller.node).pool, busy)
-            at[controller.node] = host = min(hosts, key=lambda h: (busy[h], asked[h], not own[h], h))
+        devices_by_pool = {pool.name: plan.on_hosts(pool.name) for pool in plan.pools}
+        busy = [*map(sum, zip(*devices_by_pool.values(), strict=True))]
+        asked = [0] * plan.cluster.nodes
+        unplaced = [
+            self._make_controller(plan, placement)
+            for placement in plan.placements
+            if plan.graph.node(placement.node).verb != "source"
+        ]
+        host_of: dict[str, int] = {}
+        for controller in sorted(unplaced, key=lambda controller: (-controller.groups, controller.node)):
+            own = devices_by_pool.get(plan.placement(controller.node).pool, busy)
+            host_of[controller.node] = host = min(
+                hosts, key=lambda host_index: (busy[host_index], asked[host_index], not own[host_index], host_index)
+            )
             asked[host] += controller.groups
-        controllers = tuple(replace(c, host=at[c.node]) for c in found)
+        controllers = tuple(replace(controller, host=host_of[controller.node]) for controller in unplaced)
         return replace(
             plan,
             docks=DockPlan(
@@ -49,10 +56,10 @@ class InsertDock(Pass):
             ),
         )
 
-    def _controller(self, plan: Plan, placement: Placement) -> ControllerSpec:
+    def _make_controller(self, plan: Plan, placement: Placement) -> ControllerSpec:
         node = plan.graph.node(placement.node)
         layout = placement.layout
-        edges = [SampleEdgeAttributes.of(e) for e in plan.graph.into(node.name)]
+        edges = [SampleEdgeAttributes.of(edge) for edge in plan.graph.into(node.name)]
         on_hosts = placement.pool == FUNCTIONS
         spans = (
             not on_hosts
@@ -64,7 +71,7 @@ class InsertDock(Pass):
             host=0,
             columns=node.reads,
             groups=plan.cluster.nodes if on_hosts else layout.dp,
-            chunk=min((e.stream for e in edges if e.stream), default=0),
-            chunk_tokens=min((e.stream_tokens for e in edges if e.stream_tokens), default=0),
+            chunk=min((edge.stream for edge in edges if edge.stream), default=0),
+            chunk_tokens=min((edge.stream_tokens for edge in edges if edge.stream_tokens), default=0),
             lockstep=spans,
         )

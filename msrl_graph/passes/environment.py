@@ -27,23 +27,25 @@ class PrepareEnvironments(Pass):
 
     def apply(self, plan: Plan) -> Plan:
         wants = SettingConditions(plan.deploy.dock.deadline, plan.deploy.run.deterministic)
-        found = list[ProcessEnvironment]()
+        environments = list[ProcessEnvironment]()
         notes = list[PlanNote]()
         for pool in plan.pools:
-            settings = {s.name: s for s in plan.cluster.device.kind.settings(wants)}
-            for placement in (p for p in plan.placements if p.pool == pool.name != FUNCTIONS):
+            settings = {setting.name: setting for setting in plan.cluster.device.kind.settings(wants)}
+            for placement in (candidate for candidate in plan.placements if candidate.pool == pool.name != FUNCTIONS):
                 for other in self.engines[placement.engine.name].settings(Situation.of(plan, placement)):
                     own = settings.setdefault(other.name, other)
                     if own.value != other.value:
-                        notes.append(_told(pool.name, own, other))
-            stated = (p.engine.options.get("python") for p in plan.placements if p.pool == pool.name)
+                        notes.append(_conflict_note(pool.name, own, other))
+            stated = (
+                placement.engine.options.get("python") for placement in plan.placements if placement.pool == pool.name
+            )
             python = str(next(filter(None, stated), ""))  # a check reports two different ones
             if settings or python:
-                found.append(ProcessEnvironment(pool.name, tuple(settings.values()), python))
-        return replace(plan, surroundings=tuple(found), notes=(*plan.notes, *dict.fromkeys(notes)))
+                environments.append(ProcessEnvironment(pool.name, tuple(settings.values()), python))
+        return replace(plan, surroundings=tuple(environments), notes=(*plan.notes, *dict.fromkeys(notes)))
 
 
-def _told(pool: str, own: Setting, other: Setting) -> PlanNote:
+def _conflict_note(pool: str, own: Setting, other: Setting) -> PlanNote:
     return PlanNote(
         "environment", f"{own.name} is {own.value} on {pool} ({own.why}), and not {other.value}: {other.why}"
     )

@@ -52,27 +52,32 @@ class EstimateTime(Pass):
         used: dict[tuple[str, str], set[str]] = {}  # the pools whose ranks take part
         phases: list[Phase] = []
         sends = Sends(plan)
-        for r in plan.reshards:
-            src = plan.placement(r.src).pool
-            dst = plan.placement(r.dst).pool
-            alone = r.copied is not None  # fetched from a copy, which the update's ranks make
+        for edge in plan.reshards:
+            src = plan.placement(edge.src).pool
+            dst = plan.placement(edge.dst).pool
+            alone = edge.copied is not None  # fetched from a copy, which the update's ranks make
             # Weights that are not sent each time cost this share on average.
-            share = sends.share((r.src, r.dst)) if alone else 1.0
-            seconds["RESHARD", r.dst] = _on_average(costs.reshard(plan, r), share)
-            used["RESHARD", r.dst] = {dst} if alone else {src, dst}
+            share = sends.share((edge.src, edge.dst)) if alone else 1.0
+            seconds["RESHARD", edge.dst] = _scale_by_share(costs.reshard(plan, edge), share)
+            used["RESHARD", edge.dst] = {dst} if alone else {src, dst}
             if alone:
-                seconds["PUBLISH", r.dst] = _on_average(costs.publish(plan, r), share)
-                used["PUBLISH", r.dst] = {src}
-            if r.swap_in.bytes:
-                seconds["SWAP_IN", r.src] = costs.swap_in(r)
-                used["SWAP_IN", r.src] = {src}
+                seconds["PUBLISH", edge.dst] = _scale_by_share(costs.publish(plan, edge), share)
+                used["PUBLISH", edge.dst] = {src}
+            if edge.swap_in.bytes:
+                seconds["SWAP_IN", edge.src] = costs.swap_in(edge)
+                used["SWAP_IN", edge.src] = {src}
         # Edges of different pools run in parallel: a phase shows the pool that spends most.
         for name, op in (("reshard", "RESHARD"), ("copy to send from", "PUBLISH"), ("swap in (H2D)", "SWAP_IN")):
-            by_pool = {p.name: [f for k, f in seconds.items() if k[0] == op and p.name in used[k]] for p in plan.pools}
-            pool, found = max(by_pool.items(), key=lambda item: math.fsum(f.value for f in item[1]))
-            if found:
-                basis = found[0].basis if len(found) == 1 else "the sum of all resharding edges'"
-                phases.append(Phase(name, pool, Figure(math.fsum(f.value for f in found), weakest(*found), basis)))
+            by_pool = {
+                pool.name: [figure for key, figure in seconds.items() if key[0] == op and pool.name in used[key]]
+                for pool in plan.pools
+            }
+            pool, figures = max(by_pool.items(), key=lambda item: math.fsum(figure.value for figure in item[1]))
+            if figures:
+                basis = figures[0].basis if len(figures) == 1 else "the sum of all resharding edges'"
+                phases.append(
+                    Phase(name, pool, Figure(math.fsum(figure.value for figure in figures), weakest(*figures), basis))
+                )
         for node in plan.graph.nodes:
             pool = plan.placement(node.name).pool
             if pool == FUNCTIONS:
@@ -89,15 +94,15 @@ class EstimateTime(Pass):
                 seconds["RUN", node.name] = Figure(
                     figure.value + exchange.value, weakest(figure, exchange), "compute, then exchange"
                 )
-        dispatch = [t.seconds for t in plan.traffic if t.bytes]
+        dispatch = [traffic.seconds for traffic in plan.traffic if traffic.bytes]
         if dispatch:
-            total = math.fsum(f.value for f in dispatch)
+            total = math.fsum(part.value for part in dispatch)
             phases.append(
                 Phase("dispatch, all sample edges", "docks", Figure(total, weakest(*dispatch), "the sum of the edges"))
             )
         around = costs.around(plan)
         phases.append(Phase("start and end", "driver", around))
-        values = {k: f.value for k, f in seconds.items()}
+        values = {key: figure.value for key, figure in seconds.items()}
         paced = pace(plan, values, around.value)
         source = weakest(around, plan.cluster.device.overheads.handover, *seconds.values(), *dispatch)
         iteration = Figure(paced.seconds, source, paced.why)
@@ -109,7 +114,9 @@ class EstimateTime(Pass):
             staleness = StalenessEstimate(mean, row_age_bound(plan), in_step)
         notes = plan.notes
         if names := [
-            n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"
+            graph_node.name
+            for graph_node in plan.graph.nodes
+            if plan.placement(graph_node.name).pool == FUNCTIONS and graph_node.verb != "source"
         ]:
             notes += (
                 PlanNote(
@@ -119,7 +126,7 @@ class EstimateTime(Pass):
             )
         if words := unfiltered(plan.graph):
             notes += (PlanNote("estimate", words),)
-        if any(n.cuts for n in plan.graph.verb("generate")):
+        if any(generation.cuts for generation in plan.graph.verb("generate")):
             notes += (
                 PlanNote("estimate", "partial rollout is not estimated: `msrl-compile --simulate N` shows its gain"),
             )
@@ -138,12 +145,12 @@ class EstimateTime(Pass):
     def _seconds(self, node: Costs) -> Figure:
         """Return the seconds for all rows of an iteration, without gradient exchanges."""
         if node.graph_node.verb == "generate":
-            return self._generate(node)
+            return self._generation_seconds(node)
         plan = node.plan
         batches = node.micro_batches()
         epochs = UpdateAttributes.of(node.graph_node).epochs
         count = holdings.row_count(plan, node.node) / (node.layout.dp * batches)
-        batch = node.micro_batch(node.rows(count) if self.rows is None else self._part(node, self.rows, count))
+        batch = node.micro_batch(node.rows(count) if self.rows is None else self._sample_rows(node, self.rows, count))
         seconds = batch.value * batches * epochs
         basis = f"micro-batches: {batch.basis}"
         source = batch.source
@@ -162,12 +169,14 @@ class EstimateTime(Pass):
             source = weakest(batch, fetch)
         return Figure(seconds, source, basis)
 
-    def _part(self, node: Costs, rows: Rows, count: float) -> Rows:
+    def _sample_rows(self, node: Costs, rows: Rows, count: float) -> Rows:
         """Return `count` of an iteration's rows.
 
         Rows of an update's mini-batch are sampled from all prompts and then split in order.
         """
-        samples = max((holdings.samples(node.plan, n.name) for n in node.plan.graph.verb("generate")), default=1)
+        samples = max(
+            (holdings.samples(node.plan, generation.name) for generation in node.plan.graph.verb("generate")), default=1
+        )
         mini = (
             UpdateAttributes.of(node.graph_node).step_rows(rows.count)
             if node.graph_node.verb == "update"
@@ -176,7 +185,7 @@ class EstimateTime(Pass):
         drawn = rows.drawn(mini / rows.count, samples) if mini < rows.count else rows
         return drawn.part(count / drawn.count)
 
-    def _generate(self, node: Costs) -> Figure:
+    def _generation_seconds(self, node: Costs) -> Figure:
         plan = node.plan
         name = node.node
         samples = holdings.samples(plan, name)
@@ -208,16 +217,18 @@ class EstimateTime(Pass):
         return Figure(total, weakest(prefill, step, host), f"a wave: prefill {prefill.basis}; each step {step.basis}")
 
 
-def _on_average(each: Figure, share: float) -> Figure:
+def _scale_by_share(figure: Figure, share: float) -> Figure:
     """Scale a cost that occurs only in a share of the iterations."""
     if share == 1:
-        return each
-    return replace(each, value=each.value * share, basis=f"in {100 * share:.3g} % of the iterations, {each.basis}")
+        return figure
+    return replace(
+        figure, value=figure.value * share, basis=f"in {100 * share:.3g} % of the iterations, {figure.basis}"
+    )
 
 
 def unfiltered(graph: Graph) -> str:
     """Return a note on the filters, whose functions are not run; "" if there are none."""
-    names = [n.name for n in graph.nodes if "keep" in n.attributes or "select" in n.attributes]
+    names = [node.name for node in graph.nodes if "keep" in node.attributes or "select" in node.attributes]
     return (
         f"rows that filters drop count as kept, and the rounds of a refill are not counted: {', '.join(names)}"
         if names
@@ -230,7 +241,9 @@ def _throughput(plan: Plan, iteration: Figure) -> Figure:
 
     The token columns are those of the longest generated rows; off-line, those of the rows that an update reads.
     """
-    nodes = [n.name for n in plan.graph.verb("generate")] or [n.name for n in plan.graph.verb("update")]
+    nodes = [graph_node.name for graph_node in plan.graph.verb("generate")] or [
+        graph_node.name for graph_node in plan.graph.verb("update")
+    ]
     if not nodes or not iteration.value:
         return Figure(0.0, iteration.source, "nothing is generated or updated")
     node = nodes[0]

@@ -60,7 +60,8 @@ class InsertResharding(Pass):
         return replace(
             plan,
             reshards=tuple(
-                (self._reshard if len(pools(e)) == 1 else self._send)(plan, e) for e in plan.graph.reshards()
+                (self._reshard if len(pools(resharding_edge)) == 1 else self._send)(plan, resharding_edge)
+                for resharding_edge in plan.graph.reshards()
             ),
         )
 
@@ -72,16 +73,16 @@ class InsertResharding(Pass):
         """
         cluster = plan.cluster
         model = plan.model(edge.src)
-        source, target = (holdings.side(plan, self.engines, n) for n in (edge.src, edge.dst))
-        pools = [plan.placement(n).pool for n in (edge.src, edge.dst)]
+        source, target = (holdings.side(plan, self.engines, node) for node in (edge.src, edge.dst))
+        pools = [plan.placement(node).pool for node in (edge.src, edge.dst)]
         item = BYTES[holdings.dtype(plan, edge.src)]
-        update, generate = (holdings.weights(plan, self.engines, n) for n in (edge.src, edge.dst))
-        sizes = {t.name: item * _wanted(t, target) for t in model.tensors}
-        buckets = _buckets(sizes, plan.deploy.reshard.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
-        bucket = max(sum(sizes[n] for n in names) for names in buckets)
+        update, generate = (holdings.weights(plan, self.engines, node) for node in (edge.src, edge.dst))
+        sizes = {tensor.name: item * _count_wanted(tensor, target) for tensor in model.tensors}
+        buckets = _split_into_buckets(sizes, plan.deploy.reshard.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
+        bucket = max(sum(sizes[name] for name in names) for names in buckets)
         moved = movement(model.kinds, source, target, cluster.devices_per_node)
         none = Figure(0.0, "derived", "the update weights stay where they are")
-        ahead = (edge.src, edge.dst) in fetched(plan)
+        is_fetched = (edge.src, edge.dst) in fetched(plan)
         reason = f"generation is on {pools[1]}, so nothing needs to leave {pools[0]}"
         if plan.deploy.reshard.mode != "swap" or plan.deploy.reshard.order:
             reason += "; the stated mode and order are for states that share devices"
@@ -107,7 +108,7 @@ class InsertResharding(Pass):
             released_bytes_per_device=0,
             peak_bytes_per_device=max(update, generate) + bucket,
             redundant_bytes=0,
-            copied=Step("copy to send from", update, _copy_seconds(cluster, update)) if ahead else None,
+            copied=Step("copy to send from", update, _copy_seconds(cluster, update)) if is_fetched else None,
         )
 
     def _reshard(self, plan: Plan, edge: Edge) -> Reshard:
@@ -115,27 +116,31 @@ class InsertResharding(Pass):
         options = plan.deploy.reshard
         cluster = plan.cluster
         model = plan.model(edge.src)
-        source, target = (holdings.side(plan, self.engines, n) for n in (edge.src, edge.dst))
+        source, target = (holdings.side(plan, self.engines, node) for node in (edge.src, edge.dst))
         item = BYTES[holdings.dtype(plan, edge.src)]
-        update, generate = (holdings.weights(plan, self.engines, n) for n in (edge.src, edge.dst))
-        families = _families(model.kinds, source, target)
-        found = ways_of(model.kinds, source, target, cluster.devices_per_node, item)
-        ways = tuple(way for way, _ in found)
-        moved = _sum([m for _, m in found])
+        update, generate = (holdings.weights(plan, self.engines, node) for node in (edge.src, edge.dst))
+        families = _group_families(model.kinds, source, target)
+        choices = ways_of(model.kinds, source, target, cluster.devices_per_node, item)
+        ways = tuple(way for way, _ in choices)
+        moved = _sum_movements([movement for _, movement in choices])
 
-        def alike(tensor: Tensor) -> tuple[Tensor, int, int]:
+        def movement_key(tensor: Tensor) -> tuple[Tensor, int, int]:
             """Return a key that is equal for tensors that move the same way.
 
             Only layers that change their pipeline stage differ by their two stages.
             """
-            here, there = (side.layout.stage_of(tensor.layer, tensor.layers) for side in (source, target))
-            return nameless(tensor), here, there
+            source_stage, target_stage = (
+                side.layout.stage_of(tensor.layer, tensor.layers) for side in (source, target)
+            )
+            return nameless(tensor), source_stage, target_stage
 
         # The temporary buffer holds a bucket as it arrives: for an all-gather all that the block holds, else what this
         # rank wants; in both cases only what a neighbour uses.
-        taken: dict[tuple[Tensor, int, int], tuple[int, int]] = {}  # the number of its route, and bytes
+        moved_by_tensor: dict[tuple[Tensor, int, int], tuple[int, int]] = {}  # the number of its route, and bytes
         for index, way in enumerate(ways):
-            for tensor in {alike(p.tensor): p.tensor for p in pairs(families[way.of], source, target)}.values():
+            for tensor in {
+                movement_key(pair.tensor): pair.tensor for pair in pairs(families[way.of], source, target)
+            }.values():
                 one = (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),)
                 per_host = cluster.devices_per_node
                 if way.how == "all-to-all":  # in two buffers: outgoing and incoming
@@ -143,25 +148,30 @@ class InsertResharding(Pass):
                 else:
                     moves = way.how == "all-gather" and movement(one, source, target, per_host, way.block).total
                     amount = gathered(tensor, source, way.block) if moves else 0
-                taken[alike(tensor)] = index, item * amount
-        moved_of = {t.name: taken[alike(t)] for t in model.tensors}
+                moved_by_tensor[movement_key(tensor)] = index, item * amount
+        moved_of = {item_tensor.name: moved_by_tensor[movement_key(item_tensor)] for item_tensor in model.tensors}
         sizes = {name: size for name, (_, size) in moved_of.items()}
-        ordered = _in_turn(model.tensors, sizes, source, any(w.across for w in ways))
-        buckets = _buckets(ordered, options.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
-        uses = {t.name: (moved_of[t.name][0], stages(t, target.layout)) for t in model.tensors}
+        ordered = _order_by_stage(model.tensors, sizes, source, any(route.across for route in ways))
+        buckets = _split_into_buckets(ordered, options.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
+        uses = {
+            item_tensor.name: (moved_of[item_tensor.name][0], stages(item_tensor, target.layout))
+            for item_tensor in model.tensors
+        }
         bucket = max(
-            sum(sizes[n] for n in names if not seen[uses[n][0]].isdisjoint(uses[n][1]))
-            for seen in served(source, target, tuple((w.across, w.block) for w in ways))
+            sum(sizes[name] for name in names if not seen[uses[name][0]].isdisjoint(uses[name][1]))
+            for seen in served(source, target, tuple((route.across, route.block) for route in ways))
             for names in buckets
         )
 
         swap = options.mode == "swap"
         others = sum(holdings.resident(plan, self.engines, plan.placement(edge.src).pool).values()) - update
-        order, reason = _order(plan, others, update, generate, bucket)
+        order, reason = _choose_order(plan, others, update, generate, bucket)
         received = item * moved.received
         link = cluster.device.copies
-        out = Step("swap out (D2H)", update if swap else 0, _ratio(update if swap else 0, link, "bytes / host link"))
-        methods = list(dict.fromkeys(w.how for w in ways if w.bytes)) or ["all-gather"]
+        out = Step(
+            "swap out (D2H)", update if swap else 0, _transfer_seconds(update if swap else 0, link, "bytes / host link")
+        )
+        methods = list(dict.fromkeys(route.how for route in ways if route.bytes)) or ["all-gather"]
         steps = [
             Step("temporary buffer", bucket, Figure(0.0, "derived", "allocated once, reused by every bucket")),
             Step(f"{' and '.join(methods)} by bucket", received, _seconds(cluster, moved, item, (source, target))),
@@ -170,9 +180,11 @@ class InsertResharding(Pass):
             Step("release", bucket, Figure(0.0, "derived", "the temporary buffer is freed")),
         ]
         if swap and order == "staged":
-            back = _ratio(update, link, "bytes / host link, read back from the host by bucket")
+            read_back = _transfer_seconds(update, link, "bytes / host link, read back from the host by bucket")
             gather = steps[1].seconds
-            both = Figure(back.value + gather.value, weakest(back, gather), f"{back.basis}; {gather.basis}")
+            both = Figure(
+                read_back.value + gather.value, weakest(read_back, gather), f"{read_back.basis}; {gather.basis}"
+            )
             steps = [steps[0], out, replace(steps[1], seconds=both), steps[2], steps[4]]
         return Reshard(
             src=edge.src,
@@ -184,7 +196,7 @@ class InsertResharding(Pass):
             bucket_bytes=bucket,
             buckets=buckets,
             steps=tuple(steps),
-            swap_in=Step("swap in (H2D)", out.bytes, _ratio(out.bytes, link, "bytes / host link")),
+            swap_in=Step("swap in (H2D)", out.bytes, _transfer_seconds(out.bytes, link, "bytes / host link")),
             update_bytes_per_device=update,
             generate_bytes_per_device=generate,
             released_bytes_per_device=out.bytes,
@@ -200,26 +212,26 @@ def ways_of(
 
     `item` is the bytes of an element. Each route comes with what it moves.
     """
-    families = _families(kinds, source, target)
-    return [_way(of, family, source, target, per_host, item) for of, family in families.items()]
+    families = _group_families(kinds, source, target)
+    return [_choose_route(name, family, source, target, per_host, item) for name, family in families.items()]
 
 
-def _families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict[str, tuple[TensorKind, ...]]:
+def _group_families(kinds: tuple[TensorKind, ...], source: Side, target: Side) -> dict[str, tuple[TensorKind, ...]]:
     """Group weights that gather in the same blocks.
 
     Experts are sharded in a mesh of their own. A vocabulary that two engines pad to different sizes is cut at other
     rows than the other weights.
     """
-    found: dict[str, tuple[TensorKind, ...]] = {}
+    families: dict[str, tuple[TensorKind, ...]] = {}
     for kind in kinds:
-        of = "experts" if kind.tensor.experts else "embeddings" if kind.tensor.padded else "weights"
-        found[of] = (*found.get(of, ()), kind)
-    if "embeddings" in found and "weights" in found:
-        joined = tuple(k for k in kinds if not k.tensor.experts)
-        if gather_block(joined, source, target) == gather_block(found["weights"], source, target):
-            del found["embeddings"]
-            found["weights"] = joined
-    return {of: found[of] for of in ("weights", "embeddings", "experts") if of in found}
+        name = "experts" if kind.tensor.experts else "embeddings" if kind.tensor.padded else "weights"
+        families[name] = (*families.get(name, ()), kind)
+    if "embeddings" in families and "weights" in families:
+        joined = tuple(member for member in kinds if not member.tensor.experts)
+        if gather_block(joined, source, target) == gather_block(families["weights"], source, target):
+            del families["embeddings"]
+            families["weights"] = joined
+    return {name: families[name] for name in ("weights", "embeddings", "experts") if name in families}
 
 
 def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> dict[tuple[str, str], float]:
@@ -230,9 +242,9 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
     """
     cluster = plan.cluster
     model = plan.model(edge.src)
-    source, target = (holdings.side(plan, engines, n) for n in (edge.src, edge.dst))
+    source, target = (holdings.side(plan, engines, node) for node in (edge.src, edge.dst))
     inward = lacking(model.kinds, source, target, cluster.devices_per_node)
-    links = cluster.between(min(s.on_host(s.devices, cluster.devices_per_node) for s in (source, target)))
+    links = cluster.between(min(side.on_host(side.devices, cluster.devices_per_node) for side in (source, target)))
     comes = BYTES[holdings.dtype(plan, edge.src)] * inward / links.value
     if plan.placement(edge.src).pool != plan.placement(edge.dst).pool or plan.deploy.reshard.mode != "swap":
         return {("RESHARD", edge.dst): comes}
@@ -241,8 +253,8 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
     return {("RESHARD", edge.dst): comes + chosen + moves, ("SWAP_IN", edge.src): moves}
 
 
-def _way(
-    of: str, kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
+def _choose_route(
+    name: str, kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
 ) -> tuple[ReshardRoute, Movement]:
     """Choose the route of a family of weights.
 
@@ -250,46 +262,51 @@ def _way(
     much, it is an all-to-all.
     """
     block = gather_block(kinds, source, target)
-    across = any(crosses(source, target, k.tensor.layers) for k in kinds)
+    across = any(crosses(source, target, kind.tensor.layers) for kind in kinds)
     ranks = block * (source.layout.pp if across else 1)
     if ranks == 1:
-        return ReshardRoute(of, "in place", 1, False, 1, 0), Movement()
-    gather, exact = (movement(kinds, source, target, per_host, b) for b in (block, 0))
+        return ReshardRoute(name, "in place", 1, False, 1, 0), Movement()
+    gather, exact = (movement(kinds, source, target, per_host, block_size) for block_size in (block, 0))
     how, moved = ("all-to-all", exact) if 2 * exact.received <= gather.received else ("all-gather", gather)
-    return ReshardRoute(of, how, block, across, ranks, item * moved.received), moved
+    return ReshardRoute(name, how, block, across, ranks, item * moved.received), moved
 
 
-def _sum(found: list[Movement]) -> Movement:
+def _sum_movements(movements: list[Movement]) -> Movement:
     """Add up the movements of one edge, which follow one another.
 
     The busiest device is taken to be the same in each.
     """
     return Movement(
-        *(sum(getattr(m, name) for m in found) for name in ("received", "inward", "outward", "total", "between"))
+        *(
+            sum(getattr(movement, name) for movement in movements)
+            for name in ("received", "inward", "outward", "total", "between")
+        )
     )
 
 
-def _wanted(tensor: Tensor, target: Side) -> int:
+def _count_wanted(tensor: Tensor, target: Side) -> int:
     """Return the elements of a tensor that the busiest generation rank holds."""
     return elements(shard(tensor, target, stages(tensor, target.layout)[0] * target.layout.stage_devices))
 
 
-def _in_turn(tensors: tuple[Tensor, ...], sizes: Mapping[str, int], source: Side, across: bool) -> Mapping[str, int]:
+def _order_by_stage(
+    tensors: tuple[Tensor, ...], sizes: Mapping[str, int], source: Side, across: bool
+) -> Mapping[str, int]:
     """Return sizes in the order of the buckets.
 
     This is the model's order. Where layers cross stages it takes a layer of each stage in turn, so that all stages
     send.
     """
     if not across:
-        return {t.name: sizes[t.name] for t in tensors}
+        return {tensor.name: sizes[tensor.name] for tensor in tensors}
     order = []
     for stage in range(source.layout.pp):
-        layers = list(dict.fromkeys(t.layer for t in tensors if stages(t, source.layout)[0] == stage))
-        order += [(layers.index(t.layer), stage, t.name) for t in tensors if t.layer in set(layers)]
-    return {name: sizes[name] for _, _, name in sorted(order, key=lambda o: o[:2])}
+        layers = list(dict.fromkeys(tensor.layer for tensor in tensors if stages(tensor, source.layout)[0] == stage))
+        order += [(layers.index(tensor.layer), stage, tensor.name) for tensor in tensors if tensor.layer in set(layers)]
+    return {name: sizes[name] for _, _, name in sorted(order, key=lambda entry: entry[:2])}
 
 
-def _buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
+def _split_into_buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...]:
     """Split tensors, in order, into buckets of at most `limit` bytes.
 
     A tensor larger than that is a bucket of its own.
@@ -305,7 +322,7 @@ def _buckets(sizes: Mapping[str, int], limit: int) -> tuple[tuple[str, ...], ...
     return tuple(map(tuple, buckets))
 
 
-def _order(plan: Plan, others: int, update: int, generate: int, bucket: int) -> tuple[str, str]:
+def _choose_order(plan: Plan, others: int, update: int, generate: int, bucket: int) -> tuple[str, str]:
     """Choose the order of a reshard; return it with the reason."""
     options = plan.deploy.reshard
     capacity = holdings.capacity(plan.cluster).value
@@ -326,12 +343,14 @@ def _order(plan: Plan, others: int, update: int, generate: int, bucket: int) -> 
     )
 
 
-def _ratio(amount: float, rate: Figure, basis: str) -> Figure:
+def _transfer_seconds(amount: float, rate: Figure, basis: str) -> Figure:
     return Figure(amount / rate.value, rate.source, f"{basis}; {rate.basis}")
 
 
 def _copy_seconds(cluster: ClusterSpec, amount: int) -> Figure:
-    return _ratio(2 * amount, cluster.device.rate("memory_bandwidth", 0), "2 x bytes (read, write) / memory bandwidth")
+    return _transfer_seconds(
+        2 * amount, cluster.device.rate("memory_bandwidth", 0), "2 x bytes (read, write) / memory bandwidth"
+    )
 
 
 def _seconds(cluster: ClusterSpec, moved: Movement, item: int, ends: Sequence[Side]) -> Figure:
@@ -345,11 +364,11 @@ def _seconds(cluster: ClusterSpec, moved: Movement, item: int, ends: Sequence[Si
     if not moved.between:
         apart = ends[0].first != ends[1].first
         busiest = max(moved.received, -(-moved.total // ends[0].devices) if apart else 0)
-        return _ratio(item * busiest, cluster.device.links, "bytes at the busier end / device link")
-    links = cluster.between(min(e.on_host(e.devices, cluster.devices_per_node) for e in ends))
-    far = _ratio(item * max(moved.inward, moved.outward), links, "bytes of the busiest host / its links")
+        return _transfer_seconds(item * busiest, cluster.device.links, "bytes at the busier end / device link")
+    links = cluster.between(min(end.on_host(end.devices, cluster.devices_per_node) for end in ends))
+    far = _transfer_seconds(item * max(moved.inward, moved.outward), links, "bytes of the busiest host / its links")
     if moved.total == moved.between:
         return far
     handed = item * moved.received * (moved.total - moved.between) / moved.total
-    near = _ratio(handed, cluster.device.links, "the rest within the host: bytes / device link")
+    near = _transfer_seconds(handed, cluster.device.links, "the rest within the host: bytes / device link")
     return Figure(far.value + near.value, weakest(far, near), f"{far.basis}; {near.basis}")

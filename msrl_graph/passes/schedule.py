@@ -42,26 +42,28 @@ class BuildSchedule(Pass):
 
     def apply(self, plan: Plan) -> Plan:
         filter, repeated = looping(plan.graph)
-        order = _order(plan, repeated)
-        streams = [*_streams(plan, "train", order, filter, repeated)]
+        order = _order_nodes(plan, repeated)
+        streams = [*_build_streams(plan, "train", order, filter, repeated)]
         for evaluation in plan.deploy.evaluations:
             needed = upstream(plan.graph, evaluation.columns)
-            streams += _streams(plan, evaluation.task, [n for n in order if n.name in needed])
+            streams += _build_streams(plan, evaluation.task, [node for node in order if node.name in needed])
         return replace(plan, schedule=tuple(streams))
 
 
-def _streams(
+def _build_streams(
     plan: Plan, task: str, order: Sequence[Node], filter: str = "", repeated: Collection[str] = ()
 ) -> list[InstructionStream]:
-    on_devices = [n for n in order if plan.placement(n.name).pool != FUNCTIONS]
-    functions = tuple(Instruction("RUN", n.name) for n in order if plan.placement(n.name).pool == FUNCTIONS)
-    found = [(p.name, _devices(plan, on_devices, p.name)) for p in plan.pools] + [(FUNCTIONS, functions)]
+    on_devices = [node for node in order if plan.placement(node.name).pool != FUNCTIONS]
+    functions = tuple(Instruction("RUN", node.name) for node in order if plan.placement(node.name).pool == FUNCTIONS)
+    streams = [
+        (device_pool.name, _device_instructions(plan, on_devices, device_pool.name)) for device_pool in plan.pools
+    ] + [(FUNCTIONS, functions)]
     if filter:
-        found = _again(found, filter, repeated)
-    return [InstructionStream(pool, task, stream) for pool, stream in found]
+        streams = _add_again(streams, filter, repeated)
+    return [InstructionStream(pool, task, stream) for pool, stream in streams]
 
 
-def _again(
+def _add_again(
     streams: list[tuple[str, tuple[Instruction, ...]]], filter: str, repeated: Collection[str]
 ) -> list[tuple[str, tuple[Instruction, ...]]]:
     """Add an AGAIN to each stream, after the instructions that a round repeats.
@@ -69,56 +71,59 @@ def _again(
     A round that ends with a generation leaves its weights for the next round. Otherwise the weights are resharded
     again, possibly from another pool; the sending pool then repeats that RESHARD and everything in between.
     """
-    anew, known = set[str](), -1  # generations
-    while len(anew) > known:
-        known = len(anew)
+    resharded = set[str]()  # generations
+    known = -1
+    while len(resharded) > known:
+        known = len(resharded)
         for _, stream in streams:
-            if part := _round(stream, repeated, anew):
-                anew |= {x.other for x in stream[part] if x.op == "RESHARD"} | {
-                    x.node for x in stream[part] if x.op == "RELEASE"
+            if part := _find_round(stream, repeated, resharded):
+                resharded |= {instruction.other for instruction in stream[part] if instruction.op == "RESHARD"} | {
+                    instruction.node for instruction in stream[part] if instruction.op == "RELEASE"
                 }
-    found = []
+    extended = []
     for pool, stream in streams:
-        if part := _round(stream, repeated, anew):
+        if part := _find_round(stream, repeated, resharded):
             first = stream[part.start]
             again = Instruction("AGAIN", filter, first.node if first.op == "RUN" else first.other)
             stream = (*stream[: part.stop], again, *stream[part.stop :])
-        found.append((pool, stream))
-    return found
+        extended.append((pool, stream))
+    return extended
 
 
-def _round(stream: tuple[Instruction, ...], repeated: Collection[str], anew: Collection[str]) -> slice | None:
+def _find_round(stream: tuple[Instruction, ...], repeated: Collection[str], resharded: Collection[str]) -> slice | None:
     """Return the part of a stream that a round repeats; None if there is none.
 
     The weights of the generations `anew` are resharded in each round.
     """
-    runs = [i for i, x in enumerate(stream) if x.op == "RUN" and x.node in repeated]
-    weights = [i for i, x in enumerate(stream) if x.op == "RESHARD" and x.other in repeated]
-    first = min([*runs, *(i for i in weights if stream[i].other in anew)], default=None)
+    runs = [i for i, instruction in enumerate(stream) if instruction.op == "RUN" and instruction.node in repeated]
+    weights = [
+        i for i, instruction in enumerate(stream) if instruction.op == "RESHARD" and instruction.other in repeated
+    ]
+    first = min([*runs, *(index for index in weights if stream[index].other in resharded)], default=None)
     if first is None:
         return None
     last = max((*runs, *weights))
-    if stream[last].node in anew and stream[last + 1 : last + 2] == (Instruction("RELEASE", stream[last].node),):
+    if stream[last].node in resharded and stream[last + 1 : last + 2] == (Instruction("RELEASE", stream[last].node),):
         last += 1  # without the RELEASE the weights would stay, and not be resharded again
     return slice(first, last + 1)
 
 
-def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction, ...]:
-    source = {e.dst: e.src for e in plan.graph.reshards()}
+def _device_instructions(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction, ...]:
+    source = {edge.dst: edge.src for edge in plan.graph.reshards()}
     swapped = {
-        n.name
-        for n in order
-        if plan.deploy.reshard.mode == "swap" and n.name in source and _pools(plan, source, n) == {pool}
+        user.name
+        for user in order
+        if plan.deploy.reshard.mode == "swap" and user.name in source and _pools(plan, source, user) == {pool}
     }
     owner = {
-        n.name: plan.graph.node(source.get(n.name, n.name)).worker for n in order
+        user.name: plan.graph.node(source.get(user.name, user.name)).worker for user in order
     }  # the worker whose weights a node uses
     # Swapped generations after which the weights return: the next user of them is not a swapped generation.
-    back = {
-        n.name
-        for i, n in enumerate(order)
-        if n.name in swapped
-        and next((m.name for m in order[i + 1 :] if owner[m.name] == owner[n.name]), "") not in swapped
+    last_users = {
+        user.name
+        for i, user in enumerate(order)
+        if user.name in swapped
+        and next((later.name for later in order[i + 1 :] if owner[later.name] == owner[user.name]), "") not in swapped
     }
     stay = {dst for _, dst in sparse(plan)}
     out: list[Instruction] = []
@@ -133,11 +138,11 @@ def _devices(plan: Plan, order: Sequence[Node], pool: str) -> tuple[Instruction,
         out.append(Instruction("RUN", node.name))
         if node.name in source:
             out += [Instruction("RELEASE", node.name)] * (node.name not in stay)
-            if node.name in back:
+            if node.name in last_users:
                 out.append(Instruction("SWAP_IN", source[node.name]))
                 returning[owner[node.name]] = source[node.name]
     # A task without an update still ends with the weights where the next one expects them.
-    return (*out, *(Instruction("WAIT", u) for u in returning.values()))
+    return (*out, *(Instruction("WAIT", update) for update in returning.values()))
 
 
 def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
@@ -145,7 +150,7 @@ def _pools(plan: Plan, source: Mapping[str, str], node: Node) -> set[str]:
     return {plan.placement(node.name).pool, plan.placement(source[node.name]).pool}
 
 
-def _order(plan: Plan, repeated: Collection[str]) -> list[Node]:
+def _order_nodes(plan: Plan, repeated: Collection[str]) -> list[Node]:
     """Return all nodes in an order that respects the graph.
 
     Of the nodes that could run next the order is: nodes that a refill repeats or a pool begins early, then functions,
@@ -164,9 +169,9 @@ def _order(plan: Plan, repeated: Collection[str]) -> list[Node]:
             return once, 0
         return once, 3 if node.verb == "update" else 2 if update_of(plan, node.worker) else 1
 
-    waits = {n.name: len(graph.into(n.name)) for n in graph.nodes}
-    place = {n.name: i for i, n in enumerate(graph.nodes)}
-    ready = [(rank(n), place[n.name]) for n in graph.nodes if not waits[n.name]]
+    waits = {member.name: len(graph.into(member.name)) for member in graph.nodes}
+    place = {member.name: i for i, member in enumerate(graph.nodes)}
+    ready = [(rank(member), place[member.name]) for member in graph.nodes if not waits[member.name]]
     heapq.heapify(ready)
     order: list[Node] = []
     while ready:

@@ -64,14 +64,18 @@ class Throughput:
         sends = Sends(plan)
         run = plan.deploy.run
         turns = pipelined(plan)
-        ahead = [p for p in sends.leads if p not in turns]
+        leading_pools = [pool_name for pool_name in sends.leads if pool_name not in turns]
         many = ROUNDS * self.places * (1 + max(sends.leads.values(), default=0))
-        begins: dict[str, list[float]] = {name: [] for name in (*ahead, UPDATES)}
+        begins: dict[str, list[float]] = {name: [] for name in (*leading_pools, UPDATES)}
         behind: list[int] = []
         for number in range(many):
-            for name in (UPDATES, *ahead):
-                some = [a for a in self.arcs if (a.dst, a.place) == (name, number % self.places)]
-                after = [begins[a.src][number - a.iterations] + a.seconds for a in some if number >= a.iterations]
+            for name in (UPDATES, *leading_pools):
+                incoming = [arc for arc in self.arcs if (arc.dst, arc.place) == (name, number % self.places)]
+                after = [
+                    begins[arc.src][number - arc.iterations] + arc.seconds
+                    for arc in incoming
+                    if number >= arc.iterations
+                ]
                 if name != UPDATES:
                     after.append(begins[UPDATES][sends.after(name, number)])
                 begins[name].append(max(after, default=0.0))
@@ -90,8 +94,8 @@ def critical(plan: Plan, seconds: Seconds) -> tuple[float, str]:
 
     All pools begin the iteration at once.
     """
-    found = _Clock(plan, seconds, _streams(plan), {p.name: 0.0 for p in plan.pools})
-    return found.length, found.path()
+    clock = _Clock(plan, seconds, _streams(plan), {pool.name: 0.0 for pool in plan.pools})
+    return clock.length, clock.path()
 
 
 def pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
@@ -105,18 +109,18 @@ def pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
     deploy = replace(plan.deploy, run=replace(plan.deploy.run, save=0), evaluations=())
     sends = Sends(replace(plan, deploy=deploy))
     places = math.lcm(*(sends.sparse.values()))
-    arcs = _arcs(plan, seconds, around, sends, places)
-    circle = _slowest(arcs, places)
-    whole = math.fsum(a.seconds for a in circle)
-    iterations = sum(a.iterations for a in circle)
-    chain = " > ".join(dict.fromkeys(a.path for a in circle))
+    arcs = _list_arcs(plan, seconds, around, sends, places)
+    circle = _find_slowest_cycle(arcs, places)
+    total_seconds = math.fsum(arc.seconds for arc in circle)
+    iterations = sum(arc.iterations for arc in circle)
+    chain = " > ".join(dict.fromkeys(arc.path for arc in circle))
     why = f"{iterations} iterations at a time: {chain}"
-    if all((a.src, a.iterations) == (a.dst, 1) for a in circle):
+    if all((arc.src, arc.iterations) == (arc.dst, 1) for arc in circle):
         why = f"the slowest, {circle[0].src}: {chain}"
-    return Throughput(whole / iterations, f"in the long run {why}", tuple(arcs), places)
+    return Throughput(total_seconds / iterations, f"in the long run {why}", tuple(arcs), places)
 
 
-def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:
+def _list_arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int) -> list[_Arc]:
     """Return the dependencies between pools.
 
     Each pool that may be ahead is on its own. All others begin an iteration together, when the one before has ended
@@ -125,110 +129,114 @@ def _arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places: int
     edges = frozenset(fetched(plan))
     turns = pipelined(plan)
     parts = _parts(plan)
-    ahead = {pool: lead for pool, lead in sends.leads.items() if pool not in turns}
-    in_step = {p.name: 0.0 for p in plan.pools if p.name not in ahead}
-    found = list[_Arc]()
-    back = dict[str, float]()
+    leading = {pool: lead for pool, lead in sends.leads.items() if pool not in turns}
+    in_step = {member.name: 0.0 for member in plan.pools if member.name not in leading}
+    arcs = list[_Arc]()
+    returns = dict[str, float]()
     for pool in turns:  # a pipelined pool runs the opening of a later iteration, then the rest of this one
-        own = _Clock(plan, seconds, parts, {_opening(pool): 0.0}, edges)
-        in_step[pool] = own.clock[_opening(pool)]
-        back = back | own.back
-        ends = own.ends(ahead)
-        found += [
+        own = _Clock(plan, seconds, parts, {_opening_name(pool): 0.0}, edges)
+        in_step[pool] = own.clock[_opening_name(pool)]
+        returns = returns | own.back
+        ends = own.ends(leading)
+        arcs += [
             _Arc(UPDATES, dst, 1 + sends.leads[pool], end + around, path, place)
             for dst, (end, path) in ends.items()
             for place in range(places)
         ]
-    alone = _Clock(plan, seconds, parts, in_step, edges, opened=-math.inf, back=back)
+    alone = _Clock(plan, seconds, parts, in_step, edges, opened=-math.inf, returns=returns)
     once = [_Arc(UPDATES, UPDATES, 1, alone.length + around, alone.path(), place) for place in range(places)]
-    found = once + found
+    arcs = once + arcs
     if chain := [
-        n for n in _after_opening(plan) if alone.functions[n]
+        name for name in _functions_after_opening(plan) if alone.functions[name]
     ]:  # each waits for the ones of the iteration before
-        whole = math.fsum(alone.functions[n] for n in chain)
-        found += [_Arc(FUNCTIONS, FUNCTIONS, 1, whole, " > ".join(chain), place) for place in range(places)]
+        total_seconds = math.fsum(alone.functions[name] for name in chain)
+        arcs += [_Arc(FUNCTIONS, FUNCTIONS, 1, total_seconds, " > ".join(chain), place) for place in range(places)]
     waits = awaits(plan, sends.leads)
-    for pool, lead in ahead.items():
+    for pool, lead in leading.items():
         opened = -math.inf if waits[pool] else 0.0  # else opened by the pools that it waits for
         # Limited by its own devices, or by weights of the largest allowed staleness.
         for src, copies in ((pool, {}), (UPDATES, alone.copied)):
             own = _Clock(plan, seconds, parts, {pool: 0.0}, edges, copies, opened)
-            ends = own.ends(ahead)
+            ends = own.ends(leading)
             for place in range(places):
                 # An iteration at this position, long after the first.
                 number = places * (1 + lead) + place
                 iterations = 1 if src == pool else number + 1 - sends.after(pool, number)
-                found += [
+                arcs += [
                     _Arc(src, dst, iterations, end + around, path, (place + 1) % places)
                     for dst, (end, path) in ends.items()
                     if end > -math.inf
                 ]
-    return found
+    return arcs
 
 
-def _slowest(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
+def _find_slowest_cycle(arcs: Sequence[_Arc], places: int) -> list[_Arc]:
     """Return the cycle with the most seconds per iteration."""
     best = [arcs[0]] * places  # the updates alone
     while True:
-        rate = math.fsum(a.seconds for a in best) / sum(a.iterations for a in best)
-        if (better := _above(arcs, places, rate)) is None:
+        rate = math.fsum(arc.seconds for arc in best) / sum(arc.iterations for arc in best)
+        if (better := _find_slower_cycle(arcs, places, rate)) is None:
             return best
         best = better
 
 
-def _above(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
+def _find_slower_cycle(arcs: Sequence[_Arc], places: int, rate: float) -> list[_Arc] | None:
     """Return a cycle with more seconds per iteration than `rate`, or None.
 
     Longest paths are computed as by Bellman and Ford: only those around such a cycle grow without end.
     """
-    rounding = 1e-12 * max(a.seconds for a in arcs)
-    ends = {a: ((a.src, (a.place - a.iterations) % places), (a.dst, a.place)) for a in arcs}
+    rounding = 1e-12 * max(arc.seconds for arc in arcs)
+    ends = {arc: ((arc.src, (arc.place - arc.iterations) % places), (arc.dst, arc.place)) for arc in arcs}
     longest = {dst: 0.0 for _, dst in ends.values()}
     last: dict[tuple[str, int], _Arc] = {}  # the last arc of the longest path to a vertex
-    at: tuple[str, int] | None = None
+    vertex: tuple[str, int] | None = None
     for _ in longest:
-        at = None
+        vertex = None
         for arc, (src, dst) in ends.items():
             length = longest[src] + arc.seconds - rate * arc.iterations
             if length > longest[dst] + rounding:
                 longest[dst] = length
                 last[dst] = arc
-                at = dst
-        if at is None:
+                vertex = dst
+        if vertex is None:
             return None
-    assert at is not None
+    assert vertex is not None
     for _ in longest:  # go back until the vertex is on the cycle
-        at = ends[last[at]][0]
-    circle = [last[at]]
-    while (before := ends[circle[0]][0]) != at:
+        vertex = ends[last[vertex]][0]
+    circle = [last[vertex]]
+    while (before := ends[circle[0]][0]) != vertex:
         circle.insert(0, last[before])
     return circle
 
 
 def _streams(plan: Plan) -> dict[str, Sequence[Instruction]]:
     """Return the training instructions of each pool, each in one piece."""
-    return {s.pool: s.instructions for s in plan.schedule if s.task == "train" and s.pool != FUNCTIONS}
+    return {
+        stream.pool: stream.instructions
+        for stream in plan.schedule
+        if stream.task == "train" and stream.pool != FUNCTIONS
+    }
 
 
 def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
     """Return the same, with the opening of a pipelined pool as a stream of its own."""
-    found: dict[str, Sequence[Instruction]] = {}
+    parts: dict[str, Sequence[Instruction]] = {}
     for stream in plan.schedule:
         if stream.task == "train" and stream.pool != FUNCTIONS:
             first = opening(plan, stream)
-            found |= {_opening(stream.pool): stream.instructions[:first]} if first else {}
-            found[stream.pool] = stream.instructions[first:]
-    return found
+            parts |= {_opening_name(stream.pool): stream.instructions[:first]} if first else {}
+            parts[stream.pool] = stream.instructions[first:]
+    return parts
 
 
-def _after_opening(plan: Plan) -> list[str]:
+def _functions_after_opening(plan: Plan) -> list[str]:
     """Return the functions that begin after those of the iteration before, in order."""
-    stream = next(s for s in plan.schedule if (s.pool, s.task) == (FUNCTIONS, "train"))
+    stream = next(candidate for candidate in plan.schedule if (candidate.pool, candidate.task) == (FUNCTIONS, "train"))
     first = opening(plan, stream)
-    return [x.node for x in stream.instructions[first:] if x.op == "RUN"] if first else []
+    return [instruction.node for instruction in stream.instructions[first:] if instruction.op == "RUN"] if first else []
 
 
-def _opening(pool: str) -> str:
+def _opening_name(pool: str) -> str:
     return f"the opening of {pool}"
 
 
@@ -248,7 +256,7 @@ class _Clock(Walker):
         fetches: Collection[Edge] = (),
         copies: Mapping[Edge, float] | None = None,
         opened: float = 0.0,
-        back: Mapping[str, float] | None = None,
+        returns: Mapping[str, float] | None = None,
     ) -> None:
         """Run the streams; each starts at its time in `begins`.
 
@@ -260,30 +268,34 @@ class _Clock(Walker):
         self.seconds = seconds
         self.fetches = fetches
         self.copies = copies or {}
-        self.edges = {(t.src, t.dst): t.seconds.value for t in plan.traffic}
+        self.edges = {(traffic.src, traffic.dst): traffic.seconds.value for traffic in plan.traffic}
         shared = plan.cluster.device.kind.is_host
-        self.functions = {p.node: seconds.get(("RUN", p.node), 0.0) for p in plan.placements if p.pool == FUNCTIONS}
+        self.functions = {
+            placement.node: seconds.get(("RUN", placement.node), 0.0)
+            for placement in plan.placements
+            if placement.pool == FUNCTIONS
+        }
         self.taken = sum(self.functions.values()) if shared else 0.0
         self.functions = dict.fromkeys(self.functions, 0.0) if shared else self.functions
         self.handover = costs.handover(plan).value
         # By node: how many of the nodes that it reads from are not done.
-        self.waits = {n.name: len(plan.graph.into(n.name)) for n in plan.graph.nodes}
+        self.waits = {node.name: len(plan.graph.into(node.name)) for node in plan.graph.nodes}
         self.clock = dict.fromkeys(streams, -math.inf) | dict(begins)
         self.before = dict.fromkeys(streams, "")  # by pool: the node that it ran last
         self.opened = opened
         self.done: dict[str, float] = {}
         self.cause: dict[str, str] = {}
         self.back: dict[str, float] = {}
-        self.swapped = back or {}
+        self.swapped = returns or {}
         self.copied: dict[Edge, float] = {}  # when each copy was complete
-        for name in [n for n in self.functions if not self.waits[n]]:
+        for name in [name for name in self.functions if not self.waits[name]]:
             self._start(name)
         Walk(streams).finish(self)
         self.length = max(self.done.values(), default=0.0) + self.taken
 
     def path(self, pool: str = "") -> str:
         """Return the chain of nodes that leads to the last one, of a pool or of all."""
-        last = self.before[pool] if pool else max(self.done, key=lambda n: (self.done[n], n), default="")
+        last = self.before[pool] if pool else max(self.done, key=lambda node: (self.done[node], node), default="")
         chain = []
         while last:
             chain.append(last)
@@ -292,14 +304,17 @@ class _Clock(Walker):
 
     def ends(self, pools: Iterable[str]) -> dict[str, tuple[float, str]]:
         """Return when some pools and the updates are done, each with its chain of nodes."""
-        found = {pool: (self.clock[pool] + self.taken, self.path(pool)) for pool in pools}
-        return found | {UPDATES: (self.length, self.path())}
+        ends_of = {pool: (self.clock[pool] + self.taken, self.path(pool)) for pool in pools}
+        return ends_of | {UPDATES: (self.length, self.path())}
 
     def _arrival(self, name: str) -> tuple[float, str]:
         done = self.done
         edges = self.edges
         handover = self.handover
-        into = [(done[e.src] + edges.get((e.src, name), 0.0) + handover, e.src) for e in self.plan.graph.into(name)]
+        into = [
+            (done[edge.src] + edges.get((edge.src, name), 0.0) + handover, edge.src)
+            for edge in self.plan.graph.into(name)
+        ]
         return max(into, default=(self.opened, ""))
 
     def _start(self, name: str) -> None:
@@ -309,11 +324,11 @@ class _Clock(Walker):
             name = ready.pop()
             self.done[name], self.cause[name] = self._arrival(name)
             self.done[name] += self.functions[name]
-            ready += self._follow(name)
+            ready += self._finish_node(name)
 
-    def _follow(self, name: str) -> list[str]:
+    def _finish_node(self, name: str) -> list[str]:
         """Return the functions that waited only for a node that is now done."""
-        after = [e.dst for e in self.plan.graph.out_of(name)]
+        after = [edge.dst for edge in self.plan.graph.out_of(name)]
         for other in after:
             self.waits[other] -= 1
         return [other for other in after if not self.waits[other] and other in self.functions]
@@ -327,18 +342,18 @@ class _Clock(Walker):
         self.clock[pool] = max(self.clock[pool], arrived) + self.seconds.get(("RUN", node), 0.0)
         self.done[node] = self.clock[pool]
         self.before[pool] = node
-        for name in self._follow(node):
+        for name in self._finish_node(node):
             self._start(name)
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         if (src, dst) in self.fetches:
-            here, there = (self.plan.placement(node).pool for node in (src, dst))
-            self.clock[here] += self.seconds.get(("PUBLISH", dst), 0.0)
-            self.copied[src, dst] = self.clock[here]
-            self.clock[there] = max(self.clock[there], self.copies.get((src, dst), -math.inf))
-            self.clock[there] += self.seconds.get(("RESHARD", dst), 0.0)
+            source, target = (self.plan.placement(node).pool for node in (src, dst))
+            self.clock[source] += self.seconds.get(("PUBLISH", dst), 0.0)
+            self.copied[src, dst] = self.clock[source]
+            self.clock[target] = max(self.clock[target], self.copies.get((src, dst), -math.inf))
+            self.clock[target] += self.seconds.get(("RESHARD", dst), 0.0)
             return
-        slowest = max(sorted(pools), key=lambda p: self.clock[p])
+        slowest = max(sorted(pools), key=lambda pool: self.clock[pool])
         self.clock.update(dict.fromkeys(pools, self.clock[slowest] + self.seconds.get(("RESHARD", dst), 0.0)))
         self.before.update(dict.fromkeys(pools, self.before[slowest]))
 

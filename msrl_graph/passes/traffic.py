@@ -36,18 +36,18 @@ class CountTraffic(Pass):
 
     def apply(self, plan: Plan) -> Plan:
         graph = plan.graph
-        found = _Edges(plan).all()
-        unknown = [c.name for c in graph.columns if c.element in ("text", "json")]
+        traffic = _Edges(plan).all()
+        unknown = [column.name for column in graph.columns if column.element in ("text", "json")]
         notes = plan.notes
         if unknown:
             notes += (PlanNote("traffic", f"columns of text have no bound and count as 0 bytes: {', '.join(unknown)}"),)
-        for text in [c for c in token_columns(graph) if c in unknown and not graph.column(c).dims]:
+        for text in [column for column in token_columns(graph) if column in unknown and not graph.column(column).dims]:
             most = (
                 f"`{text}` is planned with up to {bound(graph, text):,} tokens: write `{text} : text[<= n]` for "
                 "another bound"
             )
             notes += (PlanNote("traffic", most),)
-        return replace(plan, traffic=tuple(found), notes=notes)
+        return replace(plan, traffic=tuple(traffic), notes=notes)
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class _Edges:
 
     def all(self) -> list[Traffic]:
         graph = self.plan.graph
-        return [self._edge(e, graph.flow.carried[e.src, e.dst]) for e in graph.samples()]
+        return [self._count_edge(edge, graph.flow.carried[edge.src, edge.dst]) for edge in graph.samples()]
 
-    def _edge(self, edge: Edge, columns: tuple[str, ...]) -> Traffic:
+    def _count_edge(self, edge: Edge, columns: tuple[str, ...]) -> Traffic:
         plan = self.plan
         src = edge.src
         dst = edge.dst
@@ -69,23 +69,23 @@ class _Edges:
         network = plan.cluster.network
         sizes = graph.column_bytes
         epochs = UpdateAttributes.of(graph.node(dst)).epochs
-        amount = sum(sizes[c] for c in columns) * epochs
-        level = max((graph.column(c).level for c in columns), key=graph.depth, default=0)
+        amount = sum(sizes[column] for column in columns) * epochs
+        level = max((graph.column(column).level for column in columns), key=graph.depth, default=0)
         share = (hosts - 1) / hosts
         # Writes to a central buffer also cross the network: a node's puts are counted on its first edge.
-        puts = sum(sizes[c] for c in graph.node(src).writes) if edge is graph.out_of(src)[0] else 0
+        puts = sum(sizes[column] for column in graph.node(src).writes) if edge is graph.out_of(src)[0] else 0
         through, spread = self._bases
         central = Figure((amount + puts) * share / network.value, network.source, through)
         seconds = central
         if hosts == 1:
-            seconds = central = self._nothing
+            seconds = central = self._no_network
         elif plan.docks.mode != "central":
             seconds = Figure(amount * share / len(plan.docks.warehouses) / network.value, network.source, spread)
-        how = self._how(dst, epochs) if columns else "order only: its reader gets all columns by other edges"
+        how = self._describe_route(dst, epochs) if columns else "order only: its reader gets all columns by other edges"
         return Traffic(src, dst, columns, graph.rows[level], amount, seconds, central, how)
 
     @cached_property
-    def _nothing(self) -> Figure:
+    def _no_network(self) -> Figure:
         return Figure(0.0, "derived", "on one host nothing crosses the network")
 
     @cached_property
@@ -97,12 +97,12 @@ class _Edges:
         spread = f"{parts} / {len(self.plan.docks.warehouses)} warehouses / network; {network.basis}"
         return f"{parts} through one host, puts and gets; {network.basis}", spread
 
-    def _how(self, dst: str, epochs: int) -> str:
+    def _describe_route(self, dst: str, epochs: int) -> str:
         plan = self.plan
         hosts = self.plan.cluster.nodes
         reader = "hosts" if plan.placement(dst).pool == FUNCTIONS else "groups"
         key = plan.controller(dst).groups, reader, epochs
-        if key not in self._hows:
+        if key not in self._descriptions:
             if hosts == 1:
                 how = "shared memory of one host"
             elif plan.docks.mode == "central":
@@ -112,9 +112,9 @@ class _Edges:
                     f"{len(plan.docks.warehouses)} warehouses; at most {hosts - 1}/{hosts} from other hosts, "
                     f"{key[0]} {reader} read"
                 )
-            self._hows[key] = how + (f"; once in each of {epochs} epochs" if epochs > 1 else "")
-        return self._hows[key]
+            self._descriptions[key] = how + (f"; once in each of {epochs} epochs" if epochs > 1 else "")
+        return self._descriptions[key]
 
     @cached_property
-    def _hows(self) -> dict[tuple[int, str, int], str]:
+    def _descriptions(self) -> dict[tuple[int, str, int], str]:
         return {}

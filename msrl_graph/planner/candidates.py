@@ -60,24 +60,24 @@ class Choices:
 
         `skeleton` is any placement of the division. If none fits, the choice that lacks least is returned alone.
         """
-        found: list[Choice] = []
+        choices: list[Choice] = []
         fitting: list[Choice] = []
         tried: set[tuple[Layout, str]] = set()
         for wide in (False, True):
-            for placement in self._tried(skeleton, division, owner, wide):
+            for placement in self._possible_placements(skeleton, division, owner, wide):
                 if (placement.layout, placement.engine.name) not in tried:
                     tried.add((placement.layout, placement.engine.name))
-                    found.append(self._choice(skeleton, owner, placement))
-            fitting = [c for c in found if c.over <= 0]
+                    choices.append(self._evaluate(skeleton, owner, placement))
+            fitting = [choice for choice in choices if choice.over <= 0]
             if fitting and not self.wide:
                 break
         if fitting:
-            return sorted(fitting, key=lambda c: math.fsum(c.seconds.values()))
-        if not found:  # the engines allow none: the checks report that
-            found.append(self._choice(skeleton, owner, skeleton.placement(owner.node)))
-        return sorted(found, key=lambda c: c.over)[:1]
+            return sorted(fitting, key=lambda choice: math.fsum(choice.seconds.values()))
+        if not choices:  # the engines allow none: the checks report that
+            choices.append(self._evaluate(skeleton, owner, skeleton.placement(owner.node)))
+        return sorted(choices, key=lambda choice: choice.over)[:1]
 
-    def _tried(self, plan: Plan, division: Division, owner: Owner, wide: bool) -> Iterator[Placement]:
+    def _possible_placements(self, plan: Plan, division: Division, owner: Owner, wide: bool) -> Iterator[Placement]:
         node = plan.graph.node(owner.node)
         pool = division.pool_of(owner.node)
         now = plan.placement(owner.node)
@@ -86,66 +86,73 @@ class Choices:
             stated = plan.deploy.layouts[owner.node]
             for spec in specs:
                 layout = self.place.resolve(plan, owner.node, stated, spec.name, pool.devices)[0]
-                yield replace(now, layout=layout, engine=self._engine(plan, node, spec))
+                yield replace(now, layout=layout, engine=self._stated_engine(plan, node, spec))
             return
         for spec in specs:
             for layout in layouts(plan, node, spec, pool, wide):
-                choice = replace(now, layout=layout, engine=self._engine(plan, node, spec))
-                if self._allowed(plan, owner, spec, choice):
+                choice = replace(now, layout=layout, engine=self._stated_engine(plan, node, spec))
+                if self._is_allowed(plan, owner, spec, choice):
                     yield choice
 
-    def _engine(self, plan: Plan, node: Node, spec: EngineSpec) -> EngineChoice:
+    def _stated_engine(self, plan: Plan, node: Node, spec: EngineSpec) -> EngineChoice:
         return plan.deploy.engines.get(node.name, EngineChoice(spec.name))
 
-    def _allowed(self, plan: Plan, owner: Owner, spec: EngineSpec, choice: Placement) -> bool:
+    def _is_allowed(self, plan: Plan, owner: Owner, spec: EngineSpec, choice: Placement) -> bool:
         layout = choice.layout
         model = plan.model(owner.node)
-        rows = (rows_in_step(plan.graph, plan.graph.node(n)) for n in owner.nodes)
-        stated = (replace(choice, engine=plan.deploy.engines.get(n, choice.engine)) for n in owner.nodes)
+        rows = (rows_in_step(plan.graph, plan.graph.node(node)) for node in owner.nodes)
+        stated = (replace(choice, engine=plan.deploy.engines.get(node, choice.engine)) for node in owner.nodes)
         return (
-            not any(n is not None and n % layout.dp for n in rows)
+            not any(count is not None and count % layout.dp for count in rows)
             and not any(misfits(model, spec, layout))
             and (compiles(model, layout) or not any(map(compiled, stated)))
         )
 
-    def _choice(self, skeleton: Plan, owner: Owner, placement: Placement) -> Choice:
+    def _evaluate(self, skeleton: Plan, owner: Owner, placement: Placement) -> Choice:
         """Evaluate a placement with the owner's nodes alone on their devices."""
         engines = self.place.engines
         name = owner.node
-        every = tuple(self._alone(skeleton, owner, p, placement) for p in skeleton.placements)
-        plan = replace(skeleton, placements=every, pools=(skeleton.pool(placement.pool),), reshards=())
+        placements = tuple(self._place_alone(skeleton, owner, other, placement) for other in skeleton.placements)
+        plan = replace(skeleton, placements=placements, pools=(skeleton.pool(placement.pool),), reshards=())
 
-        def counted(offload: str) -> tuple[Plan, int]:
-            least = tuple(_least(engines, p, offload) if p.node in owner.nodes else p for p in every)
-            found = CountMemory(engines).apply(replace(plan, placements=least))
-            return found, max(m.total - int(m.capacity.value) for m in found.memory)
+        def count_memory(offload: str) -> tuple[Plan, int]:
+            least = tuple(
+                _with_least_memory(engines, other, offload) if other.node in owner.nodes else other
+                for other in placements
+            )
+            counted_plan = CountMemory(engines).apply(replace(plan, placements=least))
+            return counted_plan, max(phase.total - int(phase.capacity.value) for phase in counted_plan.memory)
 
         gains = not plan.cluster.device.kind.shares_host_memory
-        least, over = counted("all" if gains else "none")
+        least, excess = count_memory("all" if gains else "none")
         peaks: dict[str, int] = {}
-        for m in least.memory:
-            if m.place == "device":
-                peaks[m.phase] = m.total
-        if over > 0 and max(peaks.values()) <= holdings.capacity(plan.cluster).value:
-            over = min(over, counted("none")[1])  # the hosts may lack memory for offloading
+        for phase in least.memory:
+            if phase.place == "device":
+                peaks[phase.phase] = phase.total
+        if excess > 0 and max(peaks.values()) <= holdings.capacity(plan.cluster).value:
+            excess = min(excess, count_memory("none")[1])  # the hosts may lack memory for offloading
         seconds = {}
-        if over <= 0:
+        if excess <= 0:
             roomy = replace(
-                plan, placements=tuple(_offloading(engines, p) if gains and p.node in owner.nodes else p for p in every)
+                plan,
+                placements=tuple(
+                    _with_offloading(engines, other) if gains and other.node in owner.nodes else other
+                    for other in placements
+                ),
             )
             for node in owner.nodes:
                 done = self.place.complete(roomy, roomy.placement(node))
                 if done.engine.options.get("offload") != plan.placement(node).engine.options.get("offload"):
                     done = holdings.with_options(done, {"offload": "none"})
                 seconds[node] = math.fsum(
-                    f.value for f in EstimateTime(engines).of_node(replace(plan, placements=(done,)), node)
+                    figure.value for figure in EstimateTime(engines).of_node(replace(plan, placements=(done,)), node)
                 )
         weights = holdings.weights(plan, engines, name)
         update = plan.graph.node(name).verb == "update"
         states = holdings.optimizer(plan, engines, name) if update else 0
-        away = {w: holdings.offloads(least, name, w) for w in ("weights", "optimizer")}
-        resident = weights * (not away["weights"]) + states * (not away["optimizer"])
-        stays = name not in {e.dst for e in plan.graph.reshards()}
+        offloaded = {kind: holdings.offloads(least, name, kind) for kind in ("weights", "optimizer")}
+        resident = weights * (not offloaded["weights"]) + states * (not offloaded["optimizer"])
+        stays = name not in {edge.dst for edge in plan.graph.reshards()}
         return Choice(
             placement.layout,
             placement.engine.name,
@@ -154,10 +161,10 @@ class Choices:
             resident * stays,
             weights,
             (weights + states) * stays,
-            over,
+            excess,
         )
 
-    def _alone(self, plan: Plan, owner: Owner, other: Placement, placement: Placement) -> Placement:
+    def _place_alone(self, plan: Plan, owner: Owner, other: Placement, placement: Placement) -> Placement:
         if other.node not in owner.nodes:
             return other if other.pool == FUNCTIONS else replace(other, pool=FUNCTIONS)
         stated = plan.deploy.engines.get(other.node)
@@ -168,16 +175,16 @@ class Choices:
         return replace(placement, node=other.node, engine=engine)
 
 
-def _least(engines: Mapping[str, EngineSpec], placement: Placement, offload: str) -> Placement:
+def _with_least_memory(engines: Mapping[str, EngineSpec], placement: Placement, offload: str) -> Placement:
     """Add the options that need the least memory, where they are not stated."""
     known = engines[placement.engine.name].options
     options = placement.engine.options
     least = (("micro_batch", 1), ("recompute", "full"), ("offload", offload))
-    added = {k: v for k, v in least if k in known and k not in options}
+    added = {option: value for option, value in least if option in known and option not in options}
     return holdings.with_options(placement, added)
 
 
-def _offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Placement:
+def _with_offloading(engines: Mapping[str, EngineSpec], placement: Placement) -> Placement:
     """Offload as much as possible, where that is not stated."""
     engine = placement.engine
     if "offload" not in engines[engine.name].options or "offload" in engine.options:
@@ -195,40 +202,44 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
     devices = pool.devices
     host = pool.each or plan.cluster.devices_per_node
     # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
-    zero = [z for z in (1, 3) if z in spec.zero and node.verb != "generate"] or [1]
+    zero = [stage for stage in (1, 3) if stage in spec.zero and node.verb != "generate"] or [1]
     here = runs(spec.name)
     planned = spec.planned(plan.cluster.device.kind.where)
-    axes = [a for a in spec.axes if not (here and a in planned)]
+    axes = [axis for axis in spec.axes if not (here and axis in planned)]
     for tp in _divisors(devices, spec, "tp", devices if wide else host):
         for cp in _divisors(devices // tp, spec, "cp", devices if wide else 1):
             for pp in _divisors(devices // tp // cp, spec, "pp", model.layers):
                 dp = devices // (tp * cp * pp)
                 last = 0  # the ep of the mesh before: of meshes that differ in etp, the narrow search takes the first
                 for mesh in spec.spread.meshes(Layout(tp=tp, cp=cp, pp=pp, dp=dp), model):
-                    if all(a in axes for a in ("ep", "etp") if getattr(mesh, a) > 1) and (wide or mesh.ep > last):
+                    if all(axis in axes for axis in ("ep", "etp") if getattr(mesh, axis) > 1) and (
+                        wide or mesh.ep > last
+                    ):
                         last = mesh.ep
                         # Layouts that the engine can only plan are for programs where nothing else fits.
                         if spec.spread.takes(mesh, model) or not here or wide:
-                            yield from (replace(mesh, zero=z) for z in (zero if dp > 1 else zero[:1]))
+                            yield from (replace(mesh, zero=stage) for stage in (zero if dp > 1 else zero[:1]))
 
 
 def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[int]:
-    return [n for n in range(1, min(number, most) + 1) if number % n == 0] if axis in spec.axes else [1]
+    return (
+        [divisor for divisor in range(1, min(number, most) + 1) if number % divisor == 0] if axis in spec.axes else [1]
+    )
 
 
-def undominated(found: list[Choice]) -> list[Choice]:
+def undominated(choices: list[Choice]) -> list[Choice]:
     """Drop choices that are slower than another and hold more, alone and with others.
 
     Only for nodes that no reshard touches.
     """
-    kept: list[Choice] = []
-    for choice in found:
+    remaining: list[Choice] = []
+    for choice in choices:
         if not any(
-            c.resident <= choice.resident
-            and c.whole <= choice.whole
-            and all(c.seconds[n] <= s for n, s in choice.seconds.items())
-            and all(c.peaks[p] <= b for p, b in choice.peaks.items())
-            for c in kept
+            other.resident <= choice.resident
+            and other.whole <= choice.whole
+            and all(other.seconds[node] <= seconds for node, seconds in choice.seconds.items())
+            and all(other.peaks[phase] <= peak for phase, peak in choice.peaks.items())
+            for other in remaining
         ):
-            kept.append(choice)
-    return kept
+            remaining.append(choice)
+    return remaining

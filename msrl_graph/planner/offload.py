@@ -20,27 +20,27 @@ from ..passes.reshard import GIB, InsertResharding
 def relieved(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
     """Complete a placed plan with `complete`, offloading what it must to fit."""
     placed = complete(plan)
-    workers = [w for w in plan.graph.workers if offers(plan, engines, w)]
-    if not workers or not (why := _over(placed, engines)):
+    workers = [candidate for candidate in plan.graph.workers if offers(plan, engines, candidate)]
+    if not workers or not (why := _describe_overflow(placed, engines)):
         return placed
     chosen: list[Worker] = []
-    for worker in sorted(workers, key=lambda w: holdings.update_of(plan, w.name) is not None):
+    for worker in sorted(workers, key=lambda candidate: holdings.update_of(plan, candidate.name) is not None):
         chosen.append(worker)
-        if not _over(complete(_offloading(plan, chosen)), engines):
+        if not _describe_overflow(complete(_with_offloading(plan, chosen)), engines):
             break
     else:
         return placed
     for worker in chosen[:-1]:
-        fewer = [w for w in chosen if w != worker]
-        if not _over(complete(_offloading(plan, fewer)), engines):
+        fewer = [other for other in chosen if other != worker]
+        if not _describe_overflow(complete(_with_offloading(plan, fewer)), engines):
             chosen = fewer
-    found = complete(_offloading(plan, chosen))
-    what = [
-        f"{'the weights' if n.verb == 'infer' else 'the optimizer states'} of {n.name}"
-        for n in (kept_by(plan, w)[0] for w in chosen)
+    relieved_plan = complete(_with_offloading(plan, chosen))
+    offloaded = [
+        f"{'the weights' if node.verb == 'infer' else 'the optimizer states'} of {node.name}"
+        for node in (kept_by(plan, chosen_worker)[0] for chosen_worker in chosen)
     ]
-    note = PlanNote("offload", f"in host memory while others compute: {', '.join(what)}; otherwise {why}")
-    return replace(found, notes=(*found.notes, note))
+    note = PlanNote("offload", f"in host memory while others compute: {', '.join(offloaded)}; otherwise {why}")
+    return replace(relieved_plan, notes=(*relieved_plan.notes, note))
 
 
 def offers(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
@@ -50,8 +50,8 @@ def offers(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
     """
     if plan.cluster.device.kind.shares_host_memory:
         return False
-    found = [plan.placement(n.name).engine for n in kept_by(plan, worker)[:1]]
-    return any("offload" in engines[e.name].options and "offload" not in e.options for e in found)
+    choices = [plan.placement(node.name).engine for node in kept_by(plan, worker)[:1]]
+    return any("offload" in engines[choice.name].options and "offload" not in choice.options for choice in choices)
 
 
 def kept_by(plan: Plan, worker: Worker) -> tuple[Node, ...]:
@@ -59,38 +59,43 @@ def kept_by(plan: Plan, worker: Worker) -> tuple[Node, ...]:
     return plan.graph.sharing(worker.name) if worker.kind != "function" else ()
 
 
-def _offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
+def _with_offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
     """Offload these workers: the optimizer states with an update, else the weights."""
     how = {
-        n.name: "weights" if holdings.update_of(plan, w.name) is None else "optimizer"
-        for w in workers
-        for n in kept_by(plan, w)
+        node.name: "weights" if holdings.update_of(plan, worker.name) is None else "optimizer"
+        for worker in workers
+        for node in kept_by(plan, worker)
     }
 
-    found = (holdings.with_options(p, {"offload": how[p.node]}) if p.node in how else p for p in plan.placements)
-    return replace(plan, placements=tuple(found))
+    placements = (
+        holdings.with_options(placement, {"offload": how[placement.node]}) if placement.node in how else placement
+        for placement in plan.placements
+    )
+    return replace(plan, placements=tuple(placements))
 
 
-def _over(plan: Plan, engines: holdings.Engines) -> str:
+def _describe_overflow(plan: Plan, engines: holdings.Engines) -> str:
     """Describe what does not fit a device; "" if all fits.
 
     Reshards are only planned where they might not fit.
     """
     counted = CountMemory(engines).devices(plan)
-    if (why := over(counted)) or not any(_near(plan, engines, e.src, e.dst) for e in plan.graph.reshards()):
+    if (why := over(counted)) or not any(
+        _may_overflow(plan, engines, edge.src, edge.dst) for edge in plan.graph.reshards()
+    ):
         return why
     return over(CountMemory(engines).devices(InsertResharding(engines, compare=False).apply(plan)))
 
 
-def _near(plan: Plan, engines: holdings.Engines, source: str, target: str) -> bool:
+def _may_overflow(plan: Plan, engines: holdings.Engines, source: str, target: str) -> bool:
     """Return whether a reshard might not fit, whatever its buckets are."""
     options = plan.deploy.reshard
     item = BYTES[holdings.dtype(plan, source)]
     model = plan.model(source)
     arriving = holdings.weights(plan, engines, target) + max(options.bucket or GIB, item * model.largest)
     leaving = 0
-    pools = {plan.placement(n).pool for n in (source, target)}
+    pools = {plan.placement(node).pool for node in (source, target)}
     if len(pools) == 1 and options.mode == "swap" and options.order != "direct":
         leaving = min(arriving, holdings.weights(plan, engines, source))
-    most = max(sum(holdings.resident(plan, engines, p).values()) for p in pools)
+    most = max(sum(holdings.resident(plan, engines, pool).values()) for pool in pools)
     return most + arriving - leaving > holdings.capacity(plan.cluster).value

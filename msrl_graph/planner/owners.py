@@ -31,10 +31,10 @@ class Owner:
 
 def owners(plan: Plan, division: Division) -> tuple[Owner, ...]:
     """Return the owners in the order of the graph."""
-    found: dict[str, list[str]] = {}
+    nodes_by_owner: dict[str, list[str]] = {}
     for node in nodes_of(plan):
-        found.setdefault(owner_of(plan, division, node), []).append(node.name)
-    return tuple(Owner(name, tuple(nodes)) for name, nodes in found.items())
+        nodes_by_owner.setdefault(owner_of(plan, division, node), []).append(node.name)
+    return tuple(Owner(name, tuple(nodes)) for name, nodes in nodes_by_owner.items())
 
 
 def owner_of(plan: Plan, division: Division, node: Node) -> str:
@@ -67,7 +67,7 @@ def first_stated(plan: Plan, node: Node, stated: Collection[str]) -> str | None:
     """Return the first infer with a statement among those sharing an infer's weights."""
     if node.verb != "infer":
         return None
-    return next((n.name for n in plan.graph.sharing(node.worker) if n.name in stated), None)
+    return next((sharing.name for sharing in plan.graph.sharing(node.worker) if sharing.name in stated), None)
 
 
 def has_open_layout(plan: Plan, owner: Owner) -> bool:
@@ -78,30 +78,38 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
     """Return the engines that the plan chooses from, the preferred one first."""
     # A layout of the plan must suit the engines of all nodes; a stated layout must suit the owner's engine.
     asked = (owner.node, *(owner.nodes if has_open_layout(plan, owner) else ()))
-    if stated := [n for n in asked if n in plan.deploy.engines]:
+    if stated := [name for name in asked if name in plan.deploy.engines]:
         return [known[plan.deploy.engines[stated[0]].name]]
     device = plan.cluster.device
     family = plan.model(owner.node).family
-    found = [e for e in known.values() if e.chosen and _does(plan, owner, e)]
+    candidates = [spec for spec in known.values() if spec.chosen and _supports_verbs(plan, owner, spec)]
     conditions: tuple[Callable[[EngineSpec], bool], ...] = (
-        lambda e: family in e.families,
-        lambda e: not _lacks(plan, owner, e),
-        lambda e: device.kind.where in e.chosen,
-        lambda e: runs(e.name),
+        lambda spec: family in spec.families,
+        lambda spec: not _missing_support(plan, owner, spec),
+        lambda spec: device.kind.where in spec.chosen,
+        lambda spec: runs(spec.name),
     )
     for met in conditions:
-        found = [e for e in found if met(e)] or found
+        candidates = [spec for spec in candidates if met(spec)] or candidates
     # Engines for these devices alone come before engines for any.
-    return sorted(found, key=lambda e: len(e.chosen))
+    return sorted(candidates, key=lambda spec: len(spec.chosen))
 
 
-def why(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], taken: str) -> str:
+def why(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], chosen: str) -> str:
     """Return who chose an unstated engine.
 
     Engines that are meant for these devices but were not chosen are listed with the reason.
     """
-    meant = [e for e in known.values() if plan.cluster.device.kind.where in e.chosen and _does(plan, owner, e)]
-    lacking = [f"`{e.name}` {words}" for e in meant if e.name != taken and (words := _lacks(plan, owner, e))]
+    meant = [
+        spec
+        for spec in known.values()
+        if plan.cluster.device.kind.where in spec.chosen and _supports_verbs(plan, owner, spec)
+    ]
+    lacking = [
+        f"`{spec.name}` {words}"
+        for spec in meant
+        if spec.name != chosen and (words := _missing_support(plan, owner, spec))
+    ]
     if len(engines(plan, owner, known)) > 1:
         by = f"the plan, {'with' if has_open_layout(plan, owner) else 'for'} its layout"
     else:
@@ -109,19 +117,19 @@ def why(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], taken: str) -
     return f"{by}{': ' if lacking else ''}{', '.join(lacking)}"
 
 
-def _does(plan: Plan, owner: Owner, spec: EngineSpec) -> bool:
-    return {plan.graph.node(n).verb for n in owner.nodes} <= {*spec.verbs}
+def _supports_verbs(plan: Plan, owner: Owner, spec: EngineSpec) -> bool:
+    return {plan.graph.node(node).verb for node in owner.nodes} <= {*spec.verbs}
 
 
-def _lacks(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
+def _missing_support(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
     """Return why an engine does not fit the model or the stated layout; "" if it does."""
     model = plan.model(owner.node)
     stated = plan.deploy.layouts.get(owner.node)
     layout = None if stated is None else spec.spread.settled(stated, model)
     lacking = [f"no {model.family} models"] * (model.family not in spec.families)
     if layout is not None:
-        lacking += [f"no {a}" for a in AXES if getattr(layout, a) > 1 and a not in spec.axes]
-        trains = any(plan.graph.node(n).verb == "update" for n in owner.nodes)
+        lacking += [f"no {axis}" for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.axes]
+        trains = any(plan.graph.node(node).verb == "update" for node in owner.nodes)
         lacking += [f"no ZeRO {layout.zero}"] * (trains and layout.zero not in spec.zero)
     if lacking:
         return f"has {', '.join(lacking)}"

@@ -70,61 +70,67 @@ class PlaceNodes(PlacementPass):
         decision = decision or PlacementDecision()
         division = decision.division or divide(plan)
         plan = replace(plan, pools=division.pools)
-        found: dict[str, Placement] = {}
-        owner = {n: o for o in owners(plan, division) for n in o.nodes}
+        placed_nodes: dict[str, Placement] = {}
+        owner = {node_name: node_owner for node_owner in owners(plan, division) for node_name in node_owner.nodes}
         # Updates first, since other nodes take their layouts.
         for verb in ("update", "generate", "infer"):
             # The first update of a worker has the layout of all its updates.
             for node in sorted(
-                plan.graph.verb(verb), key=lambda n: verb == "update" and n.name != plan.graph.sharing(n.worker)[0].name
+                plan.graph.verb(verb),
+                key=lambda update: verb == "update" and update.name != plan.graph.sharing(update.worker)[0].name,
             ):
                 if plan.graph.worker(node.worker).kind != "function":
-                    placed = self._on_devices(plan, node, owner[node.name], division, decision, found, numbered)
+                    placed = self._place_on_devices(
+                        plan, node, owner[node.name], division, decision, placed_nodes, numbered
+                    )
                     if division.beside and node.name not in division.named:
                         placed = replace(
                             placed, reason=f"{placed.reason}; in no stated pool, so with {division.beside}"
                         )
-                    found[node.name] = placed
+                    placed_nodes[node.name] = placed
         everywhere = Layout(dp=plan.cluster.nodes)
-        placements = tuple(found.get(n.name) or self._on_hosts(n, everywhere) for n in plan.graph.nodes)
-        whole = replace(plan, placements=placements)
-        idle = plan.cluster.devices - sum(p.devices for p in division.pools)
+        placements = tuple(
+            placed_nodes.get(graph_node.name) or self._place_on_hosts(graph_node, everywhere)
+            for graph_node in plan.graph.nodes
+        )
+        placed_plan = replace(plan, placements=placements)
+        idle = plan.cluster.devices - sum(pool.devices for pool in division.pools)
         notes = (
             (PlanNote("place", f"{idle} of {plan.cluster.devices} devices are in no pool and stay idle"),)
             if idle > 0
             else ()
         )
-        whole = replace(whole, notes=(*plan.notes, *notes))
-        return relieved(whole, self.engines, self._completed) if numbered else self._completed(whole)
+        placed_plan = replace(placed_plan, notes=(*plan.notes, *notes))
+        return relieved(placed_plan, self.engines, self._complete_all) if numbered else self._complete_all(placed_plan)
 
-    def _completed(self, plan: Plan) -> Plan:
-        return replace(plan, placements=tuple(self.complete(plan, p) for p in plan.placements))
+    def _complete_all(self, plan: Plan) -> Plan:
+        return replace(plan, placements=tuple(self.complete(plan, placement) for placement in plan.placements))
 
-    def _on_hosts(self, node: Node, everywhere: Layout) -> Placement:
+    def _place_on_hosts(self, node: Node, everywhere: Layout) -> Placement:
         if node.verb == "source":
             reason = "the source runs once a run, with the first host's functions"
             return Placement(node.name, FUNCTIONS, Layout(dp=1), 0, PYTHON, reason)
         return Placement(node.name, FUNCTIONS, everywhere, 0, PYTHON, "functions run on the hosts' CPUs")
 
-    def _on_devices(
+    def _place_on_devices(
         self,
         plan: Plan,
         node: Node,
         owned: Owner,
         division: Division,
         decision: PlacementDecision,
-        found: Mapping[str, Placement],
+        placed_nodes: Mapping[str, Placement],
         numbered: bool,
     ) -> Placement:
         pool = division.pool_of(node.name)
         owner = owned.node
-        engine = self._engine(plan, node, owned, decision, found)
+        engine = self._choose_engine(plan, node, owned, decision, placed_nodes)
         stated = plan.deploy.layouts.get(node.name)
-        if owner != node.name and owner in found and node.verb != "generate":
+        if owner != node.name and owner in placed_nodes and node.verb != "generate":
             shares = plan.graph.node(owner).worker == node.worker
-            layout = found[owner].layout
+            layout = placed_nodes[owner].layout
             reason = f"has the weights of {owner}" if shares else f"as {owner}, which has the same model"
-            if not shares and owner in plan.deploy.layouts and engine.name != found[owner].engine.name:
+            if not shares and owner in plan.deploy.layouts and engine.name != placed_nodes[owner].engine.name:
                 open_ = plan.deploy.layouts[owner]  # its open sizes depend on the engine, which is another one here
                 layout = self.resolve(plan, node.name, open_, engine.name, pool.devices)[0]
         elif owner != node.name and owner in plan.deploy.layouts and stated is None:
@@ -136,7 +142,7 @@ class PlaceNodes(PlacementPass):
             layout = decision.layouts.get(owner, Layout(dp=pool.devices))
             reason = decision.why or "data-parallel over its pool"
         if node.verb == "generate" and numbered:
-            layout, reason = self._inner(plan, node, pool, found, engine, layout, reason)
+            layout, reason = self._number_ranks(plan, node, pool, placed_nodes, engine, layout, reason)
         return Placement(node.name, pool.name, layout, pool.first, engine, reason, each=pool.each)
 
     def resolve(self, plan: Plan, node: str, stated: Layout, engine: str, devices: int) -> tuple[Layout, str]:
@@ -151,8 +157,8 @@ class PlaceNodes(PlacementPass):
             reason = f"stated; dp {layout.dp} from {devices} devices"
         return self.engines[engine].spread.settled(layout, plan.model(node)), reason
 
-    def _engine(
-        self, plan: Plan, node: Node, owned: Owner, decision: PlacementDecision, found: Mapping[str, Placement]
+    def _choose_engine(
+        self, plan: Plan, node: Node, owned: Owner, decision: PlacementDecision, placed_nodes: Mapping[str, Placement]
     ) -> EngineChoice:
         stated = plan.deploy.engines.get(node.name)
         owner = owned.node
@@ -161,44 +167,57 @@ class PlaceNodes(PlacementPass):
         if sharing is None or sharing == node.name:
             if stated is not None:
                 return stated
-            if owner != node.name and owner in found:
+            if owner != node.name and owner in placed_nodes:
                 own = {}
                 if plan.graph.worker(node.worker).follows:  # the same weight type, so that each rank copies its part
-                    own = {k: v for k, v in found[owner].engine.options.items() if k == "dtype"}
-                return EngineChoice(found[owner].engine.name, own, chosen=f"{owner}, as the layout is")
+                    own = {
+                        option: value
+                        for option, value in placed_nodes[owner].engine.options.items()
+                        if option == "dtype"
+                    }
+                return EngineChoice(placed_nodes[owner].engine.name, own, chosen=f"{owner}, as the layout is")
             name = decision.engines.get(owner) or engines(plan, owned, self.engines)[0].name
             return EngineChoice(name, chosen=why(plan, owned, self.engines, name))
         # Only the micro-batch is its own; checks/sharing.py compares its other options with the owner's.
-        theirs = found[sharing].engine if update is not None else plan.deploy.engines[sharing]
+        theirs = placed_nodes[sharing].engine if update is not None else plan.deploy.engines[sharing]
         if stated is None:
             return replace(theirs, options=theirs.shared(), chosen=f"{sharing}, whose weights it has")
-        own = {k: v for k, v in stated.options.items() if k == "micro_batch"}
+        own = {option: value for option, value in stated.options.items() if option == "micro_batch"}
         return replace(stated, name=theirs.name, options={**theirs.shared(), **own})
 
-    def _inner(
+    def _number_ranks(
         self,
         plan: Plan,
         node: Node,
         pool: Pool,
-        found: Mapping[str, Placement],
+        placed_nodes: Mapping[str, Placement],
         engine: EngineChoice,
         layout: Layout,
         reason: str,
     ) -> tuple[Layout, str]:
         """Number the ranks of a generation so that resharding gathers in small groups."""
-        source = next((found[e.src] for e in plan.graph.reshards() if e.dst == node.name and e.src in pool.nodes), None)
+        source = next(
+            (
+                placed_nodes[edge.src]
+                for edge in plan.graph.reshards()
+                if edge.dst == node.name and edge.src in pool.nodes
+            ),
+            None,
+        )
         if source is None or source.layout.devices != layout.devices or layout.devices != pool.devices:
             return layout, reason
-        kinds = tuple(k for k in plan.model(node.name).kinds if not k.tensor.experts and not k.tensor.padded)
+        kinds = tuple(
+            kind for kind in plan.model(node.name).kinds if not kind.tensor.experts and not kind.tensor.padded
+        )
         at_rest = self.engines[source.engine.name].side(source.layout)
 
         def group(inner: int) -> int:
             return gather_block(kinds, at_rest, self.engines[engine.name].side(replace(layout, inner=inner)))
 
         # Beyond the update's tp, neighbours hold nothing new.
-        choices = [n for n in range(1, min(layout.dp, max(1, source.layout.tp)) + 1) if layout.dp % n == 0]
-        sizes = {n: group(n) for n in choices}
-        best = min(choices, key=lambda n: (sizes[n], n))
+        choices = [size for size in range(1, min(layout.dp, max(1, source.layout.tp)) + 1) if layout.dp % size == 0]
+        sizes = {size: group(size) for size in choices}
+        best = min(choices, key=lambda size: (sizes[size], size))
         if best > 1:
             reason += (
                 f"; dp in {best}s of neighbours, so that resharding gathers among {sizes[best]} ranks, not {sizes[1]}"
@@ -222,10 +241,10 @@ class PlaceNodes(PlacementPass):
             # As many prompts, each with its samples, as memory holds: an evaluation may have more than an iteration.
             most = max(holdings.group_rows(plan, node), PROMPTS_AT_ONCE)
             room = holdings.kv_room(plan, self.engines, node)
-            return _with(placement, micro_batch=self._largest(plan, placement, most, room))
-        return self._in_batches(plan, placement)
+            return _with_options(placement, micro_batch=self._largest_micro_batch(plan, placement, most, room))
+        return self._choose_micro_batch(plan, placement)
 
-    def _in_batches(self, plan: Plan, placement: Placement) -> Placement:
+    def _choose_micro_batch(self, plan: Plan, placement: Placement) -> Placement:
         """Choose micro-batch and recomputation of an infer or update.
 
         The micro-batch has as many rows as keep the device busy. It has fewer where memory requires it, or where a
@@ -234,79 +253,92 @@ class PlaceNodes(PlacementPass):
         """
         node = placement.node
         options = placement.engine.options
-        room = self._room(plan, placement)
+        room = self._free_bytes(plan, placement)
         most = max(
             1, min(holdings.group_rows(plan, node), MICRO_BATCH_TOKENS // max(1, holdings.row_tokens(plan, node)))
         )
         stated = options.get("micro_batch")
-        found = []
+        trials = []
         asked = (
             plan.graph.node(node).verb != "update"
             or "recompute" in options
             or "recompute" not in self.engines[placement.engine.name].options
         )
-        for tried in [placement] if asked else [placement, _with(placement, recompute="full")]:
+        for tried in [placement] if asked else [placement, _with_options(placement, recompute="full")]:
             if "micro_batch" in options:
-                found.append((tried, self._working(plan, tried, stated if isinstance(stated, int) else 1)))
+                trials.append((tried, self._working_bytes(plan, tried, stated if isinstance(stated, int) else 1)))
                 continue
-            size = self._largest(plan, tried, most, room)
+            size = self._largest_micro_batch(plan, tried, most, room)
             # Where a larger micro-batch is not always faster, try powers of two: then less memory never allows a size
             # that more memory does not.
-            some = placement.layout.pp > 1 or bool(plan.cluster.device.curves)
-            sizes = {1 << i for i in range(size.bit_length())} | {s for s in [size] if s == most} if some else {size}
-            batches = [_with(tried, micro_batch=n) for n in sorted(sizes, reverse=True)]
-            best = batches[0] if len(batches) == 1 else min(batches, key=lambda p: self._seconds(plan, p))
+            varies = placement.layout.pp > 1 or bool(plan.cluster.device.curves)
+            sizes = (
+                {1 << i for i in range(size.bit_length())} | {largest for largest in [size] if largest == most}
+                if varies
+                else {size}
+            )
+            batches = [_with_options(tried, micro_batch=rows) for rows in sorted(sizes, reverse=True)]
+            best = (
+                batches[0]
+                if len(batches) == 1
+                else min(batches, key=lambda candidate: self._estimate_seconds(plan, candidate))
+            )
             if asked:
                 return best
-            found.append((best, self._working(plan, tried, 1)))
-            if size == most and found[-1][1] <= room:
+            trials.append((best, self._working_bytes(plan, tried, 1)))
+            if size == most and trials[-1][1] <= room:
                 break  # recomputing could not make it quicker
-        if len(found) == 1:
-            return found[0][0]
-        (whole, need), (again, _) = found
+        if len(trials) == 1:
+            return trials[0][0]
+        (without, need), (with_recompute, _) = trials
         if need > room:
             why = (
                 f"recomputes activations, which would otherwise take {holdings.gigabytes(need)} of "
                 f"{holdings.gigabytes(max(0, room))}"
             )
-        elif "micro_batch" not in options and self._seconds(plan, again) < self._seconds(plan, whole):
+        elif "micro_batch" not in options and self._estimate_seconds(plan, with_recompute) < self._estimate_seconds(
+            plan, without
+        ):
             why = "recomputes activations: that is faster, with larger micro-batches"
         else:
-            return whole
-        return replace(again, reason=f"{placement.reason}; {why}")
+            return without
+        return replace(with_recompute, reason=f"{placement.reason}; {why}")
 
-    def _room(self, plan: Plan, placement: Placement) -> int:
+    def _free_bytes(self, plan: Plan, placement: Placement) -> int:
         """Return the bytes that an infer or update may use next to what is resident."""
         usable = int(holdings.capacity(plan.cluster).value * (1 - holdings.RESERVE))
         return usable - sum(holdings.resident(plan, self.engines, placement.pool, placement.node).values())
 
-    def _largest(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
+    def _largest_micro_batch(self, plan: Plan, placement: Placement, most: int, room: int) -> int:
         """Return the largest micro-batch up to `most` that fits `room`; 1 if none does."""
-        return max(1, bisect_right(range(1, max(1, most) + 1), room, key=lambda n: self._working(plan, placement, n)))
+        return max(
+            1,
+            bisect_right(range(1, max(1, most) + 1), room, key=lambda rows: self._working_bytes(plan, placement, rows)),
+        )
 
-    def _working(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
+    def _working_bytes(self, plan: Plan, placement: Placement, micro_batch: int) -> int:
         """Return a node's peak bytes with this micro-batch, without what is resident.
 
         They depend neither on other nodes' placements nor on the position of its own devices: many plans of a search
         ask for the same value.
         """
         engine = placement.engine
-        of = (plan.cluster, plan.deploy, self.engines)
+        inputs = (plan.cluster, plan.deploy, self.engines)
         # The keys are ids, which stay unique while the objects are kept.
-        known: tuple[Any, dict[tuple[Any, ...], int]] = (of, {})
-        known = plan.graph.worked_out.setdefault(("working", *map(id, of)), known)
+        known: tuple[Any, dict[tuple[Any, ...], int]] = (inputs, {})
+        known = plan.graph.worked_out.setdefault(("working", *map(id, inputs)), known)
         sizes = known[1]
-        options = tuple((k, v) for k, v in engine.options.items() if k != "micro_batch")
+        options = tuple((option, value) for option, value in engine.options.items() if option != "micro_batch")
         key = (placement.node, micro_batch, engine.name, placement.layout, *options)
         if key not in sizes:
-            plan = replace(plan, placements=(_with(placement, micro_batch=micro_batch),))
+            plan = replace(plan, placements=(_with_options(placement, micro_batch=micro_batch),))
             sizes[key] = sum(holdings.fullest(plan, self.engines, placement.node)[1].values())
         return sizes[key]
 
-    def _seconds(self, plan: Plan, placement: Placement) -> float:
+    def _estimate_seconds(self, plan: Plan, placement: Placement) -> float:
         compute, exchange = EstimateTime(self.engines).of_node(replace(plan, placements=(placement,)), placement.node)
         return compute.value + exchange.value
 
 
-def _with(placement: Placement, **options: Value) -> Placement:
+def _with_options(placement: Placement, **options: Value) -> Placement:
     return holdings.with_options(placement, options)

@@ -32,13 +32,13 @@ class Division:
     named: frozenset[str] = frozenset()
 
     def pool_of(self, node: str) -> Pool:
-        return next(p for p in self.pools if node in p.nodes)
+        return next(pool for pool in self.pools if node in pool.nodes)
 
 
 def nodes_of(plan: Plan) -> list[Node]:
     """Return the nodes with weights, in the order of the graph."""
-    kept = {w.name for w in plan.graph.workers if w.kind != "function"}
-    return [n for n in plan.graph.nodes if n.worker in kept]
+    workers = {worker.name for worker in plan.graph.workers if worker.kind != "function"}
+    return [node for node in plan.graph.nodes if node.worker in workers]
 
 
 def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
@@ -47,13 +47,15 @@ def divide(plan: Plan, shares: tuple[int, ...] = ()) -> Division:
     `shares` are the devices of the pools whose size nothing states; without it the shares are even.
     """
     if not plan.deploy.pools:
-        return Division((Pool(tuple(n.name for n in nodes_of(plan)), 0, plan.cluster.devices, DEVICES),))
-    named = frozenset(n for p in plan.deploy.pools for n in p.nodes)
-    stated, beside = _home(plan, named)
-    laid = _lay(
-        _share(_size(plan, stated), plan.cluster.devices, shares), plan.cluster.devices, plan.cluster.devices_per_node
+        return Division((Pool(tuple(node.name for node in nodes_of(plan)), 0, plan.cluster.devices, DEVICES),))
+    named = frozenset(node for pool in plan.deploy.pools for node in pool.nodes)
+    stated, beside = _assign_unnamed(plan, named)
+    laid = _lay_out(
+        _share_devices(_set_sizes(plan, stated), plan.cluster.devices, shares),
+        plan.cluster.devices,
+        plan.cluster.devices_per_node,
     )
-    return Division(tuple(sorted(laid, key=lambda p: p.first)), beside, named)
+    return Division(tuple(sorted(laid, key=lambda pool: pool.first)), beside, named)
 
 
 def divisions(plan: Plan) -> list[Division]:
@@ -62,50 +64,64 @@ def divisions(plan: Plan) -> list[Division]:
     If the program does not send every version of some weights, only divisions that separate the ends of such edges are
     returned, if there are any. The result is never empty.
     """
-    found = list(_every(plan))
-    seldom = [e for e in plan.graph.reshards() if ReshardingEdgeAttributes.of(e).every > 1]
-    apart = [d for d in found if all(d.pool_of(e.src) != d.pool_of(e.dst) for e in seldom)]
-    return apart or found
+    every_division = list(_list_divisions(plan))
+    seldom = [edge for edge in plan.graph.reshards() if ReshardingEdgeAttributes.of(edge).every > 1]
+    apart = [
+        division
+        for division in every_division
+        if all(division.pool_of(edge.src) != division.pool_of(edge.dst) for edge in seldom)
+    ]
+    return apart or every_division
 
 
 def open_to_staleness(plan: Plan) -> bool:
     """Return whether the deploy allows generations on other devices than the updates."""
-    return any(not shared_staleness(plan.graph, lambda n, d=d: d.pool_of(n).name) for d in _every(plan))  # type: ignore[misc]
+    return any(
+        not shared_staleness(plan.graph, lambda node, division=division: division.pool_of(node).name)  # type: ignore[misc]
+        for division in _list_divisions(plan)
+    )
 
 
 def in_step(plan: Plan) -> Plan:
     """Return the plan without staleness."""
 
-    def newest(edge: Edge) -> Edge:
-        return replace(edge, attributes={k: v for k, v in edge.attributes.items() if k not in ("staleness", "every")})
+    def without_staleness(edge: Edge) -> Edge:
+        return replace(
+            edge,
+            attributes={name: value for name, value in edge.attributes.items() if name not in ("staleness", "every")},
+        )
 
-    return replace(plan, graph=replace(plan.graph, edges=tuple(map(newest, plan.graph.edges))))
+    return replace(plan, graph=replace(plan.graph, edges=tuple(map(without_staleness, plan.graph.edges))))
 
 
-def _every(plan: Plan) -> Iterator[Division]:
+def _list_divisions(plan: Plan) -> Iterator[Division]:
     """Yield all divisions that the deploy allows, each once.
 
     If it states no pools, these are: all nodes together, generations apart, never-updated nodes apart, or both. Pools
     take whole hosts where there are enough.
     """
     yield (first := divide(plan))
-    seen = {_sizes(first)}
-    for groups in [()] if plan.deploy.pools else _groups(plan):
+    seen = {_division_key(first)}
+    for groups in [()] if plan.deploy.pools else _possible_groups(plan):
         apart = replace(plan, deploy=replace(plan.deploy, pools=tuple(map(Pool, groups)))) if groups else plan
-        sized = _size(apart, _home(apart, frozenset(n for p in apart.deploy.pools for n in p.nodes))[0])
-        left = plan.cluster.devices - sum(p.devices for p in sized)
-        for shares in _shares(sum(not p.devices for p in sized), left, plan.cluster.devices_per_node):
-            found = divide(apart, shares)
-            if _sizes(found) not in seen and all(p.first + p.devices <= plan.cluster.devices for p in found.pools):
-                seen.add(_sizes(found))
-                yield found
+        sized = _set_sizes(
+            apart, _assign_unnamed(apart, frozenset(node for pool in apart.deploy.pools for node in pool.nodes))[0]
+        )
+        unsized = plan.cluster.devices - sum(pool.devices for pool in sized)
+        for shares in _possible_shares(sum(not pool.devices for pool in sized), unsized, plan.cluster.devices_per_node):
+            division = divide(apart, shares)
+            if _division_key(division) not in seen and all(
+                pool.first + pool.devices <= plan.cluster.devices for pool in division.pools
+            ):
+                seen.add(_division_key(division))
+                yield division
 
 
-def _sizes(division: Division) -> tuple[tuple[tuple[str, ...], int], ...]:
-    return tuple((p.nodes, p.devices) for p in division.pools)
+def _division_key(division: Division) -> tuple[tuple[tuple[str, ...], int], ...]:
+    return tuple((pool.nodes, pool.devices) for pool in division.pools)
 
 
-def _groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
+def _possible_groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
     """Return which nodes might have devices of their own.
 
     The deploy states no pools and no layouts. There are up to three kinds of blocks: all generations; all nodes whose
@@ -115,62 +131,66 @@ def _groups(plan: Plan) -> list[tuple[tuple[str, ...], ...]]:
     nodes = nodes_of(plan)
     if plan.deploy.layouts:
         return []
-    updated = dict.fromkeys(n.worker for n in nodes if n.verb == "update")
-    generate = [n.name for n in nodes if n.verb == "generate"]
-    frozen = [n.name for n in nodes if n.worker not in updated and n.verb != "generate"]
-    trained = [[n.name for n in nodes if n.worker == w and n.verb != "generate"] for w in updated]
-    blocks = [b for b in (generate, frozen, *trained) if b]
-    apart = [[[*chain(*some)]] for size in range(1, len(blocks)) for some in combinations(blocks, size)]
-    found: list[tuple[tuple[str, ...], ...]] = []
-    for some in [*apart, *([[generate, frozen]] if generate and frozen else [])]:
-        parted = [tuple(n.name for n in nodes if n.name in group) for group in some]
-        rest = tuple(n.name for n in nodes if not any(n.name in g for g in parted))
-        split = any(0 < len({*g} & {*t}) < len(t) for g in parted for t in plan.deploy.together)
-        if rest and not split and not any({rest, *parted} == {*f} for f in found):
-            found.append((rest, *parted))
-    return found
+    updated = dict.fromkeys(node.worker for node in nodes if node.verb == "update")
+    generate = [node.name for node in nodes if node.verb == "generate"]
+    frozen = [node.name for node in nodes if node.worker not in updated and node.verb != "generate"]
+    trained = [[node.name for node in nodes if node.worker == worker and node.verb != "generate"] for worker in updated]
+    blocks = [block for block in (generate, frozen, *trained) if block]
+    apart = [[[*chain(*chosen)]] for size in range(1, len(blocks)) for chosen in combinations(blocks, size)]
+    found_groups: list[tuple[tuple[str, ...], ...]] = []
+    for split_off in [*apart, *([[generate, frozen]] if generate and frozen else [])]:
+        parted = [tuple(node.name for node in nodes if node.name in group) for group in split_off]
+        rest = tuple(node.name for node in nodes if not any(node.name in group for group in parted))
+        split = any(0 < len({*group} & {*tied}) < len(tied) for group in parted for tied in plan.deploy.together)
+        if rest and not split and not any({rest, *parted} == {*known} for known in found_groups):
+            found_groups.append((rest, *parted))
+    return found_groups
 
 
-def _shares(pools: int, left: int, per_host: int) -> list[tuple[int, ...]]:
-    """Return ways to share `left` devices among some pools.
+def _possible_shares(pools: int, devices: int, per_host: int) -> list[tuple[int, ...]]:
+    """Return ways to share `devices` devices among some pools.
 
     The first pool gets what the others leave.
     """
-    if pools < 2 or left < pools:
+    if pools < 2 or devices < pools:
         return []
-    unit = per_host if left % per_host == 0 and left // per_host >= pools else 1
-    units = left // unit
+    unit = per_host if devices % per_host == 0 and devices // per_host >= pools else 1
+    units = devices // unit
     if units <= FINE:
-        found = {(units - sum(some), *some) for some in product(range(1, 5), repeat=pools - 1) if units > sum(some)}
-        found |= {parted[::-1] for parted in found} if pools == 2 else set()
+        splits = {
+            (units - sum(others), *others) for others in product(range(1, 5), repeat=pools - 1) if units > sum(others)
+        }
+        splits |= {parted[::-1] for parted in splits} if pools == 2 else set()
     else:
         eighths = (1, 2, 4, 6) if pools == 2 else (1, 2)
-        some_of = product((units * n // 8 for n in eighths), repeat=pools - 1)
-        found = {(units - sum(some), *some) for some in some_of if units > sum(some)}
+        some_of = product((units * eighth // 8 for eighth in eighths), repeat=pools - 1)
+        splits = {(units - sum(others), *others) for others in some_of if units > sum(others)}
     # Devices that do not fill a host go to the first pool.
-    return sorted((left - unit * sum(parted[1:]), *(unit * n for n in parted[1:])) for parted in found)
+    return sorted((devices - unit * sum(parted[1:]), *(unit * count for count in parted[1:])) for parted in splits)
 
 
-def _home(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
+def _assign_unnamed(plan: Plan, named: frozenset[str]) -> tuple[list[Pool], str]:
     """Put the nodes that no stated pool names into one of them, or into a new pool.
 
     Returns the pools and, in the first case, the node that they share a pool with.
     """
     stated = list(plan.deploy.pools)
-    nodes = [n.name for n in nodes_of(plan)]
-    rest = tuple(n for n in nodes if n not in named)
+    nodes = [node.name for node in nodes_of(plan)]
+    rest = tuple(node for node in nodes if node not in named)
     if not rest:
         return stated, ""
-    updates = next((p for p in stated if any(plan.graph.node(n).verb == "update" for n in p.nodes)), None)
-    free = sum(p.devices for p in stated) < plan.cluster.devices
-    if free and (updates is None or all(p.devices for p in stated)):
+    updates = next(
+        (pool for pool in stated if any(plan.graph.node(node).verb == "update" for node in pool.nodes)), None
+    )
+    free = sum(pool.devices for pool in stated) < plan.cluster.devices
+    if free and (updates is None or all(pool.devices for pool in stated)):
         return [*stated, Pool(rest, span=plan.deploy.span)], ""
     home = updates or stated[0]
-    stated[stated.index(home)] = replace(home, nodes=tuple(n for n in nodes if n in {*home.nodes, *rest}))
-    return stated, next((n for n in home.nodes if plan.graph.node(n).verb == "update"), home.nodes[0])
+    stated[stated.index(home)] = replace(home, nodes=tuple(node for node in nodes if node in {*home.nodes, *rest}))
+    return stated, next((node for node in home.nodes if plan.graph.node(node).verb == "update"), home.nodes[0])
 
 
-def _size(plan: Plan, pools: list[Pool]) -> list[Pool]:
+def _set_sizes(plan: Plan, pools: list[Pool]) -> list[Pool]:
     """Set the sizes of pools that are stated or follow from a layout.
 
     An update's layout comes before others. The size stays 0 if nothing sets it; `first` is -1 where it is open.
@@ -178,66 +198,80 @@ def _size(plan: Plan, pools: list[Pool]) -> list[Pool]:
     layouts = plan.deploy.layouts
     sized = []
     for pool in pools:
-        laid_out = [n for n in pool.nodes if n in layouts and layouts[n].dp]
+        laid_out = [node for node in pool.nodes if node in layouts and layouts[node].dp]
         if pool.devices:
             pool = replace(pool, reason="as placed")
         elif laid_out:
-            first = min(laid_out, key=lambda n: plan.graph.node(n).verb != "update")
+            first = min(laid_out, key=lambda node: plan.graph.node(node).verb != "update")
             pool = replace(pool, first=-1, devices=layouts[first].devices, reason=f"the size of the layout of {first}")
         sized.append(pool)
     return sized
 
 
-def _share(pools: list[Pool], every: int, shares: tuple[int, ...]) -> list[Pool]:
+def _share_devices(pools: list[Pool], devices: int, shares: tuple[int, ...]) -> list[Pool]:
     """Share the remaining devices among pools without a size, by `shares` or evenly."""
-    open_ = sum(not p.devices for p in pools)
-    left = every - sum(p.devices for p in pools)
+    open_ = sum(not pool.devices for pool in pools)
+    unshared = devices - sum(pool.devices for pool in pools)
     done = 0
     shared = []
     reason = "what is left" if open_ == 1 else "planned" if shares else "an even share"
     for pool in pools:
         if not pool.devices:
-            share = shares[done] if shares else max(1, -(-left // (open_ - done)))
+            share = shares[done] if shares else max(1, -(-unshared // (open_ - done)))
             pool = replace(pool, first=-1, devices=share, reason=reason)
-            left = left - share
+            unshared = unshared - share
             done = done + 1
         shared.append(pool)
     return shared
 
 
-def _lay(pools: list[Pool], every: int, per_host: int) -> list[Pool]:
+def _lay_out(pools: list[Pool], devices: int, per_host: int) -> list[Pool]:
     """Put each open pool into the first gap that is long enough.
 
     Otherwise it goes into equal gaps of consecutive hosts, or beyond the last device.
     """
-    laid = [p for p in pools if p.first >= 0]
-    for pool in (p for p in pools if p.first < 0):
-        taken = [(p.first, p.devices, p.each) for p in laid]
-        ends = {0, *(stop for some in taken for _, stop in runs(*some, per_host))}
-        tried = ((first, each) for each in _each(pool.devices, every, per_host) for first in sorted(ends))
-        fits = (at for at in tried if _free(at[0], pool.devices, at[1], every, per_host, taken))
-        first, each = next(fits, (every, 0))
-        laid.append(replace(pool, first=first, each=each))
-    return [replace(p, name=_name(p, every, per_host)) for p in laid]
+    laid = [open_pool for open_pool in pools if open_pool.first >= 0]
+    for pool in (open_pool for open_pool in pools if open_pool.first < 0):
+        used = [(placed.first, placed.devices, placed.each) for placed in laid]
+        ends = {0, *(stop for taken_range in used for _, stop in runs(*taken_range, per_host))}
+        tried = (
+            (first, per_host_devices)
+            for per_host_devices in _devices_per_host(pool.devices, devices, per_host)
+            for first in sorted(ends)
+        )
+        fits = (
+            position for position in tried if _is_free(position[0], pool.devices, position[1], devices, per_host, used)
+        )
+        first, per_host_devices = next(fits, (devices, 0))
+        laid.append(replace(pool, first=first, each=per_host_devices))
+    return [replace(laid_pool, name=_pool_name(laid_pool, devices, per_host)) for laid_pool in laid]
 
 
-def _each(devices: int, every: int, per_host: int) -> Iterator[int]:
+def _devices_per_host(devices: int, total: int, per_host: int) -> Iterator[int]:
     """Yield devices per host for a pool, the fewest hosts first; 0 is a full range."""
     yield 0
     yield from (
-        n for n in range(per_host - 1, 0, -1) if devices % n == 0 and n < devices and devices // n * per_host <= every
+        count
+        for count in range(per_host - 1, 0, -1)
+        if devices % count == 0 and count < devices and devices // count * per_host <= total
     )
 
 
-def _free(first: int, devices: int, each: int, every: int, per_host: int, taken: list[tuple[int, int, int]]) -> bool:
-    last = first + devices if not each else first + (devices // each - 1) * per_host + each
-    within = not each or first % per_host + each <= per_host
-    return within and last <= every and not any(meet((first, devices, each), some, per_host) for some in taken)
+def _is_free(
+    first: int, devices: int, on_host: int, total: int, per_host: int, used: list[tuple[int, int, int]]
+) -> bool:
+    last = first + devices if not on_host else first + (devices // on_host - 1) * per_host + on_host
+    within = not on_host or first % per_host + on_host <= per_host
+    return (
+        within
+        and last <= total
+        and not any(meet((first, devices, on_host), range_used, per_host) for range_used in used)
+    )
 
 
-def _name(pool: Pool, every: int, per_host: int) -> str:
+def _pool_name(pool: Pool, total: int, per_host: int) -> str:
     return (
         DEVICES
-        if (pool.first, pool.devices) == (0, every)
+        if (pool.first, pool.devices) == (0, total)
         else device_range(pool.first, pool.devices, pool.each, per_host)
     )

@@ -61,57 +61,60 @@ class Search(PlacementPass):
 
     def apply(self, plan: Plan) -> Plan:
         place = PlaceNodes(self.engines)
-        some = divisions(plan)
-        if len(some) == 1 and not self._open(plan, place, some[0]):
+        open_divisions = divisions(plan)
+        if len(open_divisions) == 1 and not self._has_choice(plan, place, open_divisions[0]):
             return place.apply(plan)
-        run = _Run(self, place, plan, passes(self, self.engines, compare=False), some)
-        return self._compared(run, run.best())
+        run = _Run(self, place, plan, passes(self, self.engines, compare=False), open_divisions)
+        return self._compare_staleness(run, run.best())
 
-    def _compared(self, run: _Run, plan: Plan) -> Plan:
+    def _compare_staleness(self, run: _Run, plan: Plan) -> Plan:
         """Add the best plan of the other kind to a plan whose program allows staleness.
 
         One kind has pools that may be ahead of the updates, or of themselves; the other is the same program without
         staleness.
         """
-        found = plan.search
-        ahead = bool(leads(plan))
+        record = plan.search
+        is_ahead = bool(leads(plan))
         if (
-            found is None
-            or not found.seconds
-            or not any(ReshardingEdgeAttributes.of(e).staleness for e in plan.graph.reshards())
+            record is None
+            or not record.seconds
+            or not any(ReshardingEdgeAttributes.of(edge).staleness for edge in plan.graph.reshards())
         ):
             return plan
-        placed = [(d, run.place.apply(run.plan, PlacementDecision(d), numbered=False)) for d in run.some]
-        whole = run.plan
-        others = [d for d, other in placed if leads(other)]
-        if ahead:  # search all divisions if in some of them generations take turns with their updates
-            whole, others = in_step(whole), [*run.some] if any(not fetched(other) for _, other in placed) else []
+        placed = [
+            (division, run.place.apply(run.plan, PlacementDecision(division), numbered=False)) for division in run.some
+        ]
+        program = run.plan
+        others = [division for division, other in placed if leads(other)]
+        if is_ahead:  # search all divisions if in some of them generations take turns with their updates
+            program = in_step(program)
+            others = [*run.some] if any(not fetched(other) for _, other in placed) else []
         if not others:
             return plan
-        rival = _Run(self, run.place, whole, run.passes, others, RIVALS, 0.0, began=run.began, lists=run.lists).best()
+        rival = _Run(self, run.place, program, run.passes, others, RIVALS, 0.0, began=run.began, lists=run.lists).best()
         assert rival.search is not None
-        estimate = run.passes.after("place").apply(plan if ahead else rival).estimate
+        estimate = run.passes.after("place").apply(plan if is_ahead else rival).estimate
         stale = estimate.staleness if estimate is not None else None
         old = (stale.mean.value, stale.bound) if stale is not None else ()
-        found = replace(found, rival=Rival(not ahead, rival.search.seconds, rival.search.best, *old))
-        assert found.rival is not None
-        note = f"{'' if ahead else 'not used: '}{versus(found, found.rival)}"
-        return replace(plan, search=found, notes=(*plan.notes, PlanNote("staleness", note)))
+        record = replace(record, rival=Rival(not is_ahead, rival.search.seconds, rival.search.best, *old))
+        assert record.rival is not None
+        note = f"{'' if is_ahead else 'not used: '}{versus(record, record.rival)}"
+        return replace(plan, search=record, notes=(*plan.notes, PlanNote("staleness", note)))
 
-    def _open(self, plan: Plan, place: PlaceNodes, division: Division) -> bool:
+    def _has_choice(self, plan: Plan, place: PlaceNodes, division: Division) -> bool:
         """Return whether there is a choice: of layouts, or of engines for stated layouts.
 
         Engines count only if one of them can be right.
         """
-        found = owners(plan, division)
-        if any(has_open_layout(plan, o) for o in found):
+        open_owners = owners(plan, division)
+        if any(has_open_layout(plan, owner) for owner in open_owners):
             return True
-        ways = [
-            dict(zip((o.node for o in found), way, strict=True))
-            for way in product(*([e.name for e in engines(plan, o, self.engines)] for o in found))
+        choices = [
+            dict(zip((owner.node for owner in open_owners), names, strict=True))
+            for names in product(*([spec.name for spec in engines(plan, owner, self.engines)] for owner in open_owners))
         ]
-        return len(ways) > 1 and any(
-            not self.refuses(place.apply(plan, PlacementDecision(division, engines=w))) for w in ways
+        return len(choices) > 1 and any(
+            not self.refuses(place.apply(plan, PlacementDecision(division, engines=choice))) for choice in choices
         )
 
 
@@ -160,87 +163,93 @@ class _Run:
         """Return the best plan, with the record of the search."""
         heap: list[_Item] = []
         spaces: list[Space] = []
-        left = 0
+        skipped = 0
         for division in self.some:
-            if spaces and self._late():
-                left += 1
+            if spaces and self._over_budget():
+                skipped += 1
                 continue
-            space = self._space(division)
+            space = self._build_space(division)
             spaces.append(space)
-            if all(c.over <= 0 for own in space.lists for c in own[:1]):
+            if all(choice.over <= 0 for own in space.lists for choice in own[:1]):
                 self._push(heap, len(spaces), space, (0,) * len(space.lists))
                 if not self.found and (start := space.start()):
                     self._evaluate(space, start)
-        ended = f"the budget of {self.search.budget:g} s" if left else ""
+        ended = f"the budget of {self.search.budget:g} s" if skipped else ""
         while heap and not ended and not (self.found and heap[0].bound >= self.found[0][0]):
-            ended = self._enough()
+            ended = self._end_reason()
             if not ended:
                 self._step(heap, heapq.heappop(heap))
         # Nothing is known of a division that was not searched.
-        bound = 0.0 if left else heap[0].bound if heap else math.inf
-        self._more(heap, ended)
-        candidates = sum(s.size for s in spaces)
+        bound = 0.0 if skipped else heap[0].bound if heap else math.inf
+        self._evaluate_more(heap, ended)
+        candidates = sum(space.size for space in spaces)
         if not self.found and self.wrong and not ended and not self.wide:
             # Each choice fits alone but not with the others: layouts that span hosts hold less.
             return replace(self, wide=True, spent=0.0, seen=set(), evaluated=set(), lists={}, wrong=[]).best()
         if not self.found:
-            return self._nothing(spaces, candidates, ended)
-        seconds, space, at = self.found[0][:3]
+            return self._plan_without_fit(spaces, candidates, ended)
+        seconds, space, position = self.found[0][:3]
         bound = min(bound, seconds)
-        best = self._candidate(self.found[0])
+        best = self._make_candidate(self.found[0])
         record = SearchRecord(
-            candidates, len(self.evaluated), seconds, bound, bound >= seconds, ended, best, self._runners(heap)
+            candidates, len(self.evaluated), seconds, bound, bound >= seconds, ended, best, self._list_runners_up(heap)
         )
-        return replace(self.place.apply(self.plan, self._decision(space, at, _why(record))), search=record)
+        return replace(
+            self.place.apply(self.plan, self._make_decision(space, position, _describe_choice(record))), search=record
+        )
 
-    def _late(self) -> bool:
+    def _over_budget(self) -> bool:
         """Return whether the budget is spent.
 
         Until a plan is found, the search goes on to its limit.
         """
-        over = self.search.budget is not None and time.monotonic() - self.began >= self.search.budget
-        return over and (bool(self.found) or self.spent >= self.effort)
+        exceeded = self.search.budget is not None and time.monotonic() - self.began >= self.search.budget
+        return exceeded and (bool(self.found) or self.spent >= self.effort)
 
-    def _enough(self) -> str:
+    def _end_reason(self) -> str:
         """Return what ends the search early, "" if nothing does.
 
         A search with a budget ends by it, whether that is shorter or longer than the limit.
         """
         if self.search.budget is not None:
-            return f"the budget of {self.search.budget:g} s" if self._late() else ""
+            return f"the budget of {self.search.budget:g} s" if self._over_budget() else ""
         return "the search's limit" if self.spent >= self.effort else ""
 
-    def _more(self, heap: list[_Item], ended: str) -> None:
+    def _evaluate_more(self, heap: list[_Item], ended: str) -> None:
         """Evaluate bounded combinations that may still be the best, then runners-up.
 
         The former happens only if the effort was spent.
         """
         if ended and self.search.budget is None:
-            for item in sorted(i for i in heap if i.stage == 0)[:DIVES]:
+            for item in sorted(queued for queued in heap if queued.stage == 0)[:DIVES]:
                 if not self.found or item.bound < self.found[0][0]:
                     self._evaluate(item.space, item.at)
         most = self.spent + self.further
-        while heap and 0 < len(self.found) <= RUNNERS and self.spent < most and not self._late():
+        while heap and 0 < len(self.found) <= RUNNERS and self.spent < most and not self._over_budget():
             self._step(heap, heapq.heappop(heap))
 
-    def _space(self, division: Division) -> Space:
+    def _build_space(self, division: Division) -> Space:
         skeleton = self.place.apply(self.plan, PlacementDecision(division), numbered=False)
         skeleton = self.passes.only("dock", "schedule", "traffic").apply(skeleton)
-        found = owners(self.plan, division)
-        lists = [self._choices(skeleton, division, o) for o in found]
+        space_owners = owners(self.plan, division)
+        lists = [self._list_choices(skeleton, division, owner) for owner in space_owners]
         later = []
         for own in lists:
             least: list[dict[str, float]] = []
             for choice in reversed(own):
-                least.append({n: min(s, least[-1][n]) if least else s for n, s in choice.seconds.items()})
+                least.append(
+                    {node: min(bound, least[-1][node]) if least else bound for node, bound in choice.seconds.items()}
+                )
             later.append(least[::-1])
         hosted = [
-            n.name for n in skeleton.graph.nodes if n.verb != "source" and skeleton.placement(n.name).pool == FUNCTIONS
+            node.name
+            for node in skeleton.graph.nodes
+            if node.verb != "source" and skeleton.placement(node.name).pool == FUNCTIONS
         ]
-        functions = {("RUN", n): function(skeleton, holdings.row_count(skeleton, n)).value for n in hosted}
-        return Space(division, skeleton, found, lists, functions, later)
+        functions = {("RUN", name): function(skeleton, holdings.row_count(skeleton, name)).value for name in hosted}
+        return Space(division, skeleton, space_owners, lists, functions, later)
 
-    def _choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
+    def _list_choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
         """Return the choices of an owner.
 
         Pools of equal size and equal position on their hosts share them.
@@ -248,15 +257,17 @@ class _Run:
         pool = division.pool_of(owner.node)
         key = (owner.nodes, pool.devices, pool.first % self.plan.cluster.devices_per_node, pool.each)
         if key not in self.lists:
-            found = Choices(self.place, self.wide)(skeleton, division, owner)
-            moved = {n for e in self.plan.graph.reshards() for n in (e.src, e.dst)}
-            self.lists[key] = found if moved & set(owner.nodes) else undominated(found)
+            choices = Choices(self.place, self.wide)(skeleton, division, owner)
+            moved = {node for edge in self.plan.graph.reshards() for node in (edge.src, edge.dst)}
+            self.lists[key] = choices if moved & set(owner.nodes) else undominated(choices)
         return self.lists[key]
 
-    def _push(self, heap: list[_Item], number: int, space: Space, at: tuple[int, ...]) -> None:
-        if (number, *at) not in self.seen and all(i < len(own) for i, own in zip(at, space.lists, strict=True)):
-            self.seen.add((number, *at))
-            heapq.heappush(heap, _Item(space.bound_from(at), 2, (number, *at), space, at))
+    def _push(self, heap: list[_Item], number: int, space: Space, position: tuple[int, ...]) -> None:
+        if (number, *position) not in self.seen and all(
+            index < len(own) for index, own in zip(position, space.lists, strict=True)
+        ):
+            self.seen.add((number, *position))
+            heapq.heappush(heap, _Item(space.bound_from(position), 2, (number, *position), space, position))
 
     def _step(self, heap: list[_Item], item: _Item) -> None:
         """Advance a combination by one stage.
@@ -264,111 +275,121 @@ class _Run:
         The stages are: queued, its own bound, placed without resharding, all passes.
         """
         space = item.space
-        at = item.at
+        position = item.at
         if item.stage == 2:
             self.spent += 0.3
-            for i in range(len(at)):
-                self._push(heap, item.order[0], space, (*at[:i], at[i] + 1, *at[i + 1 :]))
-            own = space.bound(at)
-            if why := space.over(at):
-                self._refuse(own, space, at, why)
+            for index in range(len(position)):
+                self._push(heap, item.order[0], space, (*position[:index], position[index] + 1, *position[index + 1 :]))
+            own = space.bound(position)
+            if why := space.over(position):
+                self._refuse(own, space, position, why)
             else:
                 heapq.heappush(heap, replace(item, bound=max(own, item.bound), stage=1))
         elif item.stage == 1:
             self.spent += 3 + self.plan.cluster.devices * 0.01
-            placed = self.place.apply(self.plan, self._decision(space, at))
+            placed = self.place.apply(self.plan, self._make_decision(space, position))
             rough = replace(space.skeleton, placements=placed.placements, pools=placed.pools)
             rough = CountMemory(self.search.engines).apply(rough)
             if why := over(rough.memory):
-                self._refuse(item.bound, space, at, why)
+                self._refuse(item.bound, space, position, why)
                 return
             time_of = EstimateTime(self.search.engines).of_node
-            seconds = {("RUN", n): math.fsum(f.value for f in time_of(rough, n)) for o in space.owners for n in o.nodes}
+            seconds = {
+                ("RUN", node): math.fsum(figure.value for figure in time_of(rough, node))
+                for owner in space.owners
+                for node in owner.nodes
+            }
             for edge in self.plan.graph.reshards():
                 seconds |= least_seconds(rough, self.search.engines, edge)
             bounded = replace(item, bound=max(item.bound, space.least(seconds)), stage=0)
             heapq.heappush(heap, bounded)
         else:
-            self._evaluate(space, at)
+            self._evaluate(space, position)
 
-    def _evaluate(self, space: Space, at: tuple[int, ...]) -> None:
-        if (id(space), at) in self.evaluated:
+    def _evaluate(self, space: Space, position: tuple[int, ...]) -> None:
+        if (id(space), position) in self.evaluated:
             return
-        self.evaluated.add((id(space), at))
+        self.evaluated.add((id(space), position))
         self.spent += 10 + self.plan.cluster.devices * 0.25
-        plan = self.place.apply(self.plan, self._decision(space, at))
+        plan = self.place.apply(self.plan, self._make_decision(space, position))
         if self.search.refuses(plan):
             return
         plan = self.passes.after("place").apply(plan)
         assert plan.estimate is not None
         seconds = plan.estimate.iteration_seconds.value
         if why := over(plan.memory):
-            self._refuse(seconds, space, at, why)
+            self._refuse(seconds, space, position, why)
             return
-        self.found.append(_Found(seconds, space, at, plan))
-        self.found.sort(key=lambda f: f.seconds)
+        self.found.append(_Found(seconds, space, position, plan))
+        self.found.sort(key=lambda result: result.seconds)
 
-    def _refuse(self, seconds: float, space: Space, at: tuple[int, ...], why: str) -> None:
+    def _refuse(self, seconds: float, space: Space, position: tuple[int, ...], why: str) -> None:
         if len(self.wrong) < RUNNERS:
-            self.wrong.append(_Found(seconds, space, at, None, why))
+            self.wrong.append(_Found(seconds, space, position, None, why))
 
-    def _decision(self, space: Space, at: tuple[int, ...], why: str = "planned") -> PlacementDecision:
-        chosen = list(zip(space.owners, space.chosen(at), strict=True))
-        layouts = {o.node: c.layout for o, c in chosen if has_open_layout(self.plan, o)}
-        return PlacementDecision(space.division, layouts, {o.node: c.engine for o, c in chosen}, why)
+    def _make_decision(self, space: Space, position: tuple[int, ...], why: str = "planned") -> PlacementDecision:
+        chosen = list(zip(space.owners, space.chosen(position), strict=True))
+        layouts = {owner.node: choice.layout for owner, choice in chosen if has_open_layout(self.plan, owner)}
+        return PlacementDecision(space.division, layouts, {owner.node: choice.engine for owner, choice in chosen}, why)
 
-    def _nothing(self, spaces: list[Space], candidates: int, ended: str) -> Plan:
+    def _plan_without_fit(self, spaces: list[Space], candidates: int, ended: str) -> Plan:
         """Return the plan if nothing fits: the least overflow in the first division.
 
         The memory check then reports it.
         """
         why = "planned: nothing that fits was found" if ended else "planned: no combination of devices and engines fits"
         space = spaces[0]
-        at = tuple(
+        position = tuple(
             min(enumerate(own), key=lambda choice: max(choice[1].peaks.values(), default=0))[0] for own in space.lists
         )
-        best = self._candidate(_Found(0.0, space, at, None, ended or NOTHING_FITS))
+        best = self._make_candidate(_Found(0.0, space, position, None, ended or NOTHING_FITS))
         record = SearchRecord(
-            candidates, len(self.evaluated), 0.0, 0.0, False, ended or NOTHING_FITS, best, self._runners([])
+            candidates, len(self.evaluated), 0.0, 0.0, False, ended or NOTHING_FITS, best, self._list_runners_up([])
         )
-        return replace(self.place.apply(self.plan, self._decision(space, at, why)), search=record)
+        return replace(self.place.apply(self.plan, self._make_decision(space, position, why)), search=record)
 
-    def _runners(self, heap: list[_Item]) -> tuple[Candidate, ...]:
+    def _list_runners_up(self, heap: list[_Item]) -> tuple[Candidate, ...]:
         """Return the runners-up.
 
         First the next best that were evaluated, then those with only a bound, then the fastest that do not fit.
         """
         runners = self.found[1 : RUNNERS + 1]
-        bounded = heapq.nsmallest(RUNNERS - len(runners), [i for i in heap if i.stage < 2])
-        runners = [*runners, *(_Found(i.bound, i.space, i.at, None) for i in bounded)]
-        return tuple(map(self._candidate, [*runners, *sorted(self.wrong, key=lambda w: w.seconds)]))
+        bounded = heapq.nsmallest(RUNNERS - len(runners), [item for item in heap if item.stage < 2])
+        runners = [*runners, *(_Found(item.bound, item.space, item.at, None) for item in bounded)]
+        return tuple(map(self._make_candidate, [*runners, *sorted(self.wrong, key=lambda result: result.seconds)]))
 
-    def _candidate(self, found: _Found) -> Candidate:
-        space = found.space
+    def _make_candidate(self, result: _Found) -> Candidate:
+        space = result.space
         layouts = {
-            o.node: f"{laid(c.layout)}, {c.engine}" for o, c in zip(space.owners, space.chosen(found.at), strict=True)
+            owner.node: f"{laid(choice.layout)}, {choice.engine}"
+            for owner, choice in zip(space.owners, space.chosen(result.at), strict=True)
         }
         pools = (
-            tuple(f"{p.name}: {', '.join(p.nodes)}" for p in space.division.pools)
+            tuple(f"{pool.name}: {', '.join(pool.nodes)}" for pool in space.division.pools)
             if len(space.division.pools) > 1
             else ()
         )
         loses = {}
-        if found.plan is not None and self.found[0].plan is not None:
-            mine = _phases(self.found[0].plan)
-            theirs = _phases(found.plan)
-            loses = {n: theirs.get(n, 0.0) - mine.get(n, 0.0) for n in {**mine, **theirs}}
+        if result.plan is not None and self.found[0].plan is not None:
+            mine = _phase_seconds(self.found[0].plan)
+            theirs = _phase_seconds(result.plan)
+            loses = {phase: theirs.get(phase, 0.0) - mine.get(phase, 0.0) for phase in {**mine, **theirs}}
         return Candidate(
-            pools, layouts, found.seconds, found.plan is not None, {n: s for n, s in loses.items() if s}, found.wrong
+            pools,
+            layouts,
+            result.seconds,
+            result.plan is not None,
+            {phase: lost for phase, lost in loses.items() if lost},
+            result.wrong,
         )
 
 
-def _phases(plan: Plan) -> dict[str, float]:
+def _phase_seconds(plan: Plan) -> dict[str, float]:
     assert plan.estimate is not None
-    return {p.name: p.seconds.value for p in plan.estimate.phases}
+    return {phase.name: phase.seconds.value for phase in plan.estimate.phases}
 
 
-def _why(record: SearchRecord) -> str:
+def _describe_choice(record: SearchRecord) -> str:
     best = (
         f"planned: the best of {record.candidates:,}" if record.candidates > 1 else "planned: the only possible choice"
     )

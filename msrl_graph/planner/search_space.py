@@ -40,9 +40,11 @@ class Space:
             number *= len(choices)
         return number
 
-    def bound(self, at: Sequence[int]) -> float:
+    def bound(self, position: Sequence[int]) -> float:
         """Return a bound for an iteration without resharding."""
-        return self.least({("RUN", n): s for choice in self.chosen(at) for n, s in choice.seconds.items()})
+        return self.least(
+            {("RUN", node): seconds for choice in self.chosen(position) for node, seconds in choice.seconds.items()}
+        )
 
     def least(self, seconds: Mapping[tuple[str, str], float]) -> float:
         """Return a bound for an iteration in which nodes take these seconds.
@@ -53,50 +55,64 @@ class Space:
         turn = self.skeleton.cluster.device.overheads.turn.value
         return pace(self.skeleton, {**self.functions, **seconds}, turn).seconds
 
-    def bound_from(self, at: Sequence[int]) -> float:
+    def bound_from(self, position: Sequence[int]) -> float:
         """Return a bound for all combinations whose choices come at or after `at`.
 
         Each node has its least remaining seconds, added along the critical path. A pool cannot be done before all of
         its nodes are.
         """
-        seconds = {("RUN", n): s for i, own in zip(at, self.later, strict=True) for n, s in own[i].items()}
+        seconds = {
+            ("RUN", node): least
+            for index, own in zip(position, self.later, strict=True)
+            for node, least in own[index].items()
+        }
         busy = dict.fromkeys(self.division.pools, 0.0)
-        for owner, choice in zip(self.owners, self.chosen(at), strict=True):
+        for owner, choice in zip(self.owners, self.chosen(position), strict=True):
             busy[self.division.pool_of(owner.node)] += math.fsum(choice.seconds.values())
         return max(self.least(seconds), *busy.values())
 
-    def chosen(self, at: Sequence[int]) -> list[Choice]:
-        return [choices[i] for choices, i in zip(self.lists, at, strict=True)]
+    def chosen(self, position: Sequence[int]) -> list[Choice]:
+        return [choices[index] for choices, index in zip(self.lists, position, strict=True)]
 
     def start(self) -> tuple[int, ...]:
         """Return a combination that may fit; () if there is none.
 
         Each owner has its fastest choice that fits next to the others' smallest.
         """
-        at = [min(range(len(own)), key=lambda i, own=own: own[i].resident) for own in self.lists]  # type: ignore[misc]
-        if self.over(at):
+        position = [min(range(len(own)), key=lambda index, own=own: own[index].resident) for own in self.lists]  # type: ignore[misc]
+        if self.over(position):
             return ()
         for number, own in enumerate(self.lists):
-            at[number] = next(i for i in range(len(own)) if not self.over([*at[:number], i, *at[number + 1 :]]))
-        return tuple(at)
+            position[number] = next(
+                index
+                for index in range(len(own))
+                if not self.over([*position[:number], index, *position[number + 1 :]])
+            )
+        return tuple(position)
 
-    def over(self, at: Sequence[int]) -> str:
+    def over(self, position: Sequence[int]) -> str:
         """Return why a combination cannot fit; "" if it may.
 
         The resident bytes of every node of a pool add up.
         """
         swap = self.skeleton.deploy.reshard.mode == "swap"
-        source = {e.dst: e.src for e in self.skeleton.graph.reshards()}
+        source = {edge.dst: edge.src for edge in self.skeleton.graph.reshards()}
         capacity = holdings.capacity(self.skeleton.cluster).value
-        chosen = list(zip(self.owners, self.chosen(at), strict=True))
+        chosen = list(zip(self.owners, self.chosen(position), strict=True))
         for owner, choice in chosen:
             pool = self.division.pool_of(owner.node)
-            others = [(o, c) for o, c in chosen if o.node in pool.nodes and o.node != owner.node]
+            others = [
+                (other, other_choice)
+                for other, other_choice in chosen
+                if other.node in pool.nodes and other.node != owner.node
+            ]
             for phase, peak in choice.peaks.items():
-                beside = sum(c.resident for _, c in others) if phase != "load" else 0
+                others_resident = sum(other_choice.resident for _, other_choice in others) if phase != "load" else 0
                 if phase == "generate" and swap:
-                    beside -= sum(c.weights for o, c in others if source.get(owner.node) == o.node)
-                if peak + beside > capacity:
+                    others_resident -= sum(
+                        other_choice.weights for other, other_choice in others if source.get(owner.node) == other.node
+                    )
+                if peak + others_resident > capacity:
                     size = holdings.gigabytes
-                    return f"{phase} needs {size(peak + beside)} a device of {size(capacity)}"
+                    return f"{phase} needs {size(peak + others_resident)} a device of {size(capacity)}"
         return ""

@@ -44,7 +44,7 @@ class Distribution:
         return float(INVERSES[self.name][1](share, *self.arguments))
 
     def __str__(self) -> str:
-        return f"{self.name}({', '.join(f'{a:g}' for a in self.arguments)})"
+        return f"{self.name}({', '.join(f'{argument:g}' for argument in self.arguments)})"
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,23 @@ class Specs:
 
 def read(plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping[str, str | float], seed: int) -> Specs:
     """Parse the texts of the flags. Raises Fault."""
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for text in lengths:
-        found |= _lengths(plan, text)
-    return Specs(found, _stragglers(stragglers), {n: _function(plan, n, str(s)) for n, s in functions.items()}, seed)
+        sources |= _parse_lengths(plan, text)
+    return Specs(
+        sources,
+        _parse_stragglers(stragglers),
+        {node: _parse_function(plan, node, str(seconds)) for node, seconds in functions.items()},
+        seed,
+    )
 
 
 def generated(graph: Graph) -> list[str]:
     """Return the columns that generations write."""
-    return [c for n in graph.verb("generate") for c in sequences(graph, n).scored]
+    return [column for node in graph.verb("generate") for column in sequences(graph, node).scored]
 
 
-def _lengths(plan: Plan, text: str) -> dict[str, Source]:
+def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
     """Parse `[COLUMN=]DISTRIBUTION(…)` or `[COLUMN=]FILE`.
 
     Without a column it is for what is generated; a file of pairs also gives the prompts.
@@ -123,21 +128,21 @@ def _lengths(plan: Plan, text: str) -> dict[str, Source]:
     stated = bool(equals) and re.fullmatch(r"\s*[A-Za-z]\w*\s*", column) is not None
     column, rest = (column.strip(), rest.strip()) if stated else ("", text.strip())
     if stated and column not in known:
-        what = f"`--lengths {text}`: there is no token column `{column}`"
-        raise Fault(Diagnostic("unknown-column", what, help=nearest(column, known)))
+        message = f"`--lengths {text}`: there is no token column `{column}`"
+        raise Fault(Diagnostic("unknown-column", message, help=nearest(column, known)))
     if _CALL.fullmatch(rest):
         return dict.fromkeys([column] if stated else responses, distribution(rest, f"--lengths {text}"))
-    prompts, lasting, by_iteration = _file(rest)
-    found: dict[str, Source] = dict.fromkeys(
-        [column] if stated else responses, RecordedLengths(rest, lasting, by_iteration)
+    prompts, response_lengths, by_iteration = _read_lengths(rest)
+    lengths: dict[str, Source] = dict.fromkeys(
+        [column] if stated else responses, RecordedLengths(rest, response_lengths, by_iteration)
     )
-    sources = [c for c in known if plan.graph.writer(c).verb == "source"]
+    sources = [known_column for known_column in known if plan.graph.writer(known_column).verb == "source"]
     if prompts and not stated and len(sources) == 1:
-        found[sources[0]] = RecordedLengths(rest, _of_prompts(plan, prompts, by_iteration), by_iteration)
-    return found
+        lengths[sources[0]] = RecordedLengths(rest, _prompt_lengths(plan, prompts, by_iteration), by_iteration)
+    return lengths
 
 
-def _of_prompts(plan: Plan, prompts: tuple[float, ...], by_iteration: bool) -> tuple[float, ...]:
+def _prompt_lengths(plan: Plan, prompts: tuple[float, ...], by_iteration: bool) -> tuple[float, ...]:
     """Return the lengths of prompts from pairs with one line per response.
 
     The first of the responses to a prompt counts.
@@ -148,26 +153,26 @@ def _of_prompts(plan: Plan, prompts: tuple[float, ...], by_iteration: bool) -> t
 
 def distribution(text: str, flag: str) -> Distribution:
     """Parse a distribution; `flag` is the flag to name in errors."""
-    found = _CALL.fullmatch(text)
-    name = found[1] if found else text
-    if found is None or name not in INVERSES:
+    match = _CALL.fullmatch(text)
+    name = match[1] if match else text
+    if match is None or name not in INVERSES:
         help = nearest(name, INVERSES) or f"use one of {', '.join(INVERSES)}"
         raise Fault(Diagnostic("bad-value", f"`{flag}`: unknown distribution `{name}`", help=help))
     parameters, _ = INVERSES[name]
     try:
-        arguments = tuple(float(a) for a in found[2].split(",") if a.strip())
+        arguments = tuple(float(argument) for argument in match[2].split(",") if argument.strip())
     except ValueError:
         arguments = ()
     usage = f"write `{name}({', '.join(parameters)})`"
     if len(arguments) != len(parameters) or not all(map(math.isfinite, arguments)):
         raise Fault(Diagnostic("bad-value", f"`{flag}`: `{name}` takes {' and '.join(parameters)}", help=usage))
     if min(arguments) < 0 or (name == "uniform" and arguments[0] > arguments[1]):
-        what = f"`{flag}`: {'the least is above the most' if min(arguments) >= 0 else 'numbers must be 0 or more'}"
-        raise Fault(Diagnostic("bad-value", what, help=usage))
+        message = f"`{flag}`: {'the least is above the most' if min(arguments) >= 0 else 'numbers must be 0 or more'}"
+        raise Fault(Diagnostic("bad-value", message, help=usage))
     return Distribution(name, arguments)
 
 
-def _file(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
+def _read_lengths(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
     """Read a file: (prompts or none, responses, whether they are means of iterations).
 
     It has JSON lines: the length of a response, a pair [prompt, response], or a line of a run's metrics.
@@ -178,32 +183,32 @@ def _file(name: str) -> tuple[tuple[float, ...], tuple[float, ...], bool]:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "its lines are not JSON"
-        what = f"cannot read the lengths {name}: {str(why).lower()}"
+        message = f"cannot read the lengths {name}: {str(why).lower()}"
         raise Fault(
-            Diagnostic("missing-file", what, help=f"name a file or a distribution: {', '.join(INVERSES)}")
+            Diagnostic("missing-file", message, help=f"name a file or a distribution: {', '.join(INVERSES)}")
         ) from None
-    pairs = list(_pairs(lines))
+    pairs = list(_parse_pairs(lines))
     by_iteration = any(isinstance(line, dict) for line in lines)
     plain = not by_iteration or all(isinstance(line, dict) for line in lines)
     if not pairs or None in pairs or not plain:
         help = "each line must be a number of tokens, a pair [prompt, response], or a line of a run's metrics"
         raise Fault(Diagnostic("bad-value", f"the file {name} does not contain lengths", help=help))
-    known = [p for p in pairs if p is not None]
-    prompts = tuple(p for p, _ in known if p is not None)
-    return prompts if len(prompts) == len(known) else (), tuple(r for _, r in known), by_iteration
+    known = [pair for pair in pairs if pair is not None]
+    prompts = tuple(prompt for prompt, _ in known if prompt is not None)
+    return prompts if len(prompts) == len(known) else (), tuple(response for _, response in known), by_iteration
 
 
-def _pairs(lines: Iterable[object]) -> Iterable[tuple[float | None, float] | None]:
+def _parse_pairs(lines: Iterable[object]) -> Iterable[tuple[float | None, float] | None]:
     """Yield (prompt, response) of each line; None for a line that is neither."""
 
-    def number(value: object) -> bool:
+    def is_count(value: object) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
     for line in lines:
         match line:
-            case int() | float() if number(line):
+            case int() | float() if is_count(line):
                 yield None, float(line)
-            case [int() | float() as prompt, int() | float() as response] if number(prompt) and number(response):
+            case [int() | float() as prompt, int() | float() as response] if is_count(prompt) and is_count(response):
                 yield float(prompt), float(response)
             case {"evaluation": _}:
                 continue
@@ -217,26 +222,30 @@ def _pairs(lines: Iterable[object]) -> Iterable[tuple[float | None, float] | Non
                 yield None
 
 
-def _stragglers(text: str) -> Stragglers:
+def _parse_stragglers(text: str) -> Stragglers:
     if not text.strip():
         return Stragglers()
-    found = re.fullmatch(r"\s*([\d.]+)\s*(%?)\s*x\s*([\d.]+)\s*", text)
+    match = re.fullmatch(r"\s*([\d.]+)\s*(%?)\s*x\s*([\d.]+)\s*", text)
     try:
-        share, factor = (float(found[1]) / (100 if found[2] else 1), float(found[3])) if found else (-1.0, 0.0)
+        share, factor = (float(match[1]) / (100 if match[2] else 1), float(match[3])) if match else (-1.0, 0.0)
     except ValueError:
         share = -1.0
         factor = 0.0
     if not 0 <= share <= 1 or factor < 1:
-        what = f"`--stragglers {text}` is not a share of the devices and a factor of slowness"
-        raise Fault(Diagnostic("bad-value", what, help="write `1% x3`"))
+        message = f"`--stragglers {text}` is not a share of the devices and a factor of slowness"
+        raise Fault(Diagnostic("bad-value", message, help="write `1% x3`"))
     return Stragglers(share, factor)
 
 
-def _function(plan: Plan, node: str, text: str) -> Distribution:
-    known = [n.name for n in plan.graph.nodes if n.verb != "source" and plan.graph.worker(n.worker).kind == "function"]
+def _parse_function(plan: Plan, node: str, text: str) -> Distribution:
+    known = [
+        function_node.name
+        for function_node in plan.graph.nodes
+        if function_node.verb != "source" and plan.graph.worker(function_node.worker).kind == "function"
+    ]
     if node not in known:
-        what = f"`--function {node}={text}`: there is no function node `{node}`"
-        raise Fault(Diagnostic("unknown-name", what, help=nearest(node, known)))
+        message = f"`--function {node}={text}`: there is no function node `{node}`"
+        raise Fault(Diagnostic("unknown-name", message, help=nearest(node, known)))
     if _CALL.fullmatch(text):
         return distribution(text, f"--function {node}={text}")
     try:
@@ -244,6 +253,6 @@ def _function(plan: Plan, node: str, text: str) -> Distribution:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
-        what = f"`--function {node}={text}` is not a number of seconds per row"
-        raise Fault(Diagnostic("bad-value", what, help=f"write `{node}=0.05` or a distribution of seconds"))
+        message = f"`--function {node}={text}` is not a number of seconds per row"
+        raise Fault(Diagnostic("bad-value", message, help=f"write `{node}=0.05` or a distribution of seconds"))
     return Distribution("fixed", (seconds,))

@@ -44,7 +44,7 @@ class SimulatedPublication:
 
         There is one before the first iteration.
         """
-        return any(not version or (every and version % every == 0) for every in self.evaluations)
+        return any(not version or (interval and version % interval == 0) for interval in self.evaluations)
 
 
 @dataclass
@@ -79,16 +79,17 @@ class SimulatedDriver(PoolProgress):
         self.pools = pools
         self.opened = opened
         self.steps = steps
-        training = [s for s in plan.schedule if s.task == "train"]
-        first = {s.pool: opening(plan, s) for s in training}
+        training = [stream for stream in plan.schedule if stream.task == "train"]
+        first = {stream.pool: opening(plan, stream) for stream in training}
         # What a pipelined pool runs while the updates are in an earlier iteration; and the rest of all instructions.
-        self.openings = {s.pool: s.instructions[: first[s.pool]] for s in training}
-        self.streams = {s.pool: s.instructions[first[s.pool] :] for s in training}
+        self.openings = {stream.pool: stream.instructions[: first[stream.pool]] for stream in training}
+        self.streams = {stream.pool: stream.instructions[first[stream.pool] :] for stream in training}
         self.pipelined = [*pipelined(plan)]
         self.others = [pool for pool in self.leads if pool not in self.pipelined]
         self.lanes = lanes(plan)
         self.published = {
-            edge: SimulatedPublication([e.every for e in evaluations(plan, edge)]) for edge in fetched(plan)
+            edge: SimulatedPublication([evaluation.every for evaluation in evaluations(plan, edge)])
+            for edge in fetched(plan)
         }
         self.turns: dict[int, Turn] = {}
         self.left = {-1: 0.0}  # by iteration: when its functions had ended and its states were known
@@ -99,11 +100,15 @@ class SimulatedDriver(PoolProgress):
         self.time = 0.0
         # The overhead of an iteration for the ranks: on a CPU cluster functions share their cores.
         functions = [
-            n.name for n in plan.graph.nodes if plan.placement(n.name).pool == FUNCTIONS and n.verb != "source"
+            node.name
+            for node in plan.graph.nodes
+            if plan.placement(node.name).pool == FUNCTIONS and node.verb != "source"
         ]
         self.around = costs.around(plan).value + costs.taken(plan, functions).value
         self.refills = bool(looping(plan.graph)[0])
-        self.knowing = [p for p in self.others if any(x.op == "AGAIN" for x in self.streams.get(p, ()))]
+        self.knowing = [
+            pool for pool in self.others if any(instruction.op == "AGAIN" for instruction in self.streams.get(pool, ()))
+        ]
 
     def busy(self, pool: str) -> bool:
         return pool in self.heard and self.heard[pool] > self.time
@@ -111,19 +116,23 @@ class SimulatedDriver(PoolProgress):
     def iteration(self, number: int, begin: float) -> tuple[Turn, float]:
         """Simulate the updates of an iteration; return its turn and when all of it ended."""
         self.time = begin
-        turn = self._turn(number)
-        for pool, due in self.due(number, self.iterations, lambda n: self._foreseen(n, number), self.pipelined):
-            self._begin(pool, due, number)
-        turn.told = {edge: found.told for edge, found in self.published.items()}
-        self._ask((IN_STEP, 0), turn, [p.name for p in self.plan.pools if p.name not in self.others])
+        turn = self._get_turn(number)
+        for pool, due in self.due(
+            number, self.iterations, lambda later: self._prompts_known(later, number), self.pipelined
+        ):
+            self._begin_pool(pool, due, number)
+        turn.told = {edge: publication.told for edge, publication in self.published.items()}
+        self._queue_job((IN_STEP, 0), turn, [pool.name for pool in self.plan.pools if pool.name not in self.others])
         while True:
-            for pool, due in self.due(number, self.iterations, lambda n: self._foreseen(n, number), self.others):
-                self._begin(pool, due, number)
-            while any(self._goes_on(queue) for queue in self.jobs.values() if queue):
+            for pool, due in self.due(
+                number, self.iterations, lambda later: self._prompts_known(later, number), self.others
+            ):
+                self._begin_pool(pool, due, number)
+            while any(self._advance_queue(queue) for queue in self.jobs.values() if queue):
                 pass
             end = max(turn.ends.values()) + self.around if len(turn.ends) > len(self.plan.pools) else math.inf
             # A pool that ends with the iteration continues first, as in a run.
-            coming = min((t for t in self.heard.values() if t > self.time), default=math.inf)
+            coming = min((time for time in self.heard.values() if time > self.time), default=math.inf)
             if end < coming or coming == math.inf:
                 if end == math.inf:
                     raise RuntimeError("two pools wait for each other")
@@ -132,19 +141,19 @@ class SimulatedDriver(PoolProgress):
 
     def then(self, number: int, end: float) -> float:
         """Return when the iteration after one that has ended may begin."""
-        waits = [self.run.save, *(e.every for e in self.plan.deploy.evaluations)]
-        between = any(every and (number + 1) % every == 0 for every in waits)
+        waits = [self.run.save, *(evaluation.every for evaluation in self.plan.deploy.evaluations)]
+        between = any(interval and (number + 1) % interval == 0 for interval in waits)
         return max(end, *self.heard.values()) if between and self.heard else end
 
-    def _turn(self, number: int) -> Turn:
+    def _get_turn(self, number: int) -> Turn:
         if number not in self.turns:
             turn = self.turns[number] = self.opened(number, self.time)
             who = (FUNCTIONS, number % self.lanes)
-            self._ask(who, turn, [FUNCTIONS], self.openings)
-            self._ask(who, turn, [FUNCTIONS])
+            self._queue_job(who, turn, [FUNCTIONS], self.openings)
+            self._queue_job(who, turn, [FUNCTIONS])
         return self.turns[number]
 
-    def _ask(
+    def _queue_job(
         self,
         who: tuple[str, int],
         turn: Turn,
@@ -154,32 +163,32 @@ class SimulatedDriver(PoolProgress):
         walk = Walk({pool: (self.streams if streams is None else streams).get(pool, ()) for pool in pools})
         self.jobs[who].append(_Job(turn, walk, self.steps(turn), self.time, ends=streams is None))
 
-    def _begin(self, pool: str, number: int, now: int) -> None:
-        turn = self._turn(number)
+    def _begin_pool(self, pool: str, number: int, now: int) -> None:
+        turn = self._get_turn(number)
         for edge in self.into[pool]:
             turn.version[edge] = version = self.newest(edge, now)
             if pool in self.pipelined:
                 continue
-            found = self.published[edge]
-            if self.takes(edge, version) and not (edge in self.sparse and found.made(version)):
+            publication = self.published[edge]
+            if self.takes(edge, version) and not (edge in self.sparse and publication.made(version)):
                 turn.fetches.add(edge)
-                found.told += 1
+                publication.told += 1
         self.begun[pool] = number
         if pool in self.pipelined:
-            self._ask((IN_STEP, 0), turn, [pool], self.openings)
+            self._queue_job((IN_STEP, 0), turn, [pool], self.openings)
             return
         self.heard[pool] = math.inf
-        self._ask((pool, 0), turn, [pool])
+        self._queue_job((pool, 0), turn, [pool])
 
-    def _foreseen(self, number: int, now: int) -> bool:
+    def _prompts_known(self, number: int, now: int) -> bool:
         """Return whether an iteration's first prompts are known.
 
         With a refill, the number of prompts that the iteration before took must be known.
         """
-        ended = (self.begun[p] - self.busy(p) for p in self.knowing)
+        ended = (self.begun[pool] - self.busy(pool) for pool in self.knowing)
         return not self.refills or number <= now or any(last >= number - 1 for last in ended)
 
-    def _goes_on(self, queue: deque[_Job]) -> bool:
+    def _advance_queue(self, queue: deque[_Job]) -> bool:
         """Advance the first job of a queue as far as possible; return whether it moved."""
         job = queue[0]
         moved = False

@@ -19,9 +19,9 @@ def simulated(plan: Plan, options: argparse.Namespace, width: int, colour: bool)
     Raises Fault.
     """
     functions = {
-        name.strip(): seconds.strip() for name, _, seconds in (f.partition("=") for f in options.function or ())
+        name.strip(): seconds.strip() for name, _, seconds in (flag.partition("=") for flag in options.function or ())
     }
-    found = simulate(
+    simulation = simulate(
         plan,
         iterations=options.simulate,
         lengths=options.lengths or (),
@@ -30,9 +30,9 @@ def simulated(plan: Plan, options: argparse.Namespace, width: int, colour: bool)
     )
     if options.trace is not None:
         try:
-            Path(options.trace).write_text(found.trace(), encoding="utf-8")
+            Path(options.trace).write_text(simulation.trace(), encoding="utf-8")
         except OSError as error:
             raise Fault(
                 Diagnostic("missing-file", f"cannot write `{options.trace}`: {str(error.strerror).lower()}")
             ) from None
-    return found.to_json() if options.format == "json" else simulation_text(found, width, colour)
+    return simulation.to_json() if options.format == "json" else simulation_text(simulation, width, colour)

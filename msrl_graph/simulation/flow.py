@@ -63,12 +63,14 @@ class SimulatedDocks:
         if node.per == "batch":
             return list(range(self.rows(level))) if units else []
         graph = self.plan.graph
-        at = graph.unit_level(node)
-        above = graph.common(at, level)
-        up = graph.fan(at, above)
+        unit_level = graph.unit_level(node)
+        above = graph.common(unit_level, level)
+        up = graph.fan(unit_level, above)
         down = graph.fan(level, above)
-        found = units if up == 1 else sorted({u // up for u in units})
-        return found if down == 1 else [u * down + s for u in found for s in range(down)]
+        ancestors = units if up == 1 else sorted({unit // up for unit in units})
+        return (
+            ancestors if down == 1 else [ancestor * down + offset for ancestor in ancestors for offset in range(down)]
+        )
 
     def tokens(self, node: Node, lengths: Lengths) -> list[float]:
         """Return the tokens of each unit of a node, as a run's controller counts them."""
@@ -76,62 +78,76 @@ class SimulatedDocks:
         units = self.units(node)
         level = graph.level(node)
         rows = self.rows(level)
-        found = [0.0] * units
+        unit_tokens = [0.0] * units
         for name, times in weighs(graph, node).items():
             column = graph.column(name)
-            known = lengths.get(next((d.like for d in column.dims if d.like), name))
+            known = lengths.get(next((dim.like for dim in column.dims if dim.like), name))
             below = graph.fan(level, column.level)
             for row in range(rows):
-                found[row * units // rows] += times * (known[row // below] if known else 1)
-        return found
+                unit_tokens[row * units // rows] += times * (known[row // below] if known else 1)
+        return unit_tokens
 
     def batches(self, node: Node, iteration: int, done: Mapping[str, RowTimes], lengths: Lengths) -> list[UnitBatch]:
         """Return the batches that a node gets in an iteration, in order."""
         controller = self.plan.controller(node.name)
-        balanced = any(SampleEdgeAttributes.of(e).balance for e in self.plan.graph.into(node.name))
+        balanced = any(SampleEdgeAttributes.of(edge).balance for edge in self.plan.graph.into(node.name))
         tokens = self.tokens(node, lengths) if balanced or controller.chunk_tokens else []
-        edges = [(e.src, self._traffic(e.src, node.name)) for e in self.plan.graph.samples() if e.dst == node.name]
+        edges = [
+            (edge.src, self._traffic(edge.src, node.name))
+            for edge in self.plan.graph.samples()
+            if edge.dst == node.name
+        ]
         units = self.units(node)
         handover = costs.handover(self.plan).value
-        had = [0.0] * controller.groups
+        load = [0.0] * controller.groups
 
-        def dealt(some: list[int]) -> list[list[int]]:
-            one = [0] * len(some)
-            each = 1 if node.per == "batch" else self.plan.graph.fan(self.plan.graph.unit_level(node), 0)
-            shared = Units([u // each for u in some], one, [tokens[u] for u in some] if balanced else None)
-            found = deal(shared, [0] * controller.groups, had=had)
-            had[:] = [h + shared.load(part) for h, part in zip(had, found, strict=True)]
-            return [[some[i] for i in part] for part in found]
+        def deal_units(chosen: list[int]) -> list[list[int]]:
+            hosts = [0] * len(chosen)
+            units_per_prompt = 1 if node.per == "batch" else self.plan.graph.fan(self.plan.graph.unit_level(node), 0)
+            shared = Units(
+                [unit // units_per_prompt for unit in chosen],
+                hosts,
+                [tokens[unit] for unit in chosen] if balanced else None,
+            )
+            shares = deal(shared, [0] * controller.groups, had=load)
+            load[:] = [load_before + shared.load(part) for load_before, part in zip(load, shares, strict=True)]
+            return [[chosen[index] for index in part] for part in shares]
 
         if node.verb == "update":
-            said = UpdateAttributes.of(node)
-            epochs = range(said.epochs)
-            size = said.step_rows(units)
-            rounds = [r for e in epochs for r in self.draws.mini_batches(node.name, iteration, e, units, size)]
+            attributes = UpdateAttributes.of(node)
+            epochs = range(attributes.epochs)
+            size = attributes.step_rows(units)
+            rounds = [
+                drawn for epoch in epochs for drawn in self.draws.mini_batches(node.name, iteration, epoch, units, size)
+            ]
         elif not controller.streams:
             rounds = [list(range(units))]
         if not controller.streams:
             ready, by = max(
-                ((done[s].last + costs.dispatch(t).value + handover, s) for s, t in edges), default=(0.0, "")
+                ((done[src].last + costs.dispatch(traffic).value + handover, src) for src, traffic in edges),
+                default=(0.0, ""),
             )
-            return [UnitBatch(ready, by, dealt(r)) for r in rounds]
-        times = [self._there(node, done[s]) for s, _ in edges]
+            return [UnitBatch(ready, by, deal_units(round_units)) for round_units in rounds]
+        times = [self._times_by_unit(node, done[src]) for src, _ in edges]
         if node.verb != "update":
-            order = sorted(range(units), key=lambda u: (max(t[u] for t in times), u))
-            rounds = _cut(order, controller, tokens)
-        found = []
+            order = sorted(range(units), key=lambda unit: (max(unit_times[unit] for unit_times in times), unit))
+            rounds = _cut_batches(order, controller, tokens)
+        handed_out = []
         link = [0.0] * len(edges)
-        for r in rounds:
-            for i, ((_, traffic), there) in enumerate(zip(edges, times, strict=True)):
-                link[i] = max(link[i], max(there[u] for u in r)) + costs.dispatch(traffic, 1 / len(rounds)).value
-            ready, by = max((t, s) for t, (s, _) in zip(link, edges, strict=True))
-            found.append(UnitBatch(ready + handover, by, dealt(sorted(r))))
-        return found
+        for round_units in rounds:
+            for edge_index, ((_, traffic), unit_times) in enumerate(zip(edges, times, strict=True)):
+                link[edge_index] = (
+                    max(link[edge_index], max(unit_times[unit] for unit in round_units))
+                    + costs.dispatch(traffic, 1 / len(rounds)).value
+                )
+            ready, by = max((arrival, src) for arrival, (src, _) in zip(link, edges, strict=True))
+            handed_out.append(UnitBatch(ready + handover, by, deal_units(sorted(round_units))))
+        return handed_out
 
     def _traffic(self, src: str, dst: str) -> Traffic:
-        return next(t for t in self.plan.traffic if (t.src, t.dst) == (src, dst))
+        return next(traffic for traffic in self.plan.traffic if (traffic.src, traffic.dst) == (src, dst))
 
-    def _there(self, node: Node, done: RowTimes) -> list[float]:
+    def _times_by_unit(self, node: Node, done: RowTimes) -> list[float]:
         """Return, by unit, when all rows of another node that it needs are available."""
         if node.per == "batch":
             return [done.last]
@@ -140,26 +156,30 @@ class SimulatedDocks:
         above = graph.common(done.level, level)
         up = graph.fan(done.level, above)
         down = graph.fan(level, above)
-        times = done.times if up == 1 else [max(done.times[u * up : (u + 1) * up]) for u in range(self.rows(above))]
-        return times if down == 1 else [times[u // down] for u in range(self.rows(level))]
+        times = (
+            done.times
+            if up == 1
+            else [max(done.times[ancestor * up : (ancestor + 1) * up]) for ancestor in range(self.rows(above))]
+        )
+        return times if down == 1 else [times[unit // down] for unit in range(self.rows(level))]
 
 
-def _cut(order: list[int], controller: ControllerSpec, tokens: list[float]) -> list[list[int]]:
+def _cut_batches(order: list[int], controller: ControllerSpec, tokens: list[float]) -> list[list[int]]:
     """Cut units, in the order in which they become ready, into a controller's batches.
 
     A batch has the lowest numbers of the ready units, as soon as they are enough; the last has the rest.
     """
-    found = list[list[int]]()
+    batches = list[list[int]]()
     ready = list[int]()
-    held = 0.0
+    ready_tokens = 0.0
     for unit in order:
         insort(ready, unit)
-        held += tokens[unit] if tokens else 0
+        ready_tokens += tokens[unit] if tokens else 0
         count = controller.chunk
-        if 0 < controller.chunk_tokens <= held:
-            count = bisect_left([*accumulate(tokens[u] for u in ready)], controller.chunk_tokens) + 1
+        if 0 < controller.chunk_tokens <= ready_tokens:
+            count = bisect_left([*accumulate(tokens[other] for other in ready)], controller.chunk_tokens) + 1
         if 0 < count <= len(ready):
-            found.append(ready[:count])
+            batches.append(ready[:count])
             ready = ready[count:]
-            held = sum(tokens[u] for u in ready) if tokens else 0
-    return [*found, ready] if ready else found
+            ready_tokens = sum(tokens[other] for other in ready) if tokens else 0
+    return [*batches, ready] if ready else batches

@@ -49,7 +49,7 @@ def generate(
     All computation is `slow` times slower than planned. The host takes its time for each row that ends.
     """
     host = costs.device.overheads.row.value
-    found = Generated(start)
+    result = Generated(start)
     waiting = list(sequences)[::-1]
     live: list[tuple[int, int, Sequence]] = []  # by the step at which each ends
     step = 0
@@ -60,7 +60,7 @@ def generate(
         begin = now
         if waiting and (not live or (continuous and len(live) < slots)):
             new = [waiting.pop() for _ in range(min(slots - len(live), len(waiting)))]
-            if prefills := [s.prefill for s in new if s.prefill]:
+            if prefills := [sequence.prefill for sequence in new if sequence.prefill]:
                 now += slow * costs.prefill(prefills).value
             for sequence in new:
                 # The prefill gives the first token.
@@ -70,16 +70,16 @@ def generate(
         steps = live[0][0] - step
         count = len(live)
         now += slow * steps * costs.decode_step(count, cached + count * steps / 2).value if steps else 0.0
-        found.stretches.append((begin, now, count))
+        result.stretches.append((begin, now, count))
         step += steps
         cached += count * steps
         while live and live[0][0] == step:
             _, _, sequence = heapq.heappop(live)
             cached -= sequence.context + sequence.tokens - 1
             now += host
-            found.ends[sequence.row] = now
-    found.end = now
-    return found
+            result.ends[sequence.row] = now
+    result.end = now
+    return result
 
 
 def tail(stretches: Iterable[tuple[float, float, int]]) -> float:
@@ -92,9 +92,13 @@ def tail(stretches: Iterable[tuple[float, float, int]]) -> float:
         changes[begin] = changes.get(begin, 0) + count
         changes[end] = changes.get(end, 0) - count
     times = sorted(changes)
-    lives = list(accumulate(changes[t] for t in times))
+    lives = list(accumulate(changes[time] for time in times))
     if not times or times[-1] == times[0]:
         return 0.0
     peak = max(lives)
-    few = sum(b - a for (a, b), live in zip(pairwise(times), lives, strict=False) if 2 * live < peak)
+    few = sum(
+        end_time - begin_time
+        for (begin_time, end_time), live in zip(pairwise(times), lives, strict=False)
+        if 2 * live < peak
+    )
     return few / (times[-1] - times[0])

@@ -38,4 +38,4 @@ class Turn:
 
     @property
     def done(self) -> Mapping[str, RowTimes]:
-        return {n: r.done for n, r in self.ran.items()}
+        return {node: timing.done for node, timing in self.ran.items()}

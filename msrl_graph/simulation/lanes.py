@@ -54,21 +54,21 @@ class Lanes:
 
     @classmethod
     def of(cls, pool: Pool, devices: list[int], slow: Sequence[float], layouts: dict[str, Layout]) -> Lanes:
-        found = cls(pool.name, devices, list(slow))
+        lanes = cls(pool.name, devices, list(slow))
         for node, layout in layouts.items():
             groups: list[list[int]] = [[] for _ in range(layout.dp)]
             for rank in range(min(layout.devices, pool.devices)):
                 groups[layout.coordinates(rank).dp].append(rank)
-            found.groups[node] = tuple(map(tuple, groups))
-        return found
+            lanes.groups[node] = tuple(map(tuple, groups))
+        return lanes
 
     def begin(self, time: float) -> None:
         """Begin an iteration, on each device when it is free."""
-        self.clock = [max(time, t) for t in self.clock]
+        self.clock = [max(time, free_at) for free_at in self.clock]
         self.before = [""] * len(self.clock)
 
     def free(self, devices: Sequence[int]) -> float:
-        return max(self.clock[d] for d in devices)
+        return max(self.clock[device] for device in devices)
 
     def set(self, devices: Sequence[int], time: float, node: str = "") -> None:
         for device in devices:
@@ -76,7 +76,7 @@ class Lanes:
             self.before[device] = node or self.before[device]
 
     def slowest(self, devices: Sequence[int]) -> float:
-        return max(self.slow[d] for d in devices)
+        return max(self.slow[device] for device in devices)
 
     @property
     def last(self) -> float:

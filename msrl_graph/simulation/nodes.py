@@ -54,27 +54,27 @@ class ModelNode:
         self.node: Node = graph.node(name)
         self.level = graph.level(self.node)
         generates = self.node.verb == "generate"
-        found = sequences(graph, self.node)
+        row = sequences(graph, self.node)
 
         def fan(column: str) -> tuple[str, int]:
             return column, graph.fan(self.level, graph.column(column).level)
 
         # Each column with the rows of this node that share a value of it.
-        self.context = [fan(c) for c in found.context]
-        self.scored = [] if generates else [fan(c) for c in found.scored]
-        self.count = 1 if generates else found.count
-        self.fan = min((n for _, n in self.context), default=1)
+        self.context = [fan(column_name) for column_name in row.context]
+        self.scored = [] if generates else [fan(column_name) for column_name in row.scored]
+        self.count = 1 if generates else row.count
+        self.fan = min((fan_out for _, fan_out in self.context), default=1)
         self.known: dict[Rows, float] = {}  # seconds of micro-batches
         self.size = holdings.micro_batch(plan, name)
         self.groups = self.lanes.groups[name]
-        self.slow = [self.lanes.slowest(g) for g in self.groups]
-        self.written = found.scored[0] if generates and found.scored else ""
+        self.slow = [self.lanes.slowest(group) for group in self.groups]
+        self.written = row.scored[0] if generates and row.scored else ""
 
-    def _sums(self, rows: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
+    def _sum_tokens(self, rows: list[int], lengths: Lengths) -> tuple[list[int], list[int]]:
         """Return the tokens of the context and of the scored columns, by row."""
 
         def total(columns: list[tuple[str, int]]) -> list[int]:
-            return [sum(lengths[c][r // fan] for c, fan in columns) for r in rows]
+            return [sum(lengths[column][row // fan] for column, fan in columns) for row in rows]
 
         return total(self.context), total(self.scored)
 
@@ -82,26 +82,26 @@ class ModelNode:
 
     def compute(self, batches: list[UnitBatch], iteration: int, lengths: Lengths) -> NodeTiming:
         times = [0.0] * self.flow.rows(self.level)
-        free = [self.lanes.free(g) for g in self.groups]
-        causes = [self.lanes.before[g[0]] for g in self.groups]
+        free = [self.lanes.free(group) for group in self.groups]
+        causes = [self.lanes.before[group[0]] for group in self.groups]
         update = self.node.verb == "update"
         in_step = self.costs.spec.in_step(self.costs.layout)
         fetch = self.costs.fetch().value
         for batch in batches:
             rows = [self.flow.rows_of(self.node, part, self.level) for part in batch.parts]
             count = micro_batches(max(map(len, rows)), self.size, self.costs.layout)
-            shares = [self._micro_batches(g, own, count, lengths) for g, own in enumerate(rows)]
-            begins = [max(t, batch.ready) for t in free]
-            causes = [batch.by if batch.ready > t else c for t, c in zip(free, causes, strict=True)]
+            shares = [self._micro_batch_seconds(index, own, count, lengths) for index, own in enumerate(rows)]
+            begins = [max(free_at, batch.ready) for free_at in free]
+            causes = [batch.by if batch.ready > free_at else cause for free_at, cause in zip(free, causes, strict=True)]
             if in_step:
                 begin = max(begins)
                 end = begin + fetch + sum(max(step) for step in zip(*shares, strict=True))
                 ends = [end] * len(shares)
                 begins = [begin] * len(shares)
             else:
-                ends = [b + fetch + sum(s) for b, s in zip(begins, shares, strict=True)]
-            for g, (begin, seconds) in enumerate(zip(begins, shares, strict=True)):
-                self._told(g, iteration, begin, begin + fetch + sum(seconds))
+                ends = [begin_time + fetch + sum(share) for begin_time, share in zip(begins, shares, strict=True)]
+            for group_index, (begin, seconds) in enumerate(zip(begins, shares, strict=True)):
+                self._record_span(group_index, iteration, begin, begin + fetch + sum(seconds))
             fetch = 0.0  # once an iteration
             if update:
                 ends = self._step(ends, iteration)
@@ -109,37 +109,39 @@ class ModelNode:
             for end, own in zip(ends, rows, strict=True):
                 for row in own:
                     times[row] = end
-        return self._ended(free, causes, RowTimes(self.level, times, max(free)))
+        return self._finish_node(free, causes, RowTimes(self.level, times, max(free)))
 
     def _step(self, ends: list[float], iteration: int) -> list[float]:
         """Simulate the gradient exchange and the optimizer step of all groups together."""
         begin = max(ends)
         end = begin + self.costs.exchange().value + self.costs.optimizer_step().value * max(self.slow)
-        for g in range(len(self.groups)):
-            self._told(g, iteration, begin, end)
+        for group_index in range(len(self.groups)):
+            self._record_span(group_index, iteration, begin, end)
         return [end] * len(ends)
 
-    def _micro_batches(self, group: int, rows: list[int], count: int, lengths: Lengths) -> list[float]:
+    def _micro_batch_seconds(self, group: int, rows: list[int], count: int, lengths: Lengths) -> list[float]:
         """Return the seconds of each of `count` micro-batches of a group.
 
         Rows of similar length are together, as in the runtime; a micro-batch may be empty.
         """
-        found = sorted(zip(*self._sums(rows, lengths), rows, strict=True), key=lambda r: (r[0] + r[1], r[2]))
-        return [self.slow[group] * self._seconds(some) if some else 0.0 for some in split(found, count)]
+        ordered = sorted(
+            zip(*self._sum_tokens(rows, lengths), rows, strict=True), key=lambda row: (row[0] + row[1], row[2])
+        )
+        return [self.slow[group] * self._batch_seconds(batch) if batch else 0.0 for batch in split(ordered, count)]
 
-    def _seconds(self, rows: list[tuple[int, int, int]]) -> float:
+    def _batch_seconds(self, rows: list[tuple[int, int, int]]) -> float:
         """Return the seconds of a micro-batch.
 
         Rows are (context, scored, number); rows of one context row begin alike.
         """
         count = self.count
-        found = Rows.of((context, scored / count) for context, scored, _ in rows for _ in range(count))
-        if found.count > 1:
+        batch = Rows.of((context, scored / count) for context, scored, _ in rows for _ in range(count))
+        if batch.count > 1:
             prompts = {number // self.fan: context for context, _, number in rows}
-            found = replace(found, alike_prompt=found.prompt - sum(prompts.values()))
-        if found not in self.known:
-            self.known[found] = self.costs.micro_batch(found).value
-        return self.known[found]
+            batch = replace(batch, alike_prompt=batch.prompt - sum(prompts.values()))
+        if batch not in self.known:
+            self.known[batch] = self.costs.micro_batch(batch).value
+        return self.known[batch]
 
     # A generation.
 
@@ -154,9 +156,9 @@ class ModelNode:
             parts = []
             for part in batch.parts:
                 sequences = []
-                for unit, context in zip(part, self._sums(part, lengths)[0], strict=True):
+                for unit, context in zip(part, self._sum_tokens(part, lengths)[0], strict=True):
                     rows = range(unit * samples, (unit + 1) * samples)
-                    sequences += [Sequence(r, context, context if r == rows[0] else 0, tokens[r]) for r in rows]
+                    sequences += [Sequence(row, context, context if row == rows[0] else 0, tokens[row]) for row in rows]
                 parts.append(sequences)
             rounds.append((batch.ready, batch.by, parts))
         return self._decode(rounds, iteration, times)
@@ -175,7 +177,7 @@ class ModelNode:
         begins = True
         while not rollout.enough(working):
             parts = [
-                [s for g in part for s in working[g].sequences(g, rollout.most, begins)]
+                [sequence for index in part for sequence in working[index].sequences(index, rollout.most, begins)]
                 for part in split(range(len(working)), len(self.groups))
             ]
             times = [0.0] * (len(working) * rollout.samples)
@@ -186,9 +188,9 @@ class ModelNode:
             by = self.node.name
             stretches = stretches + ran.stretches
             cause = ran.cause if ran.cause != self.node.name else cause
-        taken = rollout.take(working)
-        times = [max(begin, g.end) for g in taken for _ in range(rollout.samples)]
-        return NodeTiming(RowTimes(self.plan.graph.row_level(self.node), times, max(times)), cause, stretches), taken
+        finished = rollout.take(working)
+        times = [max(begin, group.end) for group in finished for _ in range(rollout.samples)]
+        return NodeTiming(RowTimes(self.plan.graph.row_level(self.node), times, max(times)), cause, stretches), finished
 
     def _decode(
         self, rounds: list[tuple[float, str, list[list[Sequence]]]], iteration: int, times: list[float]
@@ -202,23 +204,27 @@ class ModelNode:
         ends = []
         causes = []
         stretches: list[tuple[float, float, int]] = []
-        for g, devices in enumerate(self.groups):
+        for group_index, devices in enumerate(self.groups):
             free = self.lanes.free(devices)
             cause = self.lanes.before[devices[0]]
             for ready, by, parts in rounds:
                 begin = max(free, ready)
                 cause = by if ready > free else cause
-                made: Generated = generate(self.costs, parts[g], slots, self.spec.continuous, self.slow[g], begin)
-                for sequence in parts[g]:
-                    times[sequence.row] = made.ends[sequence.row] if self.spec.continuous else made.end
-                stretches += made.stretches
-                self._told(g, iteration, begin, made.end)
-                free = made.end
+                result: Generated = generate(
+                    self.costs, parts[group_index], slots, self.spec.continuous, self.slow[group_index], begin
+                )
+                for sequence in parts[group_index]:
+                    times[sequence.row] = result.ends[sequence.row] if self.spec.continuous else result.end
+                stretches += result.stretches
+                self._record_span(group_index, iteration, begin, result.end)
+                free = result.end
             ends.append(free)
             causes.append(cause)
-        return self._ended(ends, causes, RowTimes(self.plan.graph.row_level(self.node), times, max(ends)), stretches)
+        return self._finish_node(
+            ends, causes, RowTimes(self.plan.graph.row_level(self.node), times, max(ends)), stretches
+        )
 
-    def _told(self, group: int, iteration: int, begin: float, end: float) -> None:
+    def _record_span(self, group: int, iteration: int, begin: float, end: float) -> None:
         devices = self.groups[group]
         if end > begin:
             self.tell(
@@ -227,7 +233,7 @@ class ModelNode:
                 )
             )
 
-    def _ended(
+    def _finish_node(
         self,
         ends: list[float],
         causes: list[str],

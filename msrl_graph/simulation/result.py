@@ -79,13 +79,13 @@ class Simulation:
 
     def quantile(self, share: float) -> float:
         """Return the seconds that a share of the iterations does not exceed."""
-        ordered = sorted(i.seconds for i in self.iterations)
+        ordered = sorted(iteration.seconds for iteration in self.iterations)
         return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens per second of all devices; a prompt counts once per response."""
-        tokens = sum(i.prompt_tokens + i.response_tokens for i in self.iterations)
+        tokens = sum(iteration.prompt_tokens + iteration.response_tokens for iteration in self.iterations)
         return tokens / self.iterations[-1].end if self.iterations[-1].end else 0.0
 
     @property
@@ -96,35 +96,37 @@ class Simulation:
     @property
     def tail(self) -> float:
         """The mean tail of the iterations."""
-        found = [i.tail for i in self.iterations]
-        return sum(found) / len(found)
+        tails = [iteration.tail for iteration in self.iterations]
+        return sum(tails) / len(tails)
 
     @property
     def path(self) -> tuple[str, ...]:
         """The critical path of most iterations."""
-        return Counter(i.path for i in self.iterations).most_common(1)[0][0]
+        return Counter(iteration.path for iteration in self.iterations).most_common(1)[0][0]
 
     @cached_property
     def work(self) -> tuple[NodeWork, ...]:
         """The work by pool, in the order in which nodes first began."""
         elapsed = self.iterations[-1].end
         sizes = self.sizes
-        found = []
-        for pool, name in dict.fromkeys((s.pool, s.name) for s in self.spans):
-            spans = [s for s in self.spans if (s.pool, s.name) == (pool, name)]
+        node_work = []
+        for pool, name in dict.fromkeys((span.pool, span.name) for span in self.spans):
+            spans = [span for span in self.spans if (span.pool, span.name) == (pool, name)]
             lanes: Counter[int] = Counter()
             stretch: dict[int, tuple[float, float]] = {}
-            for s in spans:
-                lanes[s.lane] += s.end - s.begin  # type: ignore[assignment]
-                begin, end = stretch.get(s.iteration, (s.begin, s.end))
-                stretch[s.iteration] = (min(begin, s.begin), max(end, s.end))
-            busy = sum((s.end - s.begin) * s.width for s in spans)
-            n = len(self.iterations)
-            length = sum(b - a for a, b in stretch.values()) / n
+            for span in spans:
+                lanes[span.lane] += span.end - span.begin  # type: ignore[assignment]
+                begin, end = stretch.get(span.iteration, (span.begin, span.end))
+                stretch[span.iteration] = (min(begin, span.begin), max(end, span.end))
+            busy = sum((span.end - span.begin) * span.width for span in spans)
+            iterations = len(self.iterations)
+            length = sum(last - first for first, last in stretch.values()) / iterations
             share = busy / (sizes[pool] * elapsed) if elapsed else 0.0
-            found.append(NodeWork(pool, name, length, busy / sizes[pool] / n, max(lanes.values()) / n, share))
+            node_work.append(
+                NodeWork(pool, name, length, busy / sizes[pool] / iterations, max(lanes.values()) / iterations, share)
+            )
         order = list(sizes)
-        return tuple(sorted(found, key=lambda w: order.index(w.pool)))
+        return tuple(sorted(node_work, key=lambda work: order.index(work.pool)))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -133,13 +135,13 @@ class Simulation:
         There is one process per host for each iteration that may be in progress.
         """
         return {
-            **{p.name: p.devices for p in self.plan.pools},
+            **{pool.name: pool.devices for pool in self.plan.pools},
             FUNCTIONS: self.plan.cluster.nodes * async_schedule.lanes(self.plan),
         }
 
     def idle(self, pool: str) -> float:
         """Return the share of a pool's device time without computation or resharding."""
-        return max(0.0, 1 - sum(w.share for w in self.work if w.pool == pool))
+        return max(0.0, 1 - sum(work.share for work in self.work if work.pool == pool))
 
     def to_json(self) -> str:
         """Return the figures, and those of each iteration, as JSON.
@@ -154,9 +156,9 @@ class Simulation:
             "tokens_per_second": self.tokens_per_second,
             "tail": self.tail,
             "path": self.path,
-            "work": [asdict(w) for w in self.work],
+            "work": [asdict(work) for work in self.work],
             "idle": {pool: self.idle(pool) for pool in self.sizes},
-            "iterations": [{**asdict(i), "seconds": i.seconds} for i in self.iterations],
+            "iterations": [{**asdict(iteration), "seconds": iteration.seconds} for iteration in self.iterations],
         }
         return json.dumps(figures, indent=2) + "\n"
 
@@ -167,19 +169,30 @@ class Simulation:
         """
         pools = list(self.sizes)
         events: list[dict[str, object]] = [
-            {"name": "process_name", "ph": "M", "pid": i, "args": {"name": f"pool {p}" if p != FUNCTIONS else "hosts"}}
-            for i, p in enumerate(pools)
+            {
+                "name": "process_name",
+                "ph": "M",
+                "pid": index,
+                "args": {"name": f"pool {pool_name}" if pool_name != FUNCTIONS else "hosts"},
+            }
+            for index, pool_name in enumerate(pools)
         ]
-        for pool, lane in sorted({(pools.index(s.pool), s.lane) for s in self.spans}):
+        for pool, lane in sorted({(pools.index(span.pool), span.lane) for span in self.spans}):
             name = f"device {lane}"
             if pools[pool] == FUNCTIONS:
                 number, host = divmod(lane, self.plan.cluster.nodes)
                 name = f"host {host}{f' lane {number}' if number else ''}"
             events.append({"name": "thread_name", "ph": "M", "pid": pool, "tid": lane, "args": {"name": name}})
-        for s in self.spans:
-            where = {"pid": pools.index(s.pool), "tid": s.lane}
-            times = {"ts": s.begin * 1e6, "dur": (s.end - s.begin) * 1e6}
+        for span in self.spans:
+            where = {"pid": pools.index(span.pool), "tid": span.lane}
+            times = {"ts": span.begin * 1e6, "dur": (span.end - span.begin) * 1e6}
             events.append(
-                {"name": s.name, "ph": "X", **times, **where, "args": {"iteration": s.iteration, "devices": s.width}}
+                {
+                    "name": span.name,
+                    "ph": "X",
+                    **times,
+                    **where,
+                    "args": {"iteration": span.iteration, "devices": span.width},
+                }
             )
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

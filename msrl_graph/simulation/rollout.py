@@ -36,13 +36,13 @@ class Group:
         `place` is the group's position among those in progress. In an iteration's first stretch (`begins`) a new prompt
         is computed once, and cut responses row by row.
         """
-        found: list[Sequence] = []
-        for i, (done, whole) in enumerate(zip(self.written, self.tokens, strict=True)):
-            if done < whole:
+        sequences: list[Sequence] = []
+        for index, (done, total) in enumerate(zip(self.written, self.tokens, strict=True)):
+            if done < total:
                 context = self.context + done
-                prefill = context if begins and (done or not found) else 0
-                found.append(Sequence(place * len(self.tokens) + i, context, prefill, min(most, whole - done)))
-        return found
+                prefill = context if begins and (done or not sequences) else 0
+                sequences.append(Sequence(place * len(self.tokens) + index, context, prefill, min(most, total - done)))
+        return sequences
 
     @property
     def whole(self) -> bool:
@@ -79,8 +79,8 @@ class SimulatedRollout:
 
     def enough(self, working: list[Group]) -> bool:
         """Return whether the iteration has all the groups that it needs."""
-        awaited = [g for g in working if self.waits and g.cuts >= self.cuts]
-        return sum(g.whole for g in working) >= self.prompts and all(g.whole for g in awaited)
+        awaited = [group for group in working if self.waits and group.cuts >= self.cuts]
+        return sum(group.whole for group in working) >= self.prompts and all(group.whole for group in awaited)
 
     def grow(self, working: list[Group], times: list[float]) -> None:
         """Add the tokens of a stretch.
@@ -88,14 +88,16 @@ class SimulatedRollout:
         `times` are when its rows ended, 0 for a row that was complete before.
         """
         for place, group in enumerate(working):
-            group.written = [min(t, w + self.most) for t, w in zip(group.tokens, group.written, strict=True)]
+            group.written = [
+                min(total, written + self.most) for total, written in zip(group.tokens, group.written, strict=True)
+            ]
             group.end = max(group.end, *times[place * self.samples : (place + 1) * self.samples])
 
     def take(self, working: list[Group]) -> list[Group]:
         """Return an iteration's groups; the others continue, or are overdue and dropped."""
-        taken = [g for g in working if g.whole][: self.prompts]
-        self.cut = [g for g in working if g not in taken and (self.waits or g.cuts < self.cuts)]
+        finished = [group for group in working if group.whole][: self.prompts]
+        self.cut = [group for group in working if group not in finished and (self.waits or group.cuts < self.cuts)]
         for group in self.cut:
             group.cuts += 1
-        self.cut.sort(key=lambda g: (-g.cuts, g.prompt))
-        return taken
+        self.cut.sort(key=lambda group: (-group.cuts, group.prompt))
+        return finished

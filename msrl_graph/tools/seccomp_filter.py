@@ -19,7 +19,10 @@ _EQUAL = 0x15
 _AT_LEAST = 0x35
 _ANY_OF = 0x45
 _RETURN = 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in the data that the kernel gives a filter
+# Offsets in the data that the kernel gives a filter.
+_NUMBER = 0
+_ARCHITECTURE = 4
+_FIRST_ARGUMENT = 16
 _X32 = 0x40000000  # system calls of the x32 interface of an x86-64 kernel
 # By machine: its audit architecture, and the numbers of clone, clone3, and of fork and vfork.
 _MACHINES = {"x86_64": (0xC000003E, 56, 435, (57, 58)), "aarch64": (0xC00000B7, 220, 435, ())}
