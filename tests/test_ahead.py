@@ -395,8 +395,8 @@ def test_the_text_of_a_plan_in_which_not_every_version_is_sent() -> None:
     (edge,) = made.reshards
     text = " ".join(parts(plan_text(made), "Reshard").split())
     moved = size(4 / 6 * edge.received_bytes_per_device)
-    assert f"fetched in 66.7 % of the iterations, on average {moved} a device each (derived): sent are versions" in text
-    assert "multiples of 2 or 3, and actor.generate keeps its weights meanwhile" in text
+    assert f"fetched in 66.7 % of the iterations, {moved} a device and iteration on average (derived)" in text
+    assert "only versions that are multiples of 2 or 3 are sent; actor.generate keeps its weights in between" in text
     assert made.estimate is not None
     (fetch,) = (p.seconds for p in made.estimate.phases if p.name == "reshard")
     assert fetch.basis.startswith("in 66.7 % of the iterations, ")

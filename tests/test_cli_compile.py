@@ -320,7 +320,7 @@ def test_why_and_budget(capsys: Capture, tmp_path: Path) -> None:
     for budget, told in (
         ([], "is optimal"),
         (["--budget", "60"], "is optimal"),
-        (["--budget", "0"], "the budget of 0 s ended it at"),
+        (["--budget", "0"], "the budget of 0 s ended the search at"),
     ):
         assert compile_main([str(open_), "--why", *budget]) == 0
         assert told in capsys.readouterr().out

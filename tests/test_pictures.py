@@ -296,7 +296,7 @@ def test_ten_thousand_devices_take_no_longer_page_than_sixteen() -> None:
     large = compile("large.rlg", text=many)
     assert large.cluster.devices == 10_000
     pages = [plan_html(p, timeline(p)) for p in (small, large)]
-    assert "hosts 0..1249, 1250 alike" in pages[1]
+    assert "hosts 0..1249, 1250 equal ones" in pages[1]
     assert len(pages[1]) < 1.1 * len(pages[0])
 
 

@@ -101,7 +101,7 @@ def test_what_is_unnamed_says_where_it_went() -> None:
     found = plan("apart actor.generate, actor.update")
     assert (
         found.placement("reference.infer").reason
-        == "as actor.update, which has the same model; unnamed, so beside actor.update"
+        == "as actor.update, which has the same model; in no stated pool, so with actor.update"
     )
     assert "unnamed" not in found.placement("actor.infer").reason
     assert [p.reason for p in found.pools] == ["an even share", "an even share"]

@@ -542,9 +542,9 @@ def test_metrics_of_a_run_give_means(tmp_path: Path) -> None:
     assert [set(n["prompt"]) for n in found.lengths] == [{20}, {20}]
 
 
-NO_SHARE = "is not a share of the devices and how many times slower they are; write `1% x3`"
+NO_SHARE = "is not a share of the devices and a factor of slowness; write `1% x3`"
 NO_FILE = (
-    "cannot be read: no such file or directory; name a file, or a distribution: fixed, uniform, normal, "
+    "no such file or directory; name a file or a distribution: fixed, uniform, normal, "
     "lognormal, geometric"
 )
 
@@ -555,7 +555,7 @@ NO_FILE = (
         (
             "lengths",
             "lognorm(6, 1)",
-            "`--lengths lognorm(6, 1)`: no distribution is called `lognorm`; did you mean `lognormal`?",
+            "`--lengths lognorm(6, 1)`: unknown distribution `lognorm`; did you mean `lognormal`?",
         ),
         ("lengths", "normal(600)", "`--lengths normal(600)`: `normal` takes mean and std; write `normal(mean, std)`"),
         (
@@ -566,21 +566,21 @@ NO_FILE = (
         (
             "lengths",
             "resp=fixed(6)",
-            "`--lengths resp=fixed(6)`: no column of tokens is called `resp`; did you mean `response`?",
+            "`--lengths resp=fixed(6)`: there is no token column `resp`; did you mean `response`?",
         ),
-        ("lengths", "nowhere.jsonl", f"the lengths nowhere.jsonl {NO_FILE}"),
+        ("lengths", "nowhere.jsonl", f"cannot read the lengths nowhere.jsonl: {NO_FILE}"),
         ("stragglers", "some", f"`--stragglers some` {NO_SHARE}"),
         ("stragglers", "1% x0.5", f"`--stragglers 1% x0.5` {NO_SHARE}"),
         (
             "function_seconds",
             {"host.rewrd": 1},
-            "`--function host.rewrd=1`: no function node is called `host.rewrd`; did you mean `host.reward`?",
+            "`--function host.rewrd=1`: there is no function node `host.rewrd`; did you mean `host.reward`?",
         ),
         (
             "function_seconds",
             {"host.reward": "fast"},
             (
-                "`--function host.reward=fast` is no number of seconds a row; write `host.reward=0.05`, or a "
+                "`--function host.reward=fast` is not a number of seconds per row; write `host.reward=0.05` or a "
                 "distribution of seconds"
             ),
         ),
@@ -599,7 +599,7 @@ def test_a_file_that_holds_no_lengths_is_told(tmp_path: Path, line: str) -> None
     path.write_text(f"12\n{line}\n", encoding="utf-8")
     with pytest.raises(Fault) as error:
         simulate(PLANS["colocated"](), lengths=str(path))
-    assert error.value.diagnostics[0].message == f"the file {path} does not hold lengths"
+    assert error.value.diagnostics[0].message == f"the file {path} does not contain lengths"
 
 
 # What is shown.
@@ -620,7 +620,7 @@ def test_what_filters_drop_is_not_known() -> None:
     mine = "node host.pick(reward) {{ keep = reward > 0 }} host.reward -> host.pick -> actor.update"
     text = SMALL.replace("cluster", f"algorithm mine extends grpo {{{{ {mine} }}}}\ncluster", 1)
     plan = small(text=text.replace("deploy grpo", "deploy mine"))
-    said = "rows that filters drop count to the end, and a refill's rounds do not: host.pick"
+    said = "rows that filters drop count as kept, and the rounds of a refill are not counted: host.pick"
     assert said in simulation_text(simulate(plan, iterations=1)) and said in [n.text for n in plan.notes]
 
 

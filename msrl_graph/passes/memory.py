@@ -215,7 +215,7 @@ class CountMemory(Pass):
     ) -> PhaseMemory:
         """Return a phase's memory on the busiest host.
 
-        `away` are the offloaded bytes by item, `rows` the bytes of an iteration's rows.
+        `offloaded_bytes` are by item, `rows` the bytes of an iteration's rows.
         """
         cluster = plan.cluster
         items = dict(offloaded_bytes)

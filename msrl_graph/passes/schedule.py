@@ -93,7 +93,7 @@ def _add_again(
 def _find_round(stream: tuple[Instruction, ...], repeated: Collection[str], resharded: Collection[str]) -> slice | None:
     """Return the part of a stream that a round repeats; None if there is none.
 
-    The weights of the generations `anew` are resharded in each round.
+    The weights of the generations `resharded` come in each round.
     """
     runs = [i for i, instruction in enumerate(stream) if instruction.op == "RUN" and instruction.node in repeated]
     weights = [

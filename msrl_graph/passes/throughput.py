@@ -146,9 +146,8 @@ def _list_arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places
     alone = _Clock(plan, seconds, parts, in_step, edges, opened=-math.inf, returns=returns)
     once = [_Arc(UPDATES, UPDATES, 1, alone.length + around, alone.path(), place) for place in range(places)]
     arcs = once + arcs
-    if chain := [
-        name for name in _functions_after_opening(plan) if alone.functions[name]
-    ]:  # each waits for the ones of the iteration before
+    # Each function after the opening waits for those of the iteration before.
+    if chain := [name for name in _functions_after_opening(plan) if alone.functions[name]]:
         total_seconds = math.fsum(alone.functions[name] for name in chain)
         arcs += [_Arc(FUNCTIONS, FUNCTIONS, 1, total_seconds, " > ".join(chain), place) for place in range(places)]
     waits = awaits(plan, sends.leads)
@@ -260,7 +259,7 @@ class _Clock(Walker):
     ) -> None:
         """Run the streams; each starts at its time in `begins`.
 
-        Pools outside `begins` are awaited only for their rows. `back` is when swapped-in weights have returned. The
+        Pools outside `begins` are awaited only for their rows. `returns` are when swapped-in weights are back. The
         source has its rows at `opened`. Weights of the edges `fetches` are copied by the update and fetched when the
         `copies` exist; at other edges the two pools meet.
         """

@@ -248,7 +248,7 @@ def _lay_out(pools: list[Pool], devices: int, per_host: int) -> list[Pool]:
 
 
 def _devices_per_host(devices: int, total: int, per_host: int) -> Iterator[int]:
-    """Yield devices per host for a pool, the fewest hosts first; 0 is a full range."""
+    """Yield devices per host for a pool, fewest hosts first; 0 means contiguous."""
     yield 0
     yield from (
         count

@@ -82,13 +82,14 @@ class Search(PlacementPass):
         ):
             return plan
         placed = [
-            (division, run.place.apply(run.plan, PlacementDecision(division), numbered=False)) for division in run.some
+            (division, run.place.apply(run.plan, PlacementDecision(division), numbered=False))
+            for division in run.divisions
         ]
         program = run.plan
         others = [division for division, other in placed if leads(other)]
         if is_ahead:  # search all divisions if in some of them generations take turns with their updates
             program = in_step(program)
-            others = [*run.some] if any(not fetched(other) for _, other in placed) else []
+            others = [*run.divisions] if any(not fetched(other) for _, other in placed) else []
         if not others:
             return plan
         rival = _Run(self, run.place, program, run.passes, others, RIVALS, 0.0, began=run.began, lists=run.lists).best()
@@ -126,7 +127,7 @@ class _Item:
     stage: int
     order: tuple[int, ...]
     space: Space = field(compare=False)
-    at: tuple[int, ...] = field(compare=False)
+    position: tuple[int, ...] = field(compare=False)
 
 
 class _Found(NamedTuple):
@@ -134,9 +135,9 @@ class _Found(NamedTuple):
 
     seconds: float
     space: Space
-    at: tuple[int, ...]
+    position: tuple[int, ...]
     plan: Plan | None
-    wrong: str = ""
+    reason: str = ""
 
 
 @dataclass
@@ -147,24 +148,24 @@ class _Run:
     place: PlaceNodes
     plan: Plan
     passes: Passes
-    some: Sequence[Division]
+    divisions: Sequence[Division]
     effort: float = field(default_factory=lambda: EFFORT)
-    further: float = FURTHER
+    runner_effort: float = FURTHER
     wide: bool = False  # whether layouts that span hosts are included
     began: float = field(default_factory=time.monotonic)
     spent: float = 0.0
     seen: set[tuple[int, ...]] = field(default_factory=set)
     evaluated: set[tuple[int, tuple[int, ...]]] = field(default_factory=set)
     lists: dict[tuple[tuple[str, ...], int, int, int], list[Choice]] = field(default_factory=dict)
-    found: list[_Found] = field(default_factory=list)
-    wrong: list[_Found] = field(default_factory=list)
+    results: list[_Found] = field(default_factory=list)
+    rejected: list[_Found] = field(default_factory=list)
 
     def best(self) -> Plan:
         """Return the best plan, with the record of the search."""
         heap: list[_Item] = []
         spaces: list[Space] = []
         skipped = 0
-        for division in self.some:
+        for division in self.divisions:
             if spaces and self._over_budget():
                 skipped += 1
                 continue
@@ -172,10 +173,10 @@ class _Run:
             spaces.append(space)
             if all(choice.over <= 0 for own in space.lists for choice in own[:1]):
                 self._push(heap, len(spaces), space, (0,) * len(space.lists))
-                if not self.found and (start := space.start()):
+                if not self.results and (start := space.start()):
                     self._evaluate(space, start)
         ended = f"the budget of {self.search.budget:g} s" if skipped else ""
-        while heap and not ended and not (self.found and heap[0].bound >= self.found[0][0]):
+        while heap and not ended and not (self.results and heap[0].bound >= self.results[0][0]):
             ended = self._end_reason()
             if not ended:
                 self._step(heap, heapq.heappop(heap))
@@ -183,14 +184,14 @@ class _Run:
         bound = 0.0 if skipped else heap[0].bound if heap else math.inf
         self._evaluate_more(heap, ended)
         candidates = sum(space.size for space in spaces)
-        if not self.found and self.wrong and not ended and not self.wide:
+        if not self.results and self.rejected and not ended and not self.wide:
             # Each choice fits alone but not with the others: layouts that span hosts hold less.
-            return replace(self, wide=True, spent=0.0, seen=set(), evaluated=set(), lists={}, wrong=[]).best()
-        if not self.found:
+            return replace(self, wide=True, spent=0.0, seen=set(), evaluated=set(), lists={}, rejected=[]).best()
+        if not self.results:
             return self._plan_without_fit(spaces, candidates, ended)
-        seconds, space, position = self.found[0][:3]
+        seconds, space, position = self.results[0][:3]
         bound = min(bound, seconds)
-        best = self._make_candidate(self.found[0])
+        best = self._make_candidate(self.results[0])
         record = SearchRecord(
             candidates, len(self.evaluated), seconds, bound, bound >= seconds, ended, best, self._list_runners_up(heap)
         )
@@ -204,7 +205,7 @@ class _Run:
         Until a plan is found, the search goes on to its limit.
         """
         exceeded = self.search.budget is not None and time.monotonic() - self.began >= self.search.budget
-        return exceeded and (bool(self.found) or self.spent >= self.effort)
+        return exceeded and (bool(self.results) or self.spent >= self.effort)
 
     def _end_reason(self) -> str:
         """Return what ends the search early, "" if nothing does.
@@ -222,10 +223,10 @@ class _Run:
         """
         if ended and self.search.budget is None:
             for item in sorted(queued for queued in heap if queued.stage == 0)[:DIVES]:
-                if not self.found or item.bound < self.found[0][0]:
-                    self._evaluate(item.space, item.at)
-        most = self.spent + self.further
-        while heap and 0 < len(self.found) <= RUNNERS and self.spent < most and not self._over_budget():
+                if not self.results or item.bound < self.results[0][0]:
+                    self._evaluate(item.space, item.position)
+        most = self.spent + self.runner_effort
+        while heap and 0 < len(self.results) <= RUNNERS and self.spent < most and not self._over_budget():
             self._step(heap, heapq.heappop(heap))
 
     def _build_space(self, division: Division) -> Space:
@@ -275,7 +276,7 @@ class _Run:
         The stages are: queued, its own bound, placed without resharding, all passes.
         """
         space = item.space
-        position = item.at
+        position = item.position
         if item.stage == 2:
             self.spent += 0.3
             for index in range(len(position)):
@@ -320,12 +321,12 @@ class _Run:
         if why := over(plan.memory):
             self._refuse(seconds, space, position, why)
             return
-        self.found.append(_Found(seconds, space, position, plan))
-        self.found.sort(key=lambda result: result.seconds)
+        self.results.append(_Found(seconds, space, position, plan))
+        self.results.sort(key=lambda result: result.seconds)
 
     def _refuse(self, seconds: float, space: Space, position: tuple[int, ...], why: str) -> None:
-        if len(self.wrong) < RUNNERS:
-            self.wrong.append(_Found(seconds, space, position, None, why))
+        if len(self.rejected) < RUNNERS:
+            self.rejected.append(_Found(seconds, space, position, None, why))
 
     def _make_decision(self, space: Space, position: tuple[int, ...], why: str = "planned") -> PlacementDecision:
         chosen = list(zip(space.owners, space.chosen(position), strict=True))
@@ -353,16 +354,16 @@ class _Run:
 
         First the next best that were evaluated, then those with only a bound, then the fastest that do not fit.
         """
-        runners = self.found[1 : RUNNERS + 1]
+        runners = self.results[1 : RUNNERS + 1]
         bounded = heapq.nsmallest(RUNNERS - len(runners), [item for item in heap if item.stage < 2])
-        runners = [*runners, *(_Found(item.bound, item.space, item.at, None) for item in bounded)]
-        return tuple(map(self._make_candidate, [*runners, *sorted(self.wrong, key=lambda result: result.seconds)]))
+        runners = [*runners, *(_Found(item.bound, item.space, item.position, None) for item in bounded)]
+        return tuple(map(self._make_candidate, [*runners, *sorted(self.rejected, key=lambda result: result.seconds)]))
 
     def _make_candidate(self, result: _Found) -> Candidate:
         space = result.space
         layouts = {
             owner.node: f"{laid(choice.layout)}, {choice.engine}"
-            for owner, choice in zip(space.owners, space.chosen(result.at), strict=True)
+            for owner, choice in zip(space.owners, space.chosen(result.position), strict=True)
         }
         pools = (
             tuple(f"{pool.name}: {', '.join(pool.nodes)}" for pool in space.division.pools)
@@ -370,8 +371,8 @@ class _Run:
             else ()
         )
         loses = {}
-        if result.plan is not None and self.found[0].plan is not None:
-            mine = _phase_seconds(self.found[0].plan)
+        if result.plan is not None and self.results[0].plan is not None:
+            mine = _phase_seconds(self.results[0].plan)
             theirs = _phase_seconds(result.plan)
             loses = {phase: theirs.get(phase, 0.0) - mine.get(phase, 0.0) for phase in {**mine, **theirs}}
         return Candidate(
@@ -380,7 +381,7 @@ class _Run:
             result.seconds,
             result.plan is not None,
             {phase: lost for phase, lost in loses.items() if lost},
-            result.wrong,
+            result.reason,
         )
 
 

@@ -56,7 +56,7 @@ class Space:
         return pace(self.skeleton, {**self.functions, **seconds}, turn).seconds
 
     def bound_from(self, position: Sequence[int]) -> float:
-        """Return a bound for all combinations whose choices come at or after `at`.
+        """Return a bound for all combinations whose choices come at or after `position`.
 
         Each node has its least remaining seconds, added along the critical path. A pool cannot be done before all of
         its nodes are.

@@ -94,9 +94,8 @@ class SimulatedDriver(PoolProgress):
         self.turns: dict[int, Turn] = {}
         self.left = {-1: 0.0}  # by iteration: when its functions had ended and its states were known
         self.jobs: dict[tuple[str, int], deque[_Job]] = defaultdict(deque)
-        self.heard = dict.fromkeys(
-            self.others, 0.0
-        )  # by pool: when the driver knows that it has ended all that it began
+        # By pool: when the driver knows that it has ended all that it began.
+        self.heard = dict.fromkeys(self.others, 0.0)
         self.time = 0.0
         # The overhead of an iteration for the ranks: on a CPU cluster functions share their cores.
         functions = [

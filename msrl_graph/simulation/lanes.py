@@ -43,9 +43,8 @@ class Lanes:
     slow: list[float]
     clock: list[float] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
-    back: dict[str, list[float]] = field(
-        default_factory=dict
-    )  # by update: when its weights have returned to each device
+    # By update: when its weights have returned to each device.
+    back: dict[str, list[float]] = field(default_factory=dict)
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # by node: the devices of each group
 
     def __post_init__(self) -> None:

@@ -152,9 +152,8 @@ def _format_bar(
                 busy[cell][span.name] = busy[cell].get(span.name, 0.0) + inside * span.width
     out = ""
     for parts in busy:
-        share = round(
-            sum(parts.values()) / (cell_seconds * devices), 9
-        )  # Python versions differ in the last digits of sums
+        # Python versions differ in the last digits of sums.
+        share = round(sum(parts.values()) / (cell_seconds * devices), 9)
         letter = letters[max(parts, key=lambda name: (parts[name], name))] if share >= 0.005 else "."
         out += letter if share >= 0.5 else letter.lower()
     return out
