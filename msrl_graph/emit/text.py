@@ -1,4 +1,4 @@
-"""A plan as text: what runs where, moves, fits and takes how long, with reasons.
+"""A plan as text: placements, traffic, memory and time, with sources and reasons.
 
 Invariant: every figure has its source next to it (measured, derived, datasheet, stated, assumed), every choice its
 reason. At 100 columns no table is cut off; without a terminal there is no colour.
