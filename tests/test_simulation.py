@@ -543,10 +543,7 @@ def test_metrics_of_a_run_give_means(tmp_path: Path) -> None:
 
 
 NO_SHARE = "is not a share of the devices and a factor of slowness; write `1% x3`"
-NO_FILE = (
-    "no such file or directory; name a file or a distribution: fixed, uniform, normal, "
-    "lognormal, geometric"
-)
+NO_FILE = "no such file or directory; name a file or a distribution: fixed, uniform, normal, lognormal, geometric"
 
 
 @pytest.mark.parametrize(
