@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 SEED ?= 0
 LOAD ?= 0
 LENGTHS ?= lognormal
+OTHER ?=
 KILLS ?= 200
 PROGRAMS ?= 5000
 DRAWS ?= 100
@@ -24,7 +25,7 @@ STACKS ?=
 SEEDS ?= 0 1 2
 MINDSPEED ?=
 
-.PHONY: demo control agent curves curves-engines test test-long test-engines test-vllm-023 test-gpu test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-functions bench-gpu bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-trl bench-trl-curves contracts paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-long test-engines test-vllm-023 test-gpu test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-functions bench-gpu bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-startup bench-trl bench-trl-curves contracts paper peer-values docs clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -220,6 +221,10 @@ bench-seconds: $(VENV)/ready
 # The same by Megatron and vLLM, about 20 minutes.
 bench-seconds-engines: $(VENV_ENGINES)/ready
 	$(VENV_ENGINES)/bin/python bench/seconds.py --engines
+
+# From msrl-run to the first iteration, in turn with other checkouts: make bench-startup OTHER=FOLDER
+bench-startup: $(VENV)/ready
+	$(BIN)/python bench/startup.py --other $(OTHER)
 
 bench-staleness: $(VENV)/ready
 	$(BIN)/python bench/staleness.py

@@ -47,6 +47,7 @@ FIGURES = {
     "seconds": {"ratios", "worst", "same_order", "told_apart", "noise"},
     "simulate": {"rows", "seconds_384", "bar", "pass"},
     "staleness": {"iterations", "rows", "oldest", "allowed", "by_age"},
+    "startup": {"first_s", "first_cpu_s"},
     "trl": {"ours_responses_per_s", "trl_responses_per_s", "ratio"},
 }
 # What is 0 where all is well, in whatever bench counts it.

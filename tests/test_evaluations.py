@@ -359,9 +359,12 @@ def test_the_plan_says_how_each_generation_of_an_evaluation_draws(draws: str, tm
 
 WRONG_DRAWS = {
     "draw(solv, samples = 1)": ("no generation is called `solv`", "did you mean `solve`?"),
-    "draw(try_once, samples = 2)": ("`try_once` does not run in `evaluate test`: `right` can be computed without it",
-    "leave it"), "draw(solve, samples = 1), draw(solve, temperature = 0)": ("`draws` has `solve` twice", "in one
-    `draw`"), "draw(solve)": ("this `draw` has no settings", "add `samples = 1`"),
+    "draw(try_once, samples = 2)": (
+        "`try_once` does not run in `evaluate test`: `right` can be computed without it",
+        "leave it",
+    ),
+    "draw(solve, samples = 1), draw(solve, temperature = 0)": ("`draws` has `solve` twice", "in one `draw`"),
+    "draw(solve)": ("this `draw` has no settings", "add `samples = 1`"),
     "draw(samples = 1)": ("the first argument of `draw` is a generation", "as in `draw("),
     "draw(solve, top_p = 1)": ("`draw` has no argument `top_p`", ""),
     "draw(solve, 1)": ("`draw` takes its settings as keyword arguments", ""),

@@ -324,8 +324,10 @@ def test_of_a_recorded_partial_rollout_what_it_took_is_taken(tmp_path):
     whole = {p: [RESPONSES[2 * p + i].tolist() for i in (0, 1)] for p in (0, 2, 3)}
     assert rolled(tmp_path, 3) == [({0: whole[0]}, [(9, 1, 2)]), ({p: whole[p] for p in (2, 3)}, [])]
     assert rolled(tmp_path, 3, groups=1) == [(whole, [(9, 1, 2)])]
-    with pytest.raises(RunError, match=r"iteration 0 of .* has responses to 3 prompts, but .* takes 2: replay a
-    recording"):     rolled(tmp_path, 2)
+    with pytest.raises(
+        RunError, match=r"iteration 0 of .* has responses to 3 prompts, but .* takes 2: replay a recording"
+    ):
+        rolled(tmp_path, 2)
     with pytest.raises(RunError, match=r"000000.parquet has no row 2, which"):  # nor an empty response
         replayed(tmp_path, [0, 1, 2, 3])
 

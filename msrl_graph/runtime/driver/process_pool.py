@@ -39,6 +39,7 @@ from .dock_monitor import begun, missing, results
 from .function_hosts import ActorCall, FunctionHosts
 
 if TYPE_CHECKING:
+    from ..process.preload import PreloadServer
     from .attempt_messages import Attempt
 
 SERVERS = ("raylet", "gcs_server")
@@ -55,8 +56,9 @@ class HostFolder(NamedTuple):
 class ProcessPool:
     """Ranks, function hosts and docks of one plan."""
 
-    def __init__(self, attempt: Attempt, say: Callable[[str], None]) -> None:
+    def __init__(self, attempt: Attempt, say: Callable[[str], None], preload: PreloadServer | None = None) -> None:
         self.attempt = attempt
+        self.preload = preload
         self.say = say
         self.plan = attempt.plan
         self.folder = attempt.folder
@@ -94,15 +96,18 @@ class ProcessPool:
                     f"no Ray cluster could be joined by RAY_ADDRESS={address}: {error}", cluster.span
                 ) from None
         else:
-            ray.init(
-                address="local",  # never an instance that somebody else has started
-                num_cpus=cluster.devices,
-                num_gpus=0 if cluster.device.kind.is_host else None,  # None: all that Ray finds
-                include_dashboard=False,
-                object_store_memory=max(256 << 20, min(4 << 30, 4 * sum(edge.bytes for edge in plan.traffic))),
-                _temp_dir=str(Path(self.folder) / RAY),
-                **ray_options,
-            )
+            if self.preload is not None:
+                self.preload.use()
+            with cluster_join.without_monitors(ray_options["log_to_driver"]):
+                ray.init(
+                    address="local",  # never an instance that somebody else has started
+                    num_cpus=cluster.devices,
+                    num_gpus=0 if cluster.device.kind.is_host else None,  # None: all that Ray finds
+                    include_dashboard=False,
+                    object_store_memory=max(256 << 20, min(4 << 30, 4 * sum(edge.bytes for edge in plan.traffic))),
+                    _temp_dir=str(Path(self.folder) / RAY),
+                    **ray_options,
+                )
             if (own_address := ray.util.get_node_ip_address()) != cluster_join.LOOPBACK:
                 raise RunError(
                     f"Ray listens at {own_address}, but a run on one machine must use {cluster_join.LOOPBACK}"

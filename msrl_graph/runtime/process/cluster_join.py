@@ -10,6 +10,7 @@ import secrets
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from importlib import import_module
 from threading import Thread
 from typing import Any
@@ -39,6 +40,26 @@ def own_ray() -> dict[str, str]:
     imported. What the caller has set for other clusters does not apply to this one.
     """
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), _ALONE: "0"}
+
+
+@contextmanager
+def without_monitors(logs: bool) -> Iterator[None]:
+    """Start Ray's servers of this machine without two Python processes that a run has no use for: the autoscaler's
+    monitor and, where no `logs` go to the driver, the monitor of logs. Each takes a second of CPU time to start."""
+    parameters: Any = import_module("ray._private.parameter")
+    usual = parameters.RayParams
+
+    class Lean(usual):  # type: ignore[misc, valid-type]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.no_monitor = True
+            self.include_log_monitor = logs
+
+    parameters.RayParams = Lean
+    try:
+        yield
+    finally:
+        parameters.RayParams = usual
 
 
 class NoResources(Fault):

@@ -24,6 +24,10 @@ def waits() -> dict[str, str]:
     return {} if WAITS.keys() & os.environ.keys() else WAITS
 
 
+# What packages read as they are imported.
+OFFLINE = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+
+
 def settle(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:
     """Set up this process's environment.
 
@@ -31,7 +35,7 @@ def settle(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:
     this host, since torch leaves a cache folder behind; shipped files are there too. Output goes to a file in `logs`.
     With the dock's `deadline` the process has a heartbeat.
     """
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    os.environ |= OFFLINE
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     if deadline:
         Heart(folder, process, Limits.of(deadline))

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import ray
 import torch
 from torch import distributed as dist
 
@@ -45,9 +44,13 @@ def telling(plan: Plan, node: Node, rank: int, doing: str, rows: Sequence[int] |
     """
     try:
         yield
-    except (RunError, Fault, ray.exceptions.RayError):
+    except (RunError, Fault):
         raise
     except Exception as error:
+        import ray  # here: processes are forked from one that has imported this module, but not Ray (preload.py)
+
+        if isinstance(error, ray.exceptions.RayError):
+            raise
         rows_text = f" on {_describe_rows(rows)}" if len(rows) else ""
         engine = plan.placement(node.name).engine.name
         prefix = f"`{node.name}` ({node.span.place}), engine {engine}, failed on rank {rank} {doing}{rows_text}"

@@ -1,0 +1,38 @@
+"""Which runs fork their processes from one that has imported what ranks need, and what that is.
+
+Invariant: a forked process computes what one that Ray started computes. What reads the environment as it is imported
+finds there what it would find in a rank.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ...backends import ENGINES
+from ...ir.plan import Plan
+from ..process.environment import OFFLINE, waits
+from ..process.preload import PreloadServer
+from .attempt_messages import Attempt
+
+RANK = "msrl_graph.runtime.rank.rank"
+
+
+def start(attempt: Attempt) -> PreloadServer | None:
+    """Start the server that a run's processes are forked from, before anything else that takes time.
+
+    Runs on the cores of this machine have one. Workers of a cluster that is there already are started by its own
+    servers, and whether a device's packages can be imported before a fork was tried for no device yet.
+    """
+    if os.environ.get("RAY_ADDRESS") or not attempt.plan.cluster.device.kind.is_host:
+        return None
+    environment = OFFLINE | waits() | {"TMPDIR": attempt.folder}
+    return PreloadServer(Path(attempt.folder), modules(attempt.plan), environment)
+
+
+def modules(plan: Plan) -> list[str]:
+    """The modules that the ranks of a plan import, in the order in which they would."""
+    engines = {ENGINES[p.engine.name].build.partition(":")[0] for p in plan.placements if p.engine.name in ENGINES}
+    families = {model.family for model in plan.deploy.models.values()}
+    models = [f"transformers.models.{family}.modeling_{family}" for family in sorted(families)]
+    return [RANK, *sorted(engines - {""}), *models]

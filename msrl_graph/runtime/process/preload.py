@@ -1,0 +1,183 @@
+"""A process that imports what ranks need once, and from which Ray's workers of this machine are forked.
+
+Invariant: no run depends on it. A worker that cannot be forked is started as Ray starts it. The server imports nothing
+that starts threads which a fork would lose: not Ray, whose gRPC does. It ends when the process that started it
+does (its end of a pipe closes). This file is run as a program and imports nothing of the package.
+
+Ray starts a worker by `python setup_worker.py default_worker.py ...`. With `use`, this file takes the place of
+setup_worker.py: it passes its arguments, environment and open files to the server, which forks a process that goes on
+as default_worker.py, and waits for the end of that process. An `import torch` and `import transformers` take seconds of
+CPU time; a fork takes milliseconds, and the processes share the memory of what is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+SOCKET = "MSRL_PRELOAD"  # in the environment of Ray's servers: the server's socket
+PATIENCE = 60.0  # seconds that a worker waits for the server, which may still be importing
+TALK = 5.0  # seconds that the server waits for a request, once a worker has connected
+_OOM = "/proc/self/oom_score_adj"
+
+
+class PreloadServer:
+    """A server on a socket in `folder`, which imports `modules`; `environment` is added to this process's own."""
+
+    def __init__(self, folder: Path, modules: Iterable[str], environment: Mapping[str, str]) -> None:
+        import subprocess
+
+        self.socket = str(folder / "preload")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, self.socket, *modules],
+            stdin=subprocess.PIPE,  # never written to: the server ends when it is closed
+            env={**os.environ, **environment},
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def use(self) -> None:
+        """Let the Ray servers that this process starts from now on fork their workers from the server."""
+        from ray._private import ray_constants
+
+        if hasattr(ray_constants, "SETUP_WORKER_FILENAME"):  # joined to the folder of Ray's own, and absolute
+            ray_constants.SETUP_WORKER_FILENAME = __file__
+            os.environ[SOCKET] = self.socket
+
+
+def launch(arguments: list[str]) -> None:
+    """Fork a Ray worker from the server and wait for its end; else become the worker, as without a server."""
+    if (connection := _connected(arguments)) is not None:
+        while connection.recv(1):  # until the worker's end, which closes its side
+            pass
+        return
+    own = str(Path(next(a for a in arguments if a.endswith("default_worker.py"))).with_name("setup_worker.py"))
+    os.execv(sys.executable, [sys.executable, own, *arguments])
+
+
+def _connected(arguments: list[str]) -> socket.socket | None:
+    """The connection to a worker that was forked; None where none was."""
+    import json
+
+    context, rest = "{}", []
+    language = "PYTHON"
+    for argument in arguments:  # setup_worker.py takes two of them
+        name, _, value = argument.partition("=")
+        if name == "--serialized-runtime-env-context":
+            context = value
+        elif name == "--language":
+            language = value
+        else:
+            rest.append(argument)
+    around = json.loads(context or "{}")
+    plain = not any(around.get(key) for key in ("command_prefix", "override_worker_entrypoint", "java_jars"))
+    if language != "PYTHON" or not plain or around.get("py_executable", sys.executable) != sys.executable:
+        return None
+    with suppress(OSError, ValueError):
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(PATIENCE)
+        connection.connect(os.environ.get(SOCKET, ""))
+        with suppress(OSError):
+            score = Path(_OOM).read_text()
+        request = {
+            "arguments": rest,
+            "environment": {**os.environ, **around.get("env_vars", {})},
+            "folder": str(Path.cwd()),
+            "niceness": os.nice(0),
+            "oom": score,
+        }
+        # The files are with the first byte, and the request ends where the connection is shut.
+        socket.send_fds(connection, [b" "], [0, 1, 2])
+        connection.sendall(json.dumps(request).encode())
+        connection.shutdown(socket.SHUT_WR)
+        if connection.recv(1):
+            connection.settimeout(None)
+            return connection
+    return None
+
+
+def serve(path: str, modules: list[str]) -> list[str]:
+    """Fork workers until standard input is closed; returns, in each worker, what it is to run."""
+    import gc
+    import select
+    import signal
+    from importlib import import_module
+
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen(1024)  # who comes while modules are imported waits
+    for module in modules:
+        with suppress(Exception):  # a worker that needs it raises the error where a person reads it
+            import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a worker would copy the memory that it shares
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no worker stays a zombie
+    while True:
+        ready, _, _ = select.select([0, listening.fileno()], [], [])
+        if 0 in ready:
+            os._exit(0)
+        connection, _ = listening.accept()
+        with connection, suppress(OSError, ValueError):
+            request, files = _request(connection)
+            try:
+                if os.fork() == 0:
+                    listening.close()
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    return _begin(connection, request, files)
+            finally:
+                for file in files:
+                    os.close(file)
+
+
+def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """What a worker's launcher asks for, and its standard files."""
+    import json
+
+    connection.settimeout(TALK)
+    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    pieces = []
+    while piece := connection.recv(1 << 16):
+        pieces.append(piece)
+    return json.loads(b"".join(pieces)), files
+
+
+def _begin(connection: socket.socket, request: dict[str, Any], files: list[int]) -> list[str]:
+    """Become the process that a launcher describes."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    with suppress(OSError):
+        os.nice(request["niceness"] - os.nice(0))
+    with suppress(OSError):
+        Path(_OOM).write_text(request["oom"])
+    kept = connection.dup()  # open until this process ends
+    kept.settimeout(None)
+    kept.send(b"1")
+    kept.detach()
+    arguments: list[str] = request["arguments"]
+    return arguments
+
+
+def main() -> None:
+    # The script's folder comes first in a program's path, and holds modules of the package by their bare names.
+    sys.path.pop(0)
+    if sys.argv[1].endswith("default_worker.py"):
+        launch(sys.argv[1:])
+    else:
+        import runpy
+
+        sys.argv = serve(sys.argv[1], sys.argv[2:])
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Workers that are forked from a process which has imported what they need: they are what Ray would have started."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from msrl_graph.runtime.process import preload
+
+# What Ray's two files do, as far as it is seen here.
+WORKER = """
+import json, os, sys
+found = dict(arguments=sys.argv[1:], parent=os.getppid(), name=__name__, folder=os.getcwd(), nice=os.nice(0),
+    environment=dict(os.environ), loaded="colorsys" in sys.modules, path=sys.path,
+    oom=open("/proc/self/oom_score_adj").read())
+print(json.dumps(found), flush=True)
+sys.stdin.read()
+"""
+SETUP = """
+import os, sys
+os.environ["SET_UP"] = "by Ray"
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "default_worker.py").write_text(WORKER)
+    (tmp_path / "setup_worker.py").write_text(SETUP)
+    return tmp_path
+
+
+@pytest.fixture
+def server(folder):
+    server = preload.PreloadServer(folder, ["colorsys", "there.is.no.such.module"], {"MSRL_TEST": "1"})
+    yield server
+    server._process.stdin.close()
+    assert server._process.wait(20) == 0
+
+
+def launched(folder, *arguments, nice=0, **variables):
+    """What Ray starts, with what its worker printed first."""
+    worker = subprocess.Popen(
+        [sys.executable, preload.__file__, str(folder / "default_worker.py"), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**os.environ, preload.SOCKET: str(folder / "preload"), **variables},
+        preexec_fn=lambda: os.nice(nice),
+    )
+    return worker, json.loads(worker.stdout.readline())
+
+
+def test_a_forked_worker_is_what_ray_asked_for(folder, server):
+    ray = ("--language=PYTHON", "--serialized-runtime-env-context={}")
+    for i in range(3):
+        worker, found = launched(folder, "--node-id=a b", *ray, f"--token={i}", nice=3, OWN="x", PYTHONHASHSEED="0")
+        assert found["parent"] == server.pid and found["loaded"]
+        assert found["arguments"] == ["--node-id=a b", f"--token={i}"]
+        assert found["name"] == "__main__" and found["folder"] == str(folder)
+        assert found["nice"] == os.nice(0) + 3
+        assert found["oom"] == Path("/proc/self/oom_score_adj").read_text()
+        assert found["environment"]["OWN"] == "x" and "MSRL_TEST" not in found["environment"]
+        assert Path(preload.__file__).parent not in map(Path, found["path"])
+        assert worker.poll() is None
+        worker.communicate(timeout=20)  # its standard input is closed: the worker ends, and with it what Ray started
+        assert worker.returncode == 0
+
+
+def test_the_end_of_a_killed_worker_is_seen(folder, server):
+    worker, _ = launched(folder)
+    (forked,) = psutil.Process(server.pid).children()
+    forked.kill()
+    worker.communicate(timeout=20)
+    assert worker.returncode == 0
+    forked.wait(20)  # no zombie stays
+    assert psutil.Process(server.pid).children() == []
+
+
+@pytest.mark.parametrize(
+    "context",
+    [{"py_executable": "/usr/bin/another"}, {"command_prefix": ["nice"]}, {"override_worker_entrypoint": "/x.py"}],
+)
+def test_a_worker_with_an_environment_of_its_own_is_not_forked(folder, server, context):
+    worker, found = launched(folder, f"--serialized-runtime-env-context={json.dumps(context)}")
+    assert found["environment"]["SET_UP"] == "by Ray"
+    worker.communicate()
+
+
+def test_the_interpreter_of_this_process_is_no_other(folder, server):
+    context = {"py_executable": sys.executable, "env_vars": {"MORE": "y"}}
+    worker, found = launched(folder, f"--serialized-runtime-env-context={json.dumps(context)}")
+    assert found["parent"] == server.pid and found["environment"]["MORE"] == "y"
+    worker.communicate()
+
+
+def test_without_a_server_workers_start_as_ray_starts_them(folder):
+    worker, found = launched(folder, "--language=PYTHON", "--token=1")
+    assert found["environment"]["SET_UP"] == "by Ray" and not found["loaded"]
+    assert found["arguments"] == ["--language=PYTHON", "--token=1"]
+    worker.communicate()
+
+
+def test_a_server_that_is_killed_while_workers_wait_costs_nothing(folder):
+    (folder / "slow.py").write_text("import time\ntime.sleep(60)")
+    server = preload.PreloadServer(folder, ["slow"], {"PYTHONPATH": str(folder)})
+    until = time.monotonic() + 20
+    while not (folder / "preload").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    ask = [sys.executable, preload.__file__, str(folder / "default_worker.py")]
+    variables = {**os.environ, preload.SOCKET: server.socket}
+    worker = subprocess.Popen(ask, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
+    time.sleep(0.5)
+    os.kill(server.pid, signal.SIGKILL)
+    said, _ = worker.communicate(timeout=30)
+    assert json.loads(said)["environment"]["SET_UP"] == "by Ray"
+    server._process.stdin.close()
+    server._process.wait()
+
+
+def test_a_stranger_that_says_nothing_keeps_no_worker_waiting_for_long(folder, server):
+    launched(folder)[0].communicate()  # it listens
+    with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as rubbish:
+        silent.connect(server.socket)
+        rubbish.connect(server.socket)
+        socket.send_fds(rubbish, [b" "], [0])
+        rubbish.sendall(b"{")
+        rubbish.shutdown(socket.SHUT_WR)
+        worker, found = launched(folder)
+        assert found["parent"] == server.pid
+        worker.communicate()
