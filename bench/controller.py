@@ -1,8 +1,10 @@
-"""What a controller decides in a second: news of rows come in a random order, so many at a time, to an update that
-reads five columns, of which all but one lie there for every row; and to an inference that takes batches.
+"""Decisions of a dock controller per second.
 
-A row is decided when the last thing that it waits for has come. Each figure is of the last rows of all that wait: flat
-means that it is the same for a thousand rows and a hundred thousand. The last line is JSON.
+Rows are reported in a random order, a number at a time, to an update that reads five columns, all but one of which are
+present for every row; and to an inference that takes batches.
+
+A row is decided when its last missing column arrives. Each figure is of the last rows of all that wait: a flat figure
+is the same for a thousand rows and a hundred thousand. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from msrl_graph.runtime.process.task import Task
 FAN = 16
 HOSTS = 8
 COLUMNS = ("response", "old_logp", "ref_logp", "advantage")
-READS = (ColumnRead("prompt", 0, "source"), *(ColumnRead(c, 1, "n") for c in COLUMNS))
+READS = (ColumnRead("prompt", 0, "source"), *(ColumnRead(name, 1, "n") for name in COLUMNS))
 SETS = (Rowset(0), Rowset(1, 0, FAN))
 FILTER = Sieve("mixed", 1, 1)
 CASES = {
@@ -51,30 +53,30 @@ def reader(case: str) -> NodeReads:
 
 
 def rate(case: str, rows: int, at_once: int, last: int) -> float:
-    """Rows a second, of the `last` ones of so many."""
-    found = reader(case)
+    """Return the rows decided per second, over the `last` of all rows."""
+    node_reads = reader(case)
     draw = random.Random(0)
-    controller = Controller(found)
+    controller = Controller(node_reads)
     task = Task("train", 0, rows // FAN)
     controller.open(task)
     number = iter(range(1 << 40))
 
-    def news(column: str, some: np.ndarray) -> list[RowsReady]:
+    def news(column: str, numbers: np.ndarray) -> list[RowsReady]:
         place = RowLocation(draw.randrange(HOSTS), f"{next(number)}")
-        return [RowsReady(column, some, some % 1000 + 1, place, verdicts=column == FILTER.column)]
+        return [RowsReady(column, numbers, numbers % 1000 + 1, place, verdicts=column == FILTER.column)]
 
     for column in ("prompt", *COLUMNS[:-1]):
-        some = np.arange(rows // FAN if column == "prompt" else rows)
-        for part in np.array_split(some, max(1, rows // 1024)):
+        all_rows = np.arange(rows // FAN if column == "prompt" else rows)
+        for part in np.array_split(all_rows, max(1, rows // 1024)):
             controller.heard(task.key, news(column, part))
-    columns = (*([FILTER.column] if found.passed else []), COLUMNS[-1])
+    columns = (*([FILTER.column] if node_reads.passed else []), COLUMNS[-1])
     order = np.random.default_rng(0).permutation(rows)
     wait = order[last:]
     come = order[:last]
-    if found.passed:
+    if node_reads.passed:
         controller.heard(task.key, news(FILTER.column, np.sort(wait)))
-    parts = [np.sort(come[i : i + at_once]) for i in range(0, last, at_once)]
-    messages = [[n for column in columns for n in news(column, part)] for part in parts]
+    parts = [np.sort(come[start : start + at_once]) for start in range(0, last, at_once)]
+    messages = [[item for column in columns for item in news(column, part)] for part in parts]
     begin = time.perf_counter()
     for message in messages:
         for round in controller.heard(task.key, message):
@@ -87,7 +89,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", default=[1_024, 10_240, 102_400])
     arguments = smoke.parse(parser, rows=[1_024], rounds=1)
-    found: dict[str, float] = {}
+    rates_by_case: dict[str, float] = {}
     for at_once in (1, 64, 1024):
         for case in CASES:
             rates = [
@@ -97,10 +99,13 @@ def main() -> None:
                 for rows in arguments.rows
             ]
             print(
-                f"{case:24}  {at_once:5} at once  " + "  ".join(f"{r:10,.0f}" for r in rates) + "  rows/s", flush=True
+                f"{case:24}  {at_once:5} at once  "
+                + "  ".join(f"{rows_per_second:10,.0f}" for rows_per_second in rates)
+                + "  rows/s",
+                flush=True,
             )
-            found[f"{case}, {at_once} at once"] = round(rates[-1])
-    print(json.dumps({"rows": arguments.rows, "rows_per_second": found}))
+            rates_by_case[f"{case}, {at_once} at once"] = round(rates[-1])
+    print(json.dumps({"rows": arguments.rows, "rows_per_second": rates_by_case}))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What examples/countdown learns from as many responses, by how old the weights may be that drew them, with a loss that
-corrects for that, by the ratio to the log-probabilities as they were drawn, and with one that takes all for fresh: its
-ratio is to those that the weights give as the update begins.
+"""Learning of examples/countdown by staleness, with and without correction.
 
-All runs are `deterministic`, so that each generation has the oldest weights that it may have, whoever is slow. The last
-line is JSON: by way and seed the held-out reward after so many iterations.
+One loss corrects for staleness, by the ratio to the log-probabilities at the time of drawing. The other treats all rows
+as fresh: its ratio is to the log-probabilities of the weights when the update begins.
+
+All runs are `deterministic`: each generation uses the oldest weights that it may, whichever process is slow. The last
+line is JSON: for each variant and seed the held-out reward by number of iterations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import sys
 
 import smoke
-from asynchrony import Way, partial, told_by
+from asynchrony import Way, partial, run_example
 from rich.console import Console
 from rich.table import Table
 
@@ -47,29 +48,29 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--only", choices=WAYS, action="append", default=[])
     options = smoke.parse(parser, seeds=[0], iterations=2, only=["staleness 1, uncorrected"])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
-    found: dict[str, dict[int, dict[int, float]]] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started processes are ended
+    points_by_way: dict[str, dict[int, dict[int, float]]] = {}
     for name, way in WAYS.items():
         if options.only and name not in options.only:
             continue
         for seed in options.seeds:
-            whole = Way(way.behind, (*way.changes, SAME))
-            _, lines = told_by(whole, "--seed", str(seed), "--iterations", str(options.iterations))
-            points = {x["after_iterations"]: round(x["reward"], 4) for x in lines if "evaluation" in x}
-            oldest = int(max(x.get("staleness_max", 0) for x in lines))
-            found.setdefault(name, {})[seed] = points
+            deterministic = Way(way.behind, (*way.changes, SAME))
+            _, lines = run_example(deterministic, "--seed", str(seed), "--iterations", str(options.iterations))
+            points = {line["after_iterations"]: round(line["reward"], 4) for line in lines if "evaluation" in line}
+            oldest = int(max(line.get("staleness_max", 0) for line in lines))
+            points_by_way.setdefault(name, {})[seed] = points
             print(f"{name}, seed {seed}: {points}, at most {oldest} versions behind", file=sys.stderr, flush=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("held-out reward after iterations, mean")
-    after = sorted(next(iter(found.values()))[options.seeds[0]])
+    after = sorted(next(iter(points_by_way.values()))[options.seeds[0]])
     for title in (*map(str, after), "each seed at the end"):
         table.add_column(title, justify="right")
-    for name, seeds in found.items():
-        means = [statistics.mean(points[i] for points in seeds.values()) for i in after]
+    for name, seeds in points_by_way.items():
+        means = [statistics.mean(points[iteration] for points in seeds.values()) for iteration in after]
         last = ", ".join(f"{points[after[-1]]:.3f}" for points in seeds.values())
-        table.add_row(name, *(f"{m:.3f}" for m in means), last)
+        table.add_row(name, *(f"{mean:.3f}" for mean in means), last)
     Console(width=150).print(table)
-    print(json.dumps({"bench": "corrected", "held_out_reward": found}))
+    print(json.dumps({"bench": "corrected", "held_out_reward": points_by_way}))
 
 
 if __name__ == "__main__":

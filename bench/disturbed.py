@@ -1,7 +1,7 @@
-"""Runs that are disturbed, for chaos.py, points.py and lost_hosts.py: what runs, where, and what is counted.
+"""Disturbed runs: common parts of chaos.py, points.py and lost_hosts.py.
 
-Invariant: a run ends well when its metrics are, line for line, those of a run that nobody disturbed, and its weights
-bit for bit the same; no process and no file of it is left.
+Invariant: a run ends well if its metrics equal, line by line, those of an undisturbed run, its weights are bit for bit
+the same, and none of its processes and files are left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SOLVED = """
   node host.solved(correct, solved) -> solved { call = moving_mean(reward = correct, mean = solved), per = prompt }
   host.correct -> host.solved
 """
-# Of each program the file, changes to its text, and params.
+# For each program its file, changes to its text, and params.
 PROGRAMS: dict[str, tuple[str, list[tuple[str, str]], list[str]]] = {
     "grpo": (
         "arithmetic/grpo.rlg",
@@ -63,7 +63,7 @@ PROGRAMS: dict[str, tuple[str, list[tuple[str, str]], list[str]]] = {
         ["prompts=8", "group=4", "behind=2"],
     ),
 }
-# Of each program what puts it on one host, and on two.
+# For each program the changes for one host, and for two.
 TWO_HOSTS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     "grpo": (
         [],
@@ -76,7 +76,7 @@ TWO_HOSTS: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     "pf_ppo": ([], [("devices_per_node = 2", "nodes = 2, devices_per_node = 1")]),
     "countdown": ([], [("nodes = 1, devices_per_node = 2", "nodes = 2, devices_per_node = 1")]),
 }
-# What a process's command line or name holds.
+# Text in a process's command line or name.
 TARGETS = {
     "keeper": "runtime.process.processes",
     "rank": "ray::Rank",
@@ -88,7 +88,7 @@ TARGETS = {
     "gcs": "gcs/gcs_server",
 }
 SERVERS = ("raylet", "gcs")
-DEADLINE = "  dock { deadline = 24 s }\n  run {"  # so that what is stopped is killed after 12 s
+DEADLINE = "  dock { deadline = 24 s }\n  run {"  # so that a stopped process is killed after 12 s
 SHARED = Path("/dev/shm")
 Result = tuple[list[dict[str, Any]], dict[str, bytes]]  # lines of metrics, weights
 
@@ -103,13 +103,13 @@ class Count:
     hangs: int = 0
     leftovers: int = 0
     differing: int = 0  # runs that ended with other metrics or weights
-    oldest: int = 0  # versions that the weights of a row were behind
+    oldest: int = 0  # largest age of a row's weights, in versions
     recover: dict[str, list[float]] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
 
 class Place:
-    """A folder with a program in it and a temporary folder of its own, by which its processes are known."""
+    """A folder with a program; its temporary folder identifies its processes."""
 
     def __init__(self, folder: Path, program: str, iterations: int, more: list[tuple[str, str]] | None = None) -> None:
         self.folder = folder
@@ -130,13 +130,13 @@ class Place:
             assert old in text, old
             text = text.replace(old, new)
         (folder / "p.rlg").write_text(text)
-        self.temporary = Path(tempfile.mkdtemp(prefix="c", dir="/tmp"))  # short: Ray's sockets lie below it
+        self.temporary = Path(tempfile.mkdtemp(prefix="c", dir="/tmp"))  # short, since Ray's sockets are below it
         self.shared = set(SHARED.iterdir())
         self.ours: set[int] = set()  # processes of the cluster
         self.raylets: list[int] = []
 
-    def left(self) -> dict[int, str]:
-        """The processes of runs; where there is a cluster, its workers that have no work are not."""
+    def leftover_processes(self) -> dict[int, str]:
+        """Return the processes of runs, without idle workers of a cluster."""
         words = [word for name, word in TARGETS.items() if name not in SERVERS]
         return {
             pid: command
@@ -158,20 +158,20 @@ class Place:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def processes(self) -> dict[int, str]:
-        """Those that run with this place's temporary folder or below its command: id -> command line."""
-        found = {}
+        """Return the processes with this temporary folder: id -> command line."""
+        commands = {}
         for process in psutil.process_iter():
             try:
                 ours = process.environ().get("TMPDIR", "").startswith(str(self.temporary))
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = " ".join(process.cmdline()) or process.name()
+                    commands[process.pid] = " ".join(process.cmdline()) or process.name()
             except psutil.Error:
                 continue
-        return found
+        return commands
 
     @contextmanager
     def cluster(self, hosts: int) -> Iterator[None]:
-        """So many hosts: two are two raylets of this machine, whose processes are known as the run's are."""
+        """Run with one host, or with two raylets on this machine as two hosts."""
         if hosts == 1:
             yield
             return
@@ -190,27 +190,29 @@ class Place:
             cluster.add_node(num_cpus=1)
             self.environment["RAY_ADDRESS"] = cluster.address
             self.ours = {pid for pid, command in self.processes().items() if pid not in before}
-            self.raylets = sorted(p for p in self.ours if TARGETS["raylet"] in self.processes()[p])
+            self.raylets = sorted(
+                process_id for process_id in self.ours if TARGETS["raylet"] in self.processes()[process_id]
+            )
             yield
         finally:
             cluster.shutdown()
             shutil.rmtree(ray, ignore_errors=True)
 
     def age(self) -> None:
-        """Makes temporary folders old enough that the next run takes what nobody holds for left over."""
+        """Age temporary folders, so that the next run removes those without a holder."""
         for path in self.temporary.glob("msrl-run-*"):
             with suppress(OSError):
                 os.utime(path, (0, 0))
 
-    def second(self) -> list[int]:
-        """The processes of the run on the second host."""
+    def second_host_processes(self) -> list[int]:
+        """Return the run's processes on the second host."""
         actors = [TARGETS[name] for name in ("rank", "dock", "functions")]
         children = psutil.Process(self.raylets[-1]).children(recursive=True)
         known = self.processes()
-        return [c.pid for c in children if any(word in known.get(c.pid, "") for word in actors)]
+        return [child.pid for child in children if any(word in known.get(child.pid, "") for word in actors)]
 
     def read(self, out: str) -> list[dict[str, Any]]:
-        """The lines of metrics that are whole."""
+        """Return the complete lines of the metrics."""
         path = self.folder / out / "metrics.jsonl"
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -222,16 +224,18 @@ class Place:
         return {pid for pid, command in self.processes().items() if TARGETS["driver"] in command}
 
     def result(self, out: str) -> Result:
-        lines = [json.loads(x) for x in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
-        lines = [{k: v for k, v in x.items() if k not in TIMES} for x in lines]
+        lines = [json.loads(line) for line in (self.folder / out / "metrics.jsonl").read_text().splitlines()]
+        lines = [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
         workers = sorted((self.folder / out / "weights").iterdir())
         return lines, {
-            f"{w.name} {k}": v.tobytes() for w in workers for k, v in load_file(w / "model.safetensors").items()
+            f"{worker.name} {name}": tensor.tobytes()
+            for worker in workers
+            for name, tensor in load_file(worker / "model.safetensors").items()
         }
 
 
 def compare(place: Place, out: str, count: Count, reference: Result) -> None:
-    """Counts a run that came to its end, and in what it is not the undisturbed one."""
+    """Count a finished run and its differences from the undisturbed one."""
     count.finished += 1
     lines_now, weights = place.result(out)
     for line, undisturbed in zip(lines_now, reference[0], strict=False):
@@ -245,28 +249,31 @@ def compare(place: Place, out: str, count: Count, reference: Result) -> None:
 
 
 def clean(place: Place, count: Count, out: str) -> None:
-    """Counts processes and files that are still there ten seconds after the end."""
+    """Count processes and files that are left ten seconds after the end."""
     until = time.monotonic() + 10
     while True:
-        left = place.left()
-        shared = {path for path in SHARED.iterdir() if not held(path)}  # what is held is another run's
-        files = [*(p for p in place.temporary.iterdir() if p.name != "ray"), *(shared - place.shared)]
-        if not (left or files) or time.monotonic() > until:
+        processes = place.leftover_processes()
+        shared = {path for path in SHARED.iterdir() if not held(path)}  # held files belong to another run
+        files = [
+            *(temporary for temporary in place.temporary.iterdir() if temporary.name != "ray"),
+            *(shared - place.shared),
+        ]
+        if not (processes or files) or time.monotonic() > until:
             break
         time.sleep(0.1)
-    if left or files:
-        count.leftovers += len(left) + len(files)
+    if processes or files:
+        count.leftovers += len(processes) + len(files)
         inside = [str(path) for folder in files for path in folder.rglob("*")]
-        count.remarks.append(f"{out} left {left} {files} {inside}")
-        for pid in left:
+        count.remarks.append(f"{out} left {processes} {files} {inside}")
+        for pid in processes:
             os.kill(pid, signal.SIGKILL)
         for path in files:
-            shutil.rmtree(path, ignore_errors=True)  # of files in shared memory, the next run's count starts anew
+            shutil.rmtree(path, ignore_errors=True)  # for files in shared memory, the next run starts a new count
         place.shared = set(SHARED.iterdir())
 
 
 def held(room: Path) -> bool:
-    """Whether a process holds a folder of rows."""
+    """Return whether a process holds a folder of rows."""
     with suppress(OSError), (room / LOCK).open("rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -278,12 +285,12 @@ def held(room: Path) -> bool:
 def report(count: Count) -> None:
     for remark in count.remarks:
         print(remark)
-    print(f"{'fault':36}{'times':>6}  seconds until it was further than before: median, most")
+    print(f"{'fault':36}{'times':>6}  seconds until it made progress: median, maximum")
     for name, number in sorted(count.kills.items()):
         seconds = count.recover.get(name, [])
         shown = f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else "-"
         print(f"{name:36}{number:6}  {shown}")
-    seconds = [s for xs in count.recover.values() for s in xs]
+    seconds = [value for values in count.recover.values() for value in values]
     figures = {
         "faults": sum(count.kills.values()),
         "runs": count.runs,

@@ -1,6 +1,8 @@
-"""Random programs, compiled and run dry in random orders (tests/test_dry.py): how many were tried, what became of them,
-and the first that waits for ever, hands a row out twice, or generates with weights that are older than they may be. The
-last line is JSON."""
+"""Random programs, compiled and run dry in random orders (tests/test_dry.py).
+
+Prints how many programs were tried, their outcomes, and the first that waits for ever, hands a row out twice, or
+generates with weights that are older than allowed. The last line is JSON.
+"""
 
 import argparse
 import json
@@ -26,12 +28,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = smoke.parse(parser, programs=3)
     ends: Counter[str] = Counter()
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / FILE).write_text(FUNCTIONS)
 
-        # Not made smaller: what waits is found in a second, and the smallest like it in minutes.
+        # Without shrinking: a waiting program is found in a second, its smallest form in minutes.
         @seed(options.seed)
         @settings(
             max_examples=options.programs,
@@ -43,17 +45,17 @@ def main() -> None:
         )
         @given(programs(), st.integers(0, 10**6), KINDNESS)
         def tried(text: str, order: int, kindness: float) -> None:
-            found.append(holds(text, Path(folder), order, kindness))
-            ends[found[-1].how] += 1
+            outcomes.append(holds(text, Path(folder), order, kindness))
+            ends[outcomes[-1].how] += 1
 
         tried()
     print(
         f"{sum(ends.values())} programs in {time.monotonic() - begin:.0f} s:",
-        ", ".join(f"{n} {end}" for end, n in ends.most_common()),
+        ", ".join(f"{count} {end}" for end, count in ends.most_common()),
     )
-    stale = sum(f.stale for f in found)
-    oldest = max((f.oldest for f in found), default=0)
-    print(json.dumps({"bench": "dry", "programs": len(found), "stale_iterations": stale, "oldest": oldest}))
+    stale = sum(outcome.stale for outcome in outcomes)
+    oldest = max((outcome.oldest for outcome in outcomes), default=0)
+    print(json.dumps({"bench": "dry", "programs": len(outcomes), "stale_iterations": stale, "oldest": oldest}))
 
 
 if __name__ == "__main__":

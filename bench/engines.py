@@ -1,11 +1,14 @@
-"""Tokens a second of each engine, and what an iteration takes outside of them: the example's model, and one of some 50M
-parameters whose responses have 256 tokens, on one rank with two threads and on two ranks with one.
+"""Tokens per second of each engine, and an iteration's time outside of engines.
 
-A run has a generator and a trainer, so that each engine is measured as a program has it: between allocation, resharding
-and release. Runs are interleaved, the first iterations of each left out; figures are medians over the iterations of all
-rounds. Generated are the tokens of responses, inferred and updated those of whole rows, what rows share counted in each
-of them: that an engine computes it once is its gain. `outside` is what is left of an iteration beside generation,
-inference and update. Prints a table in Markdown and, last, one line of JSON; status 1 where `outside` is over the bar.
+Models are the example's and one of some 50M parameters with responses of 256 tokens, on one rank with two threads and
+on two ranks with one.
+
+A run has a generator and a trainer, so that each engine is measured as in a program: between allocation, resharding and
+release. Runs are interleaved, the first iterations of each are left out, and figures are medians over the iterations of
+all rounds. Generation counts the tokens of responses; inference and update count those of whole rows, and tokens that
+rows share count for each row: computing them once is the engine's gain. `outside` is the share of an iteration outside
+of generation, inference and update. Prints a table in Markdown and, last, one line of JSON; the status is 1 if
+`outside` exceeds the bar.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pathlib import Path
 
 import smoke
 from phases import COMPUTE
-from seconds import EXAMPLE, Variant, by, endless, measured, plan_of, randomised
+from seconds import EXAMPLE, Variant, endless, measured, plan_of, randomize, with_engines
 
 BAR = 0.15
 LARGE = {
@@ -38,7 +41,7 @@ LARGE = {
 
 @dataclass(frozen=True)
 class Model:
-    """A folder, what is replaced in the example's program for it, and the iterations of a run, the first left out."""
+    """A model: its folder, program changes, and iterations (`warm` are left out)."""
 
     folder: str
     changes: tuple[tuple[str, str], ...]
@@ -64,7 +67,7 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Run:
-    """The engines of one run, and on two ranks their layouts."""
+    """The engines of one run, and their layouts on two ranks."""
 
     generator: str
     trainer: str
@@ -73,7 +76,7 @@ class Run:
 
     def variant(self, model: Model) -> Variant:
         stated = (self.trainer, self.generator, self.trained, self.generated)
-        return by(model.folder, model.changes, model.iterations, *stated)
+        return with_engines(model.folder, model.changes, model.iterations, *stated)
 
 
 RUNS = (
@@ -88,61 +91,66 @@ Line = dict[str, float]
 
 
 def lines(run: Run, model: Model, folder: Path) -> list[Line]:
-    """Of each iteration tokens a second by what is done, seconds, and the share outside of the engines."""
-    found = []
+    """Return figures of each iteration.
+
+    These are tokens per second of each phase, seconds, and the share outside of the engines.
+    """
+    rows = []
     for line in measured(plan_of(run.variant(model), folder), model.warm):
         phases = line["phases"]
         response = line["response_tokens"]
-        whole = line["prompt_tokens"] + response
-        found.append(
+        all_tokens = line["prompt_tokens"] + response
+        rows.append(
             {
                 "generate": response / phases["actor.generate"],
-                "infer": whole / phases["actor.infer"],
-                "update": whole / phases["actor.update"],
+                "infer": all_tokens / phases["actor.infer"],
+                "update": all_tokens / phases["actor.update"],
                 "seconds": line["seconds"],
                 "outside": 1 - sum(phases.get(name, 0.0) for name in COMPUTE) / line["seconds"],
             }
         )
-    return found
+    return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--runs", type=int, default=len(RUNS), help="the first ones of all")
+    parser.add_argument("--runs", type=int, default=len(RUNS), help="number of runs, from the first")
     options = smoke.parse(parser, rounds=1, models=["example"], runs=1)
-    found: dict[tuple[str, Run], list[Line]] = {(m, r): [] for m in options.models for r in RUNS[: options.runs]}
+    lines_by_run: dict[tuple[str, Run], list[Line]] = {
+        (model_name, engines): [] for model_name in options.models for engines in RUNS[: options.runs]
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
         endless(folder, "endless")
-        randomised(folder, "large", LARGE, "endless")
+        randomize(folder, "large", LARGE, "endless")
         for number in range(options.rounds):
-            for (model, run), kept in found.items():
-                some = lines(run, MODELS[model], folder)
-                kept += some
-                took = statistics.median(x["seconds"] for x in some)
+            for (model, run), run_lines in lines_by_run.items():
+                new_lines = lines(run, MODELS[model], folder)
+                run_lines += new_lines
+                took = statistics.median(line["seconds"] for line in new_lines)
                 print(f"round {number + 1}, {model}, {run}: {took:.2f} s an iteration", file=sys.stderr, flush=True)
-    status = report(found)
+    status = report(lines_by_run)
     return 0 if options.smoke else status
 
 
-def report(found: dict[tuple[str, Run], list[Line]]) -> int:
+def report(lines_by_run: dict[tuple[str, Run], list[Line]]) -> int:
     print("tokens a second\n\n| model | ranks | engines | generate | infer | update | an iteration | outside |")
     print("|---|---|---|---|---|---|---|---|")
     figures = {}
-    for (model, run), some in found.items():
-        middle = {k: statistics.median(x[k] for x in some) for k in some[0]}
+    for (model, run), run_lines in lines_by_run.items():
+        middle = {key: statistics.median(line[key] for line in run_lines) for key in run_lines[0]}
         stated = ((run.generator, run.generated), (run.trainer, run.trained))
         names = [f"{engine} {layout}".replace(" = ", " ").strip() for engine, layout in stated]
         cells = [model, "2" if run.trained else "1", " and ".join(names)]
-        cells += [f"{middle[k]:,.0f}" for k in ("generate", "infer", "update")]
+        cells += [f"{middle[key]:,.0f}" for key in ("generate", "infer", "update")]
         print(f"| {' | '.join(cells)} | {middle['seconds']:.2f} s | {middle['outside']:.1%} |")
         figures[f"{model}: {cells[2]}"] = {
-            k: round(v, 4 if k in ("seconds", "outside") else 1) for k, v in middle.items()
+            key: round(value, 4 if key in ("seconds", "outside") else 1) for key, value in middle.items()
         }
-    worst = max(x["outside"] for x in figures.values())
+    worst = max(run_figures["outside"] for run_figures in figures.values())
     print(json.dumps({"runs": figures, "outside_most": worst, "bar": BAR}))
     return 0 if worst <= BAR else 1
 

@@ -1,8 +1,8 @@
-"""A run of examples/calculator with an environment of which rows fail in every way that they may, and of which others
-run hostile code in the sandbox (bench/faulty.py): what became of each row, against what was to become of it.
+"""Outcome of each row of examples/calculator with an environment that fails.
 
-Lost may be, of each iteration, the rows whose environment failed and those of their groups, and no others. The last
-line is JSON.
+Some rows fail in every possible way, others run hostile code in the sandbox (bench/faulty.py). The outcome of each row
+is compared with the expected one. In each iteration, only the rows whose environment failed and those of their groups
+may be lost. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -70,8 +70,11 @@ def main() -> None:
         command = [sys.executable, "-c", MAIN, f"{folder}/faulty.rlg", "--out", str(out), "--record"]
         subprocess.run(command, check=True, stdout=sys.stderr)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        found = [compared(i, rows, lines[i], out / "rows" / f"{i:06d}.parquet") for i in range(options.iterations)]
-    left = below()
+        outcomes = [
+            compare_outcomes(iteration, rows, lines[iteration], out / "rows" / f"{iteration:06d}.parquet")
+            for iteration in range(options.iterations)
+        ]
+    processes = count_processes()
     table = Table(box=None, padding=(0, 2, 0, 0))
     titles = (
         "iteration",
@@ -86,31 +89,37 @@ def main() -> None:
     )
     for title in titles:
         table.add_column(title, justify="right")
-    for i, (counts, reasons) in enumerate(found):
-        table.add_row(str(i), str(rows), *(str(counts[k]) if k in counts else ", ".join(reasons) for k in titles[2:]))
+    for iteration, (counts, reasons) in enumerate(outcomes):
+        table.add_row(
+            str(iteration),
+            str(rows),
+            *(str(counts[key]) if key in counts else ", ".join(reasons) for key in titles[2:]),
+        )
     Console(width=160).print(table)
-    total = sum((counts for counts, _ in found), Counter())
-    fates = Counter(fate_of(i, row) for i in range(options.iterations) for row in range(rows))
-    print(", ".join(f"{n} {name or 'do nothing of the kind'}" for name, n in sorted(fates.items())))
-    told = {
+    total = sum((counts for counts, _ in outcomes), Counter())
+    fates = Counter(fate_of(iteration, row) for iteration in range(options.iterations) for row in range(rows))
+    print(", ".join(f"{count} {name or 'do nothing of the kind'}" for name, count in sorted(fates.items())))
+    summary = {
         "rows": rows * options.iterations,
         "failed": total["failed"],
-        "ran_hostile_code": sum(n for name, n in fates.items() if name.startswith("runs")),
+        "ran_hostile_code": sum(count for name, count in fates.items() if name.startswith("runs")),
         "wrongly_lost": total["wrongly lost"],
         "wrongly_kept": total["wrongly kept"],
-        "processes_left": left,
+        "processes_left": processes,
         "seconds": round(time.monotonic() - begin),
     }
-    print(json.dumps(told))
+    print(json.dumps(summary))
 
 
 def fate_of(iteration: int, row: int) -> str:
-    """What a row's instance draws."""
+    """Return what a row's instance draws."""
     return fate(noise.RandomStream(0, "function", "actor.generate", "train").generator(iteration, row))
 
 
-def compared(iteration: int, rows: int, line: dict[str, float], recorded: Path) -> tuple[Counter[str], list[str]]:
-    """What became of an iteration's rows, and the reasons of those that failed."""
+def compare_outcomes(
+    iteration: int, rows: int, line: dict[str, float], recorded: Path
+) -> tuple[Counter[str], list[str]]:
+    """Return the outcomes of an iteration's rows, and the reasons of failed rows."""
     due = {row for row in range(rows) if FATES.get(fate_of(iteration, row), (0, ""))[1]}
     gone = {row for row in range(rows) if any(other // GROUP == row // GROUP for other in due)}
     table = parquet.read_table(recorded)
@@ -133,13 +142,14 @@ def compared(iteration: int, rows: int, line: dict[str, float], recorded: Path) 
     return counts, reasons
 
 
-def below() -> int:
-    """Processes of the run, or of what ran in its sandboxes, that are left."""
+def count_processes() -> int:
+    """Return the number of remaining processes of the run or its sandboxes."""
     import psutil
 
     words = ("functions.nest", "bwrap")
     return sum(
-        any(word in " ".join(p.info["cmdline"] or ()) for word in words) for p in psutil.process_iter(["cmdline"])
+        any(word in " ".join(process.info["cmdline"] or ()) for word in words)
+        for process in psutil.process_iter(["cmdline"])
     )
 
 

@@ -1,7 +1,7 @@
-"""The calculator of examples/calculator, of which some rows fail, each in one of the ways that an environment may, and
-some run what a hostile policy might write: the environment of bench/environments.py.
+"""The calculator environment with failing rows, for bench/environments.py.
 
-What becomes of a row is a function of its generator, `fate`.
+Some rows fail, each in one of the possible ways, and some run what a hostile policy might write. The outcome of a row
+is a function of its generator, `fate`.
 """
 
 import os
@@ -10,7 +10,7 @@ import time
 
 from msrl_graph.tools import run_python
 
-# By what a row does how many of a thousand rows do it, and how it is to be counted; "": it does not fail.
+# For each action the number of rows per thousand, and how it is counted; "": it does not fail.
 FATES = {
     "raises": (4, "raised"),
     "returns no tuple": (4, "rubbish"),
@@ -27,7 +27,7 @@ FATES = {
     "runs a thief": (10, ""),
     "runs a socket": (10, ""),
 }
-HOSTILE = {  # what is run, and what comes of it
+HOSTILE = {  # code, and the expected reason
     "runs a fork bomb": ("import os\nwhile True: os.fork()", "raised"),
     "runs an endless loop": ("while True: pass", "time"),
     "runs a memory flood": ("found = []\nwhile True: found.append(bytearray(10**6))", "memory"),
@@ -38,17 +38,17 @@ HOSTILE = {  # what is run, and what comes of it
 
 
 def fate(rng) -> str:
-    """What a row does in its first step, "" nothing but what the calculator does."""
-    at = int(rng.integers(1000))
+    """Return what a row does in its first step; "" for the calculator's normal step."""
+    number = int(rng.integers(1000))
     for name, (share, _) in FATES.items():
-        if at < share:
+        if number < share:
             return name
-        at -= share
+        number -= share
     return ""
 
 
 class Faulty:
-    """Sums of two numbers, as of the calculator."""
+    """An environment for sums of two numbers, like the calculator."""
 
     def reset(self, answer: str, rng):
         self.answer = answer
@@ -75,9 +75,9 @@ class Faulty:
             case "aborts":
                 os.abort()
             case "floods memory":
-                held = []
+                chunks = []
                 while True:
-                    held.append(bytearray(10**7))
+                    chunks.append(bytearray(10**7))
         self.fate = ""
         if not text.endswith("="):
             return None, float(text == self.answer), True

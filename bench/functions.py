@@ -1,9 +1,10 @@
-"""What functions of a user's take of a batch of rows: one after another, by workers, and, where they wait, in an event
-loop.
+"""Time that user functions take for a batch of rows.
 
-`sleeps` waits 20 ms a row, `computes` takes as much of a processor, `judge` asks a server of this machine that answers
-after 200 ms, `nothing` shows what calls cost by themselves. Each figure is the median of some batches, after one that
-starts the workers. Prints a table and, last, one line of JSON: seconds of a batch, and microseconds a row.
+They run one after another, in workers, and, if they wait, in an event loop.
+
+`sleeps` waits 20 ms per row, `computes` uses as much processor time, `judge` asks a server of this machine that answers
+after 200 ms, and `nothing` shows the cost of the calls. Each figure is the median of some batches, after one that
+starts the workers. Prints a table and, last, one line of JSON: seconds per batch, and microseconds per row.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ WAIT = 0.2  # seconds after which the judge answers
 
 
 def serve(ready: Any) -> None:
-    """The judge's server."""
+    """Run the judge's server."""
 
     async def judged(request: web.Request) -> web.Response:
         asked = await request.json()
@@ -82,18 +83,18 @@ def serve(ready: Any) -> None:
 
 
 def measured(folder: Path, name: str, workers: int, rows: int, rounds: int) -> float:
-    """Seconds of a batch."""
+    """Return the seconds of a batch."""
     text = (EXAMPLE / "grpo.rlg").read_text(encoding="utf-8")
-    for there in ("./model", "train.jsonl", "test.jsonl"):
-        text = text.replace(f'"{there}"', f'"{EXAMPLE / there}"')
+    for path in ("./model", "train.jsonl", "test.jsonl"):
+        text = text.replace(f'"{path}"', f'"{EXAMPLE / path}"')
     text = text.replace("exact_match()", f'"mine.py:{name}"')
     program = folder / "p.rlg"
     program.write_text(text, encoding="utf-8")
     plan = compile(program)
-    found = plan.graph.node("host.reward")
-    reader = next(r for r in readers(plan) if r.node == "host.reward")
-    spec = WorkerSpec("", plan.to_json(), {found.name: reader}, f"{folder}/note")
-    function = FunctionNode(found, plan, reader, workers=Workers(workers, spec) if workers > 1 else None)
+    node = plan.graph.node("host.reward")
+    reader = next(node_reads for node_reads in readers(plan) if node_reads.node == "host.reward")
+    spec = WorkerSpec("", plan.to_json(), {node.name: reader}, f"{folder}/note")
+    function = FunctionNode(node, plan, reader, workers=Workers(workers, spec) if workers > 1 else None)
     numbers = np.arange(rows)
     share = Share(numbers, np.ones(rows, np.int64), numbers, {}, (), rows, rows, {}, 0, True)
     answers = [str(number) for number in range(rows)]
@@ -102,16 +103,16 @@ def measured(folder: Path, name: str, workers: int, rows: int, rounds: int) -> f
     times = []
     for number in range(rounds + 1):
         begun = time.perf_counter()
-        made = function(batch, Task("train", number, rows // 8))
+        result = function(batch, Task("train", number, rows // 8))
         times.append(time.perf_counter() - begun)
-        assert np.array_equal(made.columns["reward"].column.values, numbers)
+        assert np.array_equal(result.columns["reward"].column.values, numbers)
     return statistics.median(times[1:])
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rows", type=int, help="of each batch")
+    parser.add_argument("--rows", type=int, help="rows of each batch")
     options = smoke.parse(parser, rounds=1, rows=16)
     cases = [
         ("sleeps", 1, 512), ("sleeps", 8, 512), ("computes", 1, 512), ("computes", 2, 512), ("judge", 1, 1000),
@@ -120,7 +121,7 @@ def main() -> None:
     ours, theirs = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs,), daemon=True)
     server.start()
-    table = Table("function", "workers", "rows", "s a batch", "us a row")
+    table = Table("function", "workers", "rows", "s per batch", "us per row")
     figures = []
     try:
         with tempfile.TemporaryDirectory() as place:
@@ -130,8 +131,8 @@ def main() -> None:
             for name, workers, rows in cases:
                 rows = options.rows or rows
                 seconds = measured(folder, name, workers, rows, options.rounds)
-                each = 1e6 * seconds / rows
-                table.add_row(name, str(workers), str(rows), f"{seconds:.3f}", f"{each:,.0f}")
+                microseconds = 1e6 * seconds / rows
+                table.add_row(name, str(workers), str(rows), f"{seconds:.3f}", f"{microseconds:,.0f}")
                 figures.append({"function": name, "workers": workers, "rows": rows, "s": round(seconds, 4)})
     finally:
         server.kill()

@@ -1,8 +1,8 @@
-"""A model of Qwen2.5-0.5B's shape, weights at random, on one GPU: seconds and memory, predicted against measured, by
-each pair of engines.
+"""Seconds and memory on one GPU, predicted and measured, by pair of engines.
 
-256 responses of 512 tokens an iteration, each to its end, in bfloat16. Prints what each run says of itself and, last,
-one line of JSON: of each pair the median iteration and its phases, the first one left out, and predicted over measured.
+The model has the shape of Qwen2.5-0.5B and random weights. An iteration has 256 responses of 512 tokens, each to its
+end, in bfloat16. Prints the output of each run and, last, one line of JSON: for each pair the median iteration and its
+phases, without the first one, and predicted over measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 import smoke
-from seconds import EXAMPLE, Round, by, endless, plan_of, randomised
+from seconds import EXAMPLE, Round, endless, plan_of, randomize, with_engines
 
 from msrl_graph import run
 from msrl_graph.runtime.metrics import predicted
@@ -37,8 +37,8 @@ SMALL = SHAPE | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers"
 SMALL |= {"num_key_value_heads": 1, "vocab_size": 64}
 
 
-def changed(device: str, tokens: int) -> tuple[tuple[str, str], ...]:
-    """What is replaced in the example's program."""
+def replacements(device: str, tokens: int) -> tuple[tuple[str, str], ...]:
+    """Return the replacements in the example's program."""
     return (
         ("i32[<= 5]", f"i32[<= {tokens}]"),
         ("prompts = 64", "prompts = 32"),
@@ -50,30 +50,43 @@ def changed(device: str, tokens: int) -> tuple[tuple[str, str], ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pairs", nargs="*", default=["megatron vllm", "fsdp vllm", "fsdp hf"], help="trainer generator")
+    parser.add_argument(
+        "pairs", nargs="*", default=["megatron vllm", "fsdp vllm", "fsdp hf"], help="pairs of trainer and generator"
+    )
     parser.add_argument("--device", default="h100", help="a preset")
     parser.add_argument("--iterations", type=int, default=4)
     few = {"pairs": ["fsdp hf"], "device": "cpu", "iterations": 2, "shape": SMALL, "tokens": 8}
     parser.set_defaults(shape=SHAPE, tokens=512)
     options = smoke.parse(parser, **few)
-    changes = changed(options.device, options.tokens)
-    found = {}
+    changes = replacements(options.device, options.tokens)
+    figures = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
         endless(folder, "endless")
-        randomised(folder, "half", options.shape, "endless")
+        randomize(folder, "half", options.shape, "endless")
         for pair in options.pairs:
-            plan, out = plan_of(by("half", changes, options.iterations, *pair.split()), folder), folder / pair
+            plan = plan_of(with_engines("half", changes, options.iterations, *pair.split()), folder)
+            out = folder / pair
             print(f"{pair}:", flush=True)
             run(plan, out, measure_memory=True)
             lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
             estimate = predicted.estimate(plan, lines)
             assert estimate is not None
-            made = Round(lines, estimate)
-            phases = {p: statistics.median(line["phases"].get(p, 0.0) for line in lines) for p in lines[0]["phases"]}
-            found[pair] = {"seconds": made.seconds, "predicted_over_measured": made.ratio} | phases
-    print(json.dumps({pair: {k: round(v, 4) for k, v in of.items()} for pair, of in found.items()}))
+            measured = Round(lines, estimate)
+            phases = {
+                phase: statistics.median(line["phases"].get(phase, 0.0) for line in lines)
+                for phase in lines[0]["phases"]
+            }
+            figures[pair] = {"seconds": measured.seconds, "predicted_over_measured": measured.ratio} | phases
+    print(
+        json.dumps(
+            {
+                pair: {key: round(value, 4) for key, value in pair_figures.items()}
+                for pair, pair_figures in figures.items()
+            }
+        )
+    )
     return 0
 
 

@@ -1,9 +1,11 @@
-"""The arithmetic example on 1, 2 and 4 hosts, by plans that are made on one: the same tokens in the first iteration,
-and the same metrics but for rounding.
+"""The arithmetic example on 1, 2 and 4 hosts: same tokens and metrics.
 
-Hosts are network namespaces of this machine, with a Ray node in each; nothing is set in the environment but where the
-cluster is. With `--iterations 320` it is the whole example, whose held-out accuracy is told. Needs root. The last line
-is JSON; the status is 1 where tokens differ or a deviation passes the bar.
+The plans are made on one host. The tokens of the first iteration must be the same, and the metrics equal except for
+rounding.
+
+Hosts are network namespaces of this machine, with a Ray node in each; the environment only sets the cluster's address.
+`--iterations 320` runs the whole example and shows its held-out accuracy. Needs root. The last line is JSON; the status
+is 1 if tokens differ or a deviation exceeds the bar.
 """
 
 from __future__ import annotations
@@ -51,22 +53,31 @@ def main() -> int:
             lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
             accuracy = [line["reward"] for line in lines if "evaluation" in line]
             first = next(line for line in lines if line.get("iteration") == 0 and "evaluation" not in line)
-            found = _tokens(out), {name: first[name] for name in METRICS}
-            known = known or found
-            same = found[0] == known[0]
-            apart = max(abs(found[1][m] - known[1][m]) / max(abs(known[1][m]), 1e-6) for m in METRICS if m != "loss")
+            outcome = _read_tokens(out), {name: first[name] for name in METRICS}
+            known = known or outcome
+            same = outcome[0] == known[0]
+            apart = max(
+                abs(outcome[1][metric] - known[1][metric]) / max(abs(known[1][metric]), 1e-6)
+                for metric in METRICS
+                if metric != "loss"
+            )
             # The first loss is a sum that cancels out, of terms as large as an advantage.
-            apart = max(apart, abs(found[1]["loss"] - known[1]["loss"]))
+            apart = max(apart, abs(outcome[1]["loss"] - known[1]["loss"]))
             figures[str(count)] = {"same_tokens": same, "deviation": apart, "accuracy": accuracy[-1]}
-            told = "the same" if same else "differ"
-            table.add_row(str(count), told, f"{apart:.1e}", f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
+            verdict = "the same" if same else "differ"
+            table.add_row(str(count), verdict, f"{apart:.1e}", f"{accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
     Console(width=120).print(table)
     print(json.dumps(figures))
-    return int(any(not f["same_tokens"] or float(str(f["deviation"])) > BAR for f in figures.values()))
+    return int(
+        any(
+            not host_figures["same_tokens"] or float(str(host_figures["deviation"])) > BAR
+            for host_figures in figures.values()
+        )
+    )
 
 
 def _run(count: int, folder: Path, options: argparse.Namespace) -> Path:
-    """Runs the plan for so many hosts, from the first of them."""
+    """Run the plan for `count` hosts, from the first of them."""
     text = (EXAMPLE / "grpo.rlg").read_text()
     for old, new in (
         ("nodes = 1, devices_per_node = 2", f"nodes = {count}, devices_per_node = 1"),
@@ -92,12 +103,12 @@ def _run(count: int, folder: Path, options: argparse.Namespace) -> Path:
     return folder / f"on-{count}"
 
 
-def _tokens(out: Path) -> list[list[int]]:
-    """The responses of the first iteration, by row."""
+def _read_tokens(out: Path) -> list[list[int]]:
+    """Return the responses of the first iteration, by row."""
     table = parquet.read_table(sorted((out / "rows").glob("**/000000.parquet"))[0])
     order = np.argsort(table["row"].to_numpy()) if "row" in table.column_names else range(len(table))
     responses = table["response"].to_pylist()
-    return [responses[i] for i in order]
+    return [responses[row] for row in order]
 
 
 if __name__ == "__main__":

@@ -1,17 +1,20 @@
-"""The table of invariance: where and how a program runs never changes what it computes, but for rounding.
+"""The table of invariance: placement never changes results, except for rounding.
 
-One run on one rank is recorded. Then for each configuration (1) one iteration that generates for itself: its tokens are
-the reference's, one for one; and (2) all iterations on the reference's responses: the largest relative deviation of
-what they make from the reference's. After a first difference by rounding, runs that generate may draw another token and
-part; that is no mistake, and so (2) replays. An iteration takes six optimizer steps, in two epochs, the last mini-batch
-of each a short one. All is float32.
+One run on one rank is recorded. Then for each configuration:
+
+- (1) one iteration generates for itself: its tokens equal the reference's
+- (2) all iterations use the reference's responses: the largest relative deviation of their results from the reference's
+
+After a first difference by rounding, runs that generate may draw another token and diverge. That is not an error, and
+so (2) replays. An iteration takes six optimizer steps, in two epochs; the last mini-batch of each epoch is short. All
+is float32.
 
 The loss of an iteration is a sum that cancels out, of terms as large as an advantage: its deviation is absolute.
 
-Softmax does not see what is added to all keys alike. A bias of the keys is, but for what the rotation by position makes
-of it, so the gradient of its slowly rotating elements is nearly zero and in good part rounding, and Adam makes steps of
-the usual size of it. These biases are told apart, relative to the largest step that any weight took. Ends with one line
-of JSON, and with status 1 where tokens differ or a deviation passes the bar.
+Softmax does not depend on what is added to all keys alike. A bias of the keys is such an addition, except for the
+rotation by position, so the gradient of its slowly rotating elements is nearly zero and largely rounding, and Adam
+turns it into steps of the usual size. These biases are reported separately, relative to the largest step of any weight.
+Ends with one line of JSON, and with status 1 if tokens differ or a deviation exceeds the bar.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ BIAS = "k_proj.bias"
 
 @dataclass(frozen=True)
 class How:
-    """A deploy: on how many devices, and in which words."""
+    """A deploy: its additional statements, devices and layouts."""
 
     words: str = ""
     devices: int = 2
@@ -81,7 +84,7 @@ CONFIGURATIONS = {
 
 
 def execute(how: How, out: Path, iterations: int, replay: str = "") -> None:
-    """One run, recorded."""
+    """Run and record."""
     text = (EXAMPLE / "grpo.rlg").read_text()
     for old, new in (
         ("mini_batch = 256", "mini_batch = 24, epochs = 2"),
@@ -94,7 +97,7 @@ def execute(how: How, out: Path, iterations: int, replay: str = "") -> None:
         text = text.replace(old, new)
     plan = compile(EXAMPLE / "grpo.rlg", text=text, sets=SIZES)
     deploy = replace(plan.deploy, evaluations=())
-    plan = replace(plan, deploy=deploy, schedule=tuple(s for s in plan.schedule if s.task == "train"))
+    plan = replace(plan, deploy=deploy, schedule=tuple(step for step in plan.schedule if step.task == "train"))
     options = supervisor.WatchOptions(record=True, replay=replay)
     driver = (str(Path(__file__).with_name("shuffled.py")),) if how.shuffled else supervisor.PROGRAM
     log = out.with_suffix(".log")
@@ -107,31 +110,35 @@ def execute(how: How, out: Path, iterations: int, replay: str = "") -> None:
 
 
 def tokens(out: Path) -> list[list[int]]:
-    """The responses of the first iteration."""
-    found: list[list[int]] = parquet.read_table(out / "rows" / "000000.parquet")["response"].to_pylist()
-    return found
+    """Return the responses of the first iteration."""
+    responses: list[list[int]] = parquet.read_table(out / "rows" / "000000.parquet")["response"].to_pylist()
+    return responses
 
 
-def off(value: float, expected: float) -> float:
+def relative_deviation(value: float, expected: float) -> float:
     return abs(value - expected) / abs(expected) if expected else math.inf if value else 0.0
 
 
 def compare(out: Path, reference: Path) -> dict[str, float]:
-    """The largest deviations of a run from the reference, relative but for the loss."""
+    """Return a run's largest deviations from the reference (absolute for the loss)."""
     lines, expected = (
-        [json.loads(x) for x in (f / "metrics.jsonl").read_text().splitlines()] for f in (out, reference)
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (out, reference)
     )
-    found = {name: max(off(a[name], b[name]) for a, b in zip(lines, expected, strict=True)) for name in METRICS}
-    found["loss"] = max(abs(a["loss"] - b["loss"]) for a, b in zip(lines, expected, strict=True))
+    deviations = {
+        name: max(relative_deviation(got[name], want[name]) for got, want in zip(lines, expected, strict=True))
+        for name in METRICS
+    }
+    deviations["loss"] = max(abs(got["loss"] - want["loss"]) for got, want in zip(lines, expected, strict=True))
     start = load_file(EXAMPLE / "model" / "model.safetensors")
-    weights, old = (load_file(f / "weights" / "actor" / "model.safetensors") for f in (out, reference))
-    away = {t: float(np.abs(w - old[t]).max()) for t, w in weights.items()}
-    step = max(float(np.abs(w - start[t]).max()) for t, w in old.items())
-    whole = [t for t in old if not t.endswith(BIAS)]
-    found["weights"] = max(away[t] / float(np.abs(old[t]).max()) for t in whole)
-    found["update"] = max(away[t] for t in whole) / step
-    found[BIAS] = max(away[t] for t in old if t.endswith(BIAS)) / step
-    return found
+    weights, old = (load_file(folder / "weights" / "actor" / "model.safetensors") for folder in (out, reference))
+    distances = {tensor: float(np.abs(weight - old[tensor]).max()) for tensor, weight in weights.items()}
+    step = max(float(np.abs(weight - start[tensor]).max()) for tensor, weight in old.items())
+    compared_tensors = [tensor for tensor in old if not tensor.endswith(BIAS)]
+    deviations["weights"] = max(distances[tensor] / float(np.abs(old[tensor]).max()) for tensor in compared_tensors)
+    deviations["update"] = max(distances[tensor] for tensor in compared_tensors) / step
+    deviations[BIAS] = max(distances[tensor] for tensor in old if tensor.endswith(BIAS)) / step
+    return deviations
 
 
 def main() -> int:
@@ -160,18 +167,20 @@ def main() -> int:
         table.add_column(column, justify="right" if column else "left")
     for name, row in figures.items():
         same, *numbers = row.values()
-        table.add_row(name, "same" if same else "differ", *(f"{x:.1e}" for x in numbers))
+        table.add_row(name, "same" if same else "differ", *(f"{value:.1e}" for value in numbers))
     Console(width=120).print(table)
     print(
         json.dumps(
             {
-                name: {k: x if k == "tokens" else float(f"{x:.2e}") for k, x in row.items()}
+                name: {key: value if key == "tokens" else float(f"{value:.2e}") for key, value in row.items()}
                 for name, row in figures.items()
             }
         )
     )
-    held = all(row["tokens"] and max(row[k] for k in (*METRICS, "weights")) <= BAR for row in figures.values())
-    return 0 if held else 1
+    within_bar = all(
+        row["tokens"] and max(row[key] for key in (*METRICS, "weights")) <= BAR for row in figures.values()
+    )
+    return 0 if within_bar else 1
 
 
 if __name__ == "__main__":

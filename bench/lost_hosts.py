@@ -1,15 +1,16 @@
-"""Faults of hosts: a run on four of them loses hosts, links and processes at random moments, and each row still enters
-the update once.
+"""Faults of hosts: a run on four hosts loses hosts, links and processes at random.
 
-Hosts are network namespaces of this machine with a Ray node in each (tests/support/hosts.py). What happens to a host
-but the first, which has Ray's head and the driver: all of its processes are killed and Ray is started there again some
-seconds later; its link is cut for a while; its link takes 1 MB/s for a while; all of its processes are stopped for up
-to a minute, and go on; or one process of the run there is killed. The program states no layout, so that it may be
-planned anew for the hosts that are left.
+Each row must still enter the update once.
 
-A row is lost when an iteration's optimizer steps saw fewer responses than are drawn, doubled when they saw more; a hang
-is a run that does not write a line for --patience seconds. Recovered is a run that has written two more lines. The last
-line is JSON.
+Hosts are network namespaces of this machine with a Ray node in each (tests/support/hosts.py). The first host has Ray's
+head and the driver. Any other host can have these faults: all its processes are killed and Ray is started there again
+some seconds later; its link is cut for a while; its link has 1 MB/s for a while; all its processes are stopped for up
+to a minute, then continue; or one process of the run there is killed. The program states no layout, so that it can be
+replanned for the remaining hosts.
+
+A row is lost if an iteration's optimizer steps saw fewer responses than are drawn, doubled if they saw more. A hang is
+a run that writes no line for --patience seconds. A run has recovered when it has written two more lines. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from hosts import Hosts, inner
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
-ROWS = 32  # of an iteration: prompts times group
+ROWS = 32  # per iteration: prompts times group
 PROCESSES = ("rank", "dock", "functions")
 KINDS = ("host", "link", "slow", "pause", *PROCESSES)
 CHANGES = (
@@ -52,7 +53,7 @@ CHANGES = (
 
 
 class Cluster:
-    """Hosts, and what is wrong with them until when."""
+    """Hosts, and the current faults with their ends."""
 
     def __init__(self, count: int) -> None:
         self.hosts = Hosts(count)
@@ -64,15 +65,15 @@ class Cluster:
         return f"{self.hosts.name}h{host}"
 
     def processes(self, host: int) -> dict[int, str]:
-        """Those of a host, by command line."""
-        found = {}
+        """Return the processes of a host with their command lines."""
+        commands = {}
         for pid in self.hosts._pids(self.space(host)):
             with suppress(psutil.Error):
-                found[pid] = " ".join(psutil.Process(pid).cmdline())
-        return found
+                commands[pid] = " ".join(psutil.Process(pid).cmdline())
+        return commands
 
     def harm(self, kind: str, host: int, chance: random.Random) -> bool:
-        """Whether it could be done."""
+        """Inject a fault; return whether it was possible."""
         link = ["ip", "netns", "exec", self.space(host), "tc", "qdisc"]
         if kind in TARGETS:
             victims = [pid for pid, command in self.processes(host).items() if TARGETS[kind] in command]
@@ -95,7 +96,7 @@ class Cluster:
         return True
 
     def mend(self, now: float) -> None:
-        """Ends what was to last until now; a host whose Ray has given up gets it again."""
+        """End faults whose time is over; restart Ray on hosts where it has given up."""
         for host, (kind, until) in [*self.until.items()]:
             if now < until:
                 continue
@@ -115,17 +116,21 @@ class Cluster:
             if node is None or node.poll() is not None:
                 if node is not None:
                     self.hosts.stop(host)
-                for old in self.hosts.folder.glob(f"{host}/msrl-run-*"):  # a machine that begins anew has none
+                for old in self.hosts.folder.glob(f"{host}/msrl-run-*"):  # a machine that restarts has none
                     shutil.rmtree(old)
                 self.hosts._start(host, ())
 
-    def left(self) -> list[str]:
-        """What a run has left on any host, ten seconds after its end."""
+    def list_leftovers(self) -> list[str]:
+        """Return what a run has left on any host, ten seconds after its end."""
         until = time.monotonic() + 10
         while time.monotonic() < until:
-            commands = [c for h in range(self.count) for c in self.processes(h).values()]
-            ray = [c.split()[0] for c in commands if any(c.startswith(TARGETS[kind]) for kind in PROCESSES)]
-            rooms = [str(p) for p in SHARED.glob("msrl-run-*") if p not in self.before and not held(p)]
+            commands = [command for host in range(self.count) for command in self.processes(host).values()]
+            ray = [
+                command.split()[0]
+                for command in commands
+                if any(command.startswith(TARGETS[kind]) for kind in PROCESSES)
+            ]
+            rooms = [str(path) for path in SHARED.glob("msrl-run-*") if path not in self.before and not held(path)]
             if not ray and not rooms and not self.hosts.left(0):
                 return []
             time.sleep(0.5)
@@ -135,10 +140,10 @@ class Cluster:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--each", type=int, default=8, help="faults in one run")
+    parser.add_argument("--each", type=int, default=8, help="faults per run")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--iterations", type=int, default=60)
-    parser.add_argument("--gap", type=float, default=30.0, help="the most seconds from one fault to the next")
+    parser.add_argument("--gap", type=float, default=30.0, help="maximum seconds between two faults")
     parser.add_argument("--patience", type=float, default=240.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=KINDS, action="append")
@@ -147,7 +152,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _end)
     count = Count()
     chance = random.Random(options.seed)
-    left = options.faults
+    remaining = options.faults
     with tempfile.TemporaryDirectory(prefix="lost", dir="/tmp") as name:
         folder = Path(name)
         text = (EXAMPLE / "grpo.rlg").read_text()
@@ -162,9 +167,9 @@ def main() -> None:
         (folder / "p.rlg").write_text(text)
         cluster = Cluster(options.hosts)
         try:
-            while left > 0:
-                left -= one(cluster, folder, min(options.each, left), options, chance, count)
-                print(f"{options.faults - left} faults, {count.runs} runs, {count.finished} finished", flush=True)
+            while remaining > 0:
+                remaining -= run_once(cluster, folder, min(options.each, remaining), options, chance, count)
+                print(f"{options.faults - remaining} faults, {count.runs} runs, {count.finished} finished", flush=True)
                 for remark in count.remarks:
                     print(f"  {remark}", flush=True)
                 count.remarks.clear()
@@ -174,18 +179,18 @@ def main() -> None:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGCONT)
             cluster.hosts.close()
-            report(count)  # also of what was done until somebody ended it
+            report(count)  # also of the part before an interruption
 
 
 def _end(*_: object) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what is to be ended takes a while
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # cleaning up takes a while
     sys.exit(143)
 
 
-def one(
+def run_once(
     cluster: Cluster, folder: Path, faults: int, options: argparse.Namespace, chance: random.Random, count: Count
 ) -> int:
-    """One run and its faults: how many there were until it ended."""
+    """Run the program with faults; return how many occurred until it ended."""
     wanted = faults
     out = folder / f"run-{count.runs}"
     count.runs += 1
@@ -233,17 +238,17 @@ def one(
     while cluster.until:
         time.sleep(0.5)
         cluster.mend(time.monotonic())
-    if found := cluster.left():
-        count.leftovers += len(found)
-        count.remarks.append(f"{out.name} left {found}")
-    told = (folder / f"{out.name}.log").read_text()
+    if leftovers := cluster.list_leftovers():
+        count.leftovers += len(leftovers)
+        count.remarks.append(f"{out.name} left {leftovers}")
+    log_text = (folder / f"{out.name}.log").read_text()
     count.remarks += [
         f"{out.name}: {line}"
-        for line in told.splitlines()
+        for line in log_text.splitlines()
         if "restarting" in line or "replanned" in line or "waiting" in line
     ]
     if process.returncode:
-        count.remarks.append(f"{out.name} ended with {process.returncode}: {told[-1500:]}")
+        count.remarks.append(f"{out.name} ended with {process.returncode}: {log_text[-1500:]}")
         return wanted - faults
     count.finished += 1
     for line in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()):

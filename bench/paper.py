@@ -1,8 +1,7 @@
-"""The figures of MindSpeed RL (arXiv:2507.19017) beside what the planner and its simulation say of the same
-experiments.
+"""Figures of MindSpeed RL (arXiv:2507.19017) next to planner and simulation.
 
-Usage: python bench/paper.py [--smoke]. The programs are examples/paper/paper.rlg; every assumption is printed. One
-set of constants for all of them, that of every plan; none is chosen to meet a figure. The last line is one JSON object.
+Usage: python bench/paper.py [--smoke]. The programs are in examples/paper/paper.rlg; every assumption is printed. All
+use the constants of every plan; none is tuned to meet a figure. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ from msrl_graph.sharding.redistribute import left_behind
 
 PROGRAM = Path(__file__).parent.parent / "examples" / "paper" / "paper.rlg"
 ABLATED = "  dock { mode = central }\n  reshard { mode = naive }\n"
-# Lengths are not in the paper. Reasoning models of this size leave a long tail, cut at 8K: a median of a quarter of the
+# The paper states no lengths. Reasoning models of this size have a long tail, cut at 8K: the median is a quarter of the
 # bound.
 LENGTHS = "lognormal(2048, 0.8)"
 STRAGGLERS = "1% x1.5"
+AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 K = 1024
 # G, N, PL, n, SL, M; TCV in GiB, seconds at 100 MiB/s and at 1 GiB/s, as the paper prints them.
 TABLE_1 = [
@@ -46,29 +46,32 @@ console = Console(width=120)
 
 
 def plan(deploy: str, more: str = "", nodes: int = 0, **sets: int) -> Plan:
-    """A deploy of the paper's program, with statements added to it and another number of hosts."""
+    """Return a deploy of the paper's program with more statements and other hosts."""
     text = PROGRAM.read_text(encoding="utf-8")
-    head, _, rest = text.partition(f" as {deploy} {{")
+    before, _, rest = text.partition(f" as {deploy} {{")
     body, brace, tail = rest.partition("\n}\n")
-    text = f"{head} as {deploy} {{{body}\n{more}{brace}{tail}"
+    text = f"{before} as {deploy} {{{body}\n{more}{brace}{tail}"
     if nodes:
         text = text.replace("nodes            = 2\n", f"nodes            = {nodes}\n")
-    return compile(PROGRAM, text=text, deploy=deploy, sets={k: str(v) for k, v in sets.items()})
+    return compile(PROGRAM, text=text, deploy=deploy, sets={key: str(value) for key, value in sets.items()})
 
 
-def seconds(found: Plan, lengths: str = "", stragglers: str = "") -> float:
-    """Of an iteration: the estimate, every row at its bound, or the mean of three that are simulated."""
+def seconds(planned: Plan, lengths: str = "", stragglers: str = "") -> float:
+    """Return the seconds of an iteration.
+
+    This is the estimate with every row at its bound, or the mean of three simulated iterations.
+    """
     if not lengths:
-        assert found.estimate is not None
-        return found.estimate.iteration_seconds.value
-    return simulate(found, iterations=3, lengths=lengths, stragglers=stragglers, seed=0).seconds
+        assert planned.estimate is not None
+        return planned.estimate.iteration_seconds.value
+    return simulate(planned, iterations=3, lengths=lengths, stragglers=stragglers, seed=0).seconds
 
 
-def shown(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], *why: str) -> None:
+def show_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], *why: str) -> None:
     console.print(title, style="bold", highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i and column not in ("source", "where from") else "left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index and column not in ("source", "where from") else "left")
     for row in rows:
         table.add_row(*row)
     console.print(table)
@@ -77,8 +80,8 @@ def shown(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], *wh
     console.print()
 
 
-def printed(value: float, like: str) -> str:
-    """A figure with the digits that the paper prints; it truncates some and rounds others."""
+def format_like(value: float, like: str) -> str:
+    """Format a figure like the paper, which truncates some and rounds others."""
     number = like.removesuffix("K")
     kilo = like.endswith("K")
     digits = len(number.partition(".")[2])
@@ -92,12 +95,18 @@ def table_1() -> bool:
         g, n_responses, pl, n, sl, m = sizes
         volume = central_bytes(g, n_responses, 4, pl, n, sl, m)
         ours = (volume / GIB, dispatch_seconds(volume, 100 * MIB), dispatch_seconds(volume, GIB))
-        texts = tuple(printed(o, p) for o, p in zip(ours, paper, strict=True))
+        texts = tuple(format_like(figure, paper_figure) for figure, paper_figure in zip(ours, paper, strict=True))
         for text, like in zip(texts, paper, strict=True):
             unit = 10 ** -len(like.removesuffix("K").partition(".")[2])
             agree &= abs(float(text.removesuffix("K")) - float(like.removesuffix("K"))) < 1.01 * unit
-        rows.append((" ".join(str(s) if s < K else f"{s // K}K" for s in sizes), " / ".join(paper), " / ".join(texts)))
-    shown(
+        rows.append(
+            (
+                " ".join(str(size) if size < K else f"{size // K}K" for size in sizes),
+                " / ".join(paper),
+                " / ".join(texts),
+            )
+        )
+    show_table(
         "Table 1: G N PL n SL M",
         ("", "paper: TCV, T100, T1K", "here"),
         rows,
@@ -107,10 +116,13 @@ def table_1() -> bool:
 
 
 def equation_3() -> float:
-    """Qwen3-MoE-30B on figure 3's four devices: TP2 EP2 DP2 to TP1 EP4 DP4, in bf16."""
+    """Compute equation 3 for Qwen3-MoE-30B on figure 3's four devices, in bf16.
+
+    The layouts are TP2 EP2 DP2 to TP1 EP4 DP4.
+    """
     model = load("qwen3-30b-a3b", Path())
-    experts = 2 * sum(t.elements for t in model.tensors if t.experts)
-    divided = 2 * sum(t.elements for t in model.tensors if not t.experts and t.tp_dim >= 0)
+    experts = 2 * sum(tensor.elements for tensor in model.tensors if tensor.experts)
+    divided = 2 * sum(tensor.elements for tensor in model.tensors if not tensor.experts and tensor.tp_dim >= 0)
     closed = redundant_bytes(gdp=4, tw=divided, utp=2, ew=experts, gep=4)
     # The figure's ranks hold E1 E2, E1 E2, E3 E4, E3 E4.
     derived = 2 * left_behind(model.kinds, Side(Layout(tp=2, dp=2, ep=2, inner=2)), Side(Layout(dp=4, ep=4)))
@@ -119,7 +131,7 @@ def equation_3() -> float:
         "the paper names no layout: this is figure 3's shape on 4 devices; derived from the two layouts, tensor "
         "by tensor, beside it"
     )
-    shown("Equation 3", ("", "paper", "here, closed form", "derived"), rows, why)
+    show_table("Equation 3", ("", "paper", "here, closed form", "derived"), rows, why)
     return closed / 1e9
 
 
@@ -129,21 +141,21 @@ def figure_7(models: tuple[tuple[str, str], ...]) -> dict[str, float]:
     for deploy, name in models:
         full = plan(deploy)
         layouts = "".join(
-            (
-                f"  layout {node} {{ "
-                f"{', '.join(f'{a} = {getattr(p.layout, a)}' for a in ('tp', 'cp', 'pp', 'dp', 'ep', 'etp'))} }}\n"
-            )
+            (f"  layout {node} {{ {', '.join(f'{axis} = {getattr(placement.layout, axis)}' for axis in AXES)} }}\n")
             for node in ("actor.update", "actor.generate")
-            if node not in full.deploy.layouts and (p := full.placement(node))
+            if node not in full.deploy.layouts and (placement := full.placement(node))
         )
         ablated = plan(deploy, layouts + ABLATED)
-        found = [[seconds(p, *more) for p in (full, ablated)] for more in ((), (LENGTHS, STRAGGLERS))]
-        ratios[deploy] = found[0][1] / found[0][0]
-        cells = [f"{a:,.0f} / {b:,.0f} s ({b / a:.3f}x)" for a, b in found]
+        times = [[seconds(planned, *more) for planned in (full, ablated)] for more in ((), (LENGTHS, STRAGGLERS))]
+        ratios[deploy] = times[0][1] / times[0][0]
+        cells = [
+            f"{full_seconds:,.0f} / {ablated_seconds:,.0f} s ({ablated_seconds / full_seconds:.3f}x)"
+            for full_seconds, ablated_seconds in times
+        ]
         rows.append(
             (name, str(full.placement("actor.update").layout), str(full.placement("actor.generate").layout), *cells)
         )
-    shown(
+    show_table(
         "Figure 7: 16 devices, G 256, N 16, PL 2K, SL 8K; MSRL / MSRLP (central dock, naive resharding)",
         ("", "update", "generate", "at the bounds", f"{LENGTHS}, {STRAGGLERS}"),
         rows,
@@ -174,15 +186,15 @@ def figure_9(hosts: tuple[int, ...]) -> dict[str, float]:
         ("MSRLB", "  dock { mode = central }\n", (LENGTHS, "")),
     ):
         layouts = "  layout actor.update { tp = 4 }\n  layout actor.generate { tp = 2 }\n"
-        times = [seconds(plan("dense7", layouts + more, nodes=n, prompts=64 * n), *how) for n in hosts]
-        linear = [times[0] / t for t in times]
+        times = [seconds(plan("dense7", layouts + more, nodes=count, prompts=64 * count), *how) for count in hosts]
+        linear = [times[0] / duration for duration in times]
         key = f"{name}, {', '.join(filter(None, how)) or 'at the bounds'}"
         last[key] = linear[-1]
         rows.append((key, *(f"{100 * value:.1f} %" for value in linear)))
     rows.append(("paper: MSRL, MSRLB, VeRL", *[""] * (len(hosts) - 1), "81.1, 61.9, 40.4 %"))
-    shown(
+    show_table(
         "Figure 9: linearity, 64 prompts a host",
-        ("", *(f"{8 * n} devices" for n in hosts)),
+        ("", *(f"{8 * count} devices" for count in hosts)),
         rows,
         "the paper names neither model nor layouts nor lengths: here Qwen2.5-7B, TP4 to TP2, N 16, PL 2K, SL 8K.",
         (
@@ -202,9 +214,9 @@ def figure_9(hosts: tuple[int, ...]) -> dict[str, float]:
 
 
 def figure_10() -> float:
-    found = plan("dense32").reshards[0]
-    released = found.released_bytes_per_device / 1e9
-    shown(
+    edge = plan("dense32").reshards[0]
+    released = edge.released_bytes_per_device / 1e9
+    show_table(
         "Figure 10: Qwen2.5-32B, TP8DP2 to TP4DP4",
         ("", "paper", "here"),
         [("released a device", "8 GB", f"{released:.2f} GB")],
@@ -213,21 +225,24 @@ def figure_10() -> float:
 
 
 def figure_11() -> dict[str, float]:
-    found = plan("r1")
+    planned = plan("r1")
     tokens = 384 * 32 * 3 * K / 384
-    rates = {"bounds": tokens / seconds(found), "drawn": tokens / seconds(found, "lognormal(1024, 0.7)", STRAGGLERS)}
+    rates = {
+        "bounds": tokens / seconds(planned),
+        "drawn": tokens / seconds(planned, "lognormal(1024, 0.7)", STRAGGLERS),
+    }
     cells = (f"{rates['bounds']:.0f}", f"{rates['drawn']:.0f}")
-    edge = found.reshards[0]
-    moved = sum(s.bytes for s in edge.steps if "by bucket" in s.name)
-    shown(
+    edge = planned.reshards[0]
+    moved = sum(step.bytes for step in edge.steps if "by bucket" in step.name)
+    show_table(
         "Figure 11: DeepSeek-R1-671B on 384 devices, TP4 PP6 EP16 to TP2 DP192 EP64; tokens a second a device (eq. 5)",
         ("", "paper", "at the bounds", f"lognormal(1024, 0.7), {STRAGGLERS}"),
         [("throughput", "200 to 250", *cells)],
         "eq. 5 counts every row at its bound, however long it was: shorter rows look faster.",
-        f"resharding: {moved / 1e9:.1f} GB a device, {sum(s.seconds.value for s in edge.steps):.2f} s, "
+        f"resharding: {moved / 1e9:.1f} GB a device, {sum(step.seconds.value for step in edge.steps):.2f} s, "
         f"{edge.released_bytes_per_device / 1e9:.2f} GB released a device.",
     )
-    return {**rates, "reshard_gb": moved / 1e9, "reshard_s": sum(s.seconds.value for s in edge.steps)}
+    return {**rates, "reshard_gb": moved / 1e9, "reshard_s": sum(step.seconds.value for step in edge.steps)}
 
 
 def assumptions() -> None:
@@ -244,13 +259,15 @@ def assumptions() -> None:
     ]
     figures += [("fabric", pod.device.fabric)] if pod.device.fabric else []
     figures += [("kernel", pod.device.launch), ("collective", pod.device.latency)]
-    rows = [(name, f"{f.value:.3g}", f.source, f.basis) for name, f in figures]
-    rows += [(f"reached of {name}", f"{f.value:g}", f.source, f.basis) for name, f in SHARES.items()]
+    rows = [(name, f"{figure.value:.3g}", figure.source, figure.basis) for name, figure in figures]
+    rows += [
+        (f"reached of {name}", f"{figure.value:g}", figure.source, figure.basis) for name, figure in SHARES.items()
+    ]
     why = (
         "gradients' exchange, pipelines' sends and experts' all-to-alls do not overlap with computing; Python "
         "functions take no time"
     )
-    shown("Assumptions, the same for all", ("", "bytes/s, FLOP/s or s", "source", "where from"), rows, why)
+    show_table("Assumptions, the same for all", ("", "bytes/s, FLOP/s or s", "source", "where from"), rows, why)
 
 
 MODELS = (("dense7", "Qwen2.5-7B"), ("dense32", "Qwen2.5-32B"), ("moe30", "Qwen3-MoE-30B"))
@@ -265,10 +282,10 @@ def main() -> None:
         "bench": "paper",
         "table_1": table_1(),
         "equation_3_gb": round(equation_3(), 1),
-        "figure_7": {k: round(v, 3) for k, v in figure_7(options.models).items()},
-        "figure_9": {k: round(v, 3) for k, v in figure_9(options.hosts).items()},
+        "figure_7": {key: round(value, 3) for key, value in figure_7(options.models).items()},
+        "figure_9": {key: round(value, 3) for key, value in figure_9(options.hosts).items()},
         "figure_10_gb": round(figure_10(), 2),
-        "figure_11": {k: round(v, 1) for k, v in figure_11().items()},
+        "figure_11": {key: round(value, 1) for key, value in figure_11().items()},
     }
     assumptions()
     print(json.dumps(result))

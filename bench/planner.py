@@ -1,10 +1,11 @@
-"""How long the planner takes: 10,000 devices with stated layouts, and the paper's models searched on 16 and 384
-devices.
+"""Planning times: 10,000 devices, and searches for the paper's models.
 
-Usage: python bench/planner.py [--rounds N]. Each compile is a call in this process with empty caches; rounds are
-interleaved, medians told: by the clock, and of the processor, which what else the machine does weighs on less. Beside
-each search's best stands the iteration of the paper's layouts (arXiv:2507.19017; for models whose layouts it does not
-give, those of the same kind), in the same model. The last line is one JSON object; the bars are 3 s and 5 s, and a
+The 10,000 devices have stated layouts; the paper's models are searched on 16 and 384 devices.
+
+Usage: python bench/planner.py [--rounds N]. Each compile is a call in this process with empty caches. Rounds are
+interleaved, and medians are reported: wall-clock seconds, and processor seconds, which other load affects less. Each
+search's best iteration is compared with that of the paper's layouts (arXiv:2507.19017; for models whose layouts it does
+not give, those of the same kind), in the same model. The last line is one JSON object; the bars are 3 s and 5 s, and a
 ratio of at most 1.
 """
 
@@ -33,12 +34,12 @@ R1 = [
     "layout actor.update { tp = 4, pp = 6, dp = 16, ep = 16, etp = 2 }",  # TP4 PP6 EP16 DP2: experts' sizes, over etp 2
     "layout actor.generate { tp = 2, dp = 192, ep = 64 }",  # TP2 PP1 EP64 DP6
 ]
-# (model, hosts of 8 packages, layouts): Qwen2.5-7B has 28 heads, which 8 does not divide.
+# (model, hosts of 8 packages, layouts). Qwen2.5-7B has 28 heads, which are not divisible by 8.
 CASES = [
     ("qwen2.5-7b", 2, ["layout actor.update { tp = 4 }", "layout actor.generate { tp = 2 }"]),
     ("qwen2.5-32b", 2, DENSE),  # TP8DP2 to TP4DP4, figure 10
     ("qwen3-30b-a3b", 2, SPARSE),
-    ("deepseek-r1-671b", 2, []),  # no layout of it fits 16 packages, as the search finds
+    ("deepseek-r1-671b", 2, []),  # none of its layouts fits 16 packages; the search finds this too
     ("qwen2.5-7b", 48, ["layout actor.update { tp = 4, pp = 3 }", "layout actor.generate { tp = 2 }"]),
     ("qwen2.5-32b", 48, ["layout actor.update { tp = 8, pp = 3 }", "layout actor.generate { tp = 4 }"]),
     (
@@ -53,7 +54,7 @@ CASES = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", type=int, default=len(CASES), help="the first ones of all")
+    parser.add_argument("--cases", type=int, default=len(CASES), help="number of cases, from the first")
     options = smoke.parse(parser, rounds=1, cases=1)
     rounds = options.rounds
     cases = CASES[: options.cases]
@@ -73,10 +74,10 @@ def main() -> None:
             seconds, plan = timed(program(model, hosts, []))
             times.setdefault(f"{model} on {hosts * 8}", []).append(seconds)
             if plan is not None and plan.search is not None and plan.search.seconds:
-                found = plan.search
+                search = plan.search
                 best[f"{model} on {hosts * 8}"] = (
-                    found.seconds,
-                    "optimal" if found.optimal else f"gap {100 * found.gap:.2g} %",
+                    search.seconds,
+                    "optimal" if search.optimal else f"gap {100 * search.gap:.2g} %",
                 )
     ratios = {}
     for model, hosts, layouts in cases:
@@ -97,7 +98,9 @@ def main() -> None:
         print(line)
     large = median(times["10,000 devices"])
     print(f"{'10,000 devices, stated':<24} {large:6.2f} s ({median(times['10,000 devices'], 1):5.2f} s)")
-    slowest, processor = (max(median(v, i) for k, v in times.items() if k != "10,000 devices") for i in (0, 1))
+    slowest, processor = (
+        max(median(value, which) for case, value in times.items() if case != "10,000 devices") for which in (0, 1)
+    )
     figures = {
         "bench": "planner",
         "large_s": round(large, 2),
@@ -106,21 +109,24 @@ def main() -> None:
         "worst_ratio": round(max(ratios.values()), 3),
         "pass": large < BAR_LARGE and slowest < BAR_SEARCH and max(ratios.values()) <= 1,
         "rounds": rounds,
-        "ratios": {k: round(v, 3) for k, v in ratios.items()},
+        "ratios": {case: round(value, 3) for case, value in ratios.items()},
     }
     print(json.dumps(figures))
 
 
 def program(model: str, hosts: int, layouts: list[str]) -> str:
-    """The page's program with another model and cluster; engines that can divide so, where layouts are stated."""
+    """Return the page's program with another model and cluster.
+
+    With stated layouts it also names engines that support them.
+    """
     engines = ["engine actor.update, reference.infer = megatron", "engine actor.generate = vllm"] if layouts else []
-    text = PAGE.replace("\n".join(LAYOUTS), "\n".join(f"  {x}" for x in [*layouts, *engines]))
+    text = PAGE.replace("\n".join(LAYOUTS), "\n".join(f"  {statement}" for statement in [*layouts, *engines]))
     return text.replace("qwen2.5-32b", model).replace("nodes            = 2", f"nodes            = {hosts}")
 
 
 def timed(text: str):  # type: ignore[no-untyped-def]
-    """Seconds of a compile by the clock and of the processor, and its plan; None where it is refused."""
-    for module in [m for m in gc.get_objects() if isinstance(m, functools._lru_cache_wrapper)]:
+    """Compile; return wall-clock and processor seconds, and the plan or None."""
+    for module in [candidate for candidate in gc.get_objects() if isinstance(candidate, functools._lru_cache_wrapper)]:
         module.cache_clear()
     began = time.perf_counter(), time.process_time()
     try:
@@ -131,11 +137,11 @@ def timed(text: str):  # type: ignore[no-untyped-def]
 
 
 def median(times: list[tuple[float, float]], which: int = 0) -> float:
-    return statistics.median(t[which] for t in times)
+    return statistics.median(pair[which] for pair in times)
 
 
 def paper(model: str, hosts: int, layouts: list[str]) -> float:
-    """Seconds of an iteration with the paper's layouts, 0 where they do not fit."""
+    """Return seconds per iteration with the paper's layouts, 0 if they do not fit."""
     plan = timed(program(model, hosts, layouts))[1] if layouts else None
     return plan.estimate.iteration_seconds.value if plan is not None and plan.estimate is not None else 0.0
 

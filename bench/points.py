@@ -1,12 +1,14 @@
-"""Kills each kind of process of a run at each named point of its work, and counts what is lost: rows, runs, seconds.
+"""Kill each kind of process of a run at each named point of its work.
 
-Two hosts (two raylets on this machine), each with a rank, a dock and a function host,
-run an example that is first left alone: what it writes to `seen` are the points that its processes reach
-(runtime/process/fault_points.py): before and after each instruction of a stream, between a share and its rows, before
-and after a put, between two tasks, while an iteration is opened, ended, saved. Then runs are disturbed, at the next
-point in every other iteration, until each point of each process has had its death. A run ends well when its metrics
-are, line for line, and its weights, bit for bit, those of the run that was left alone. Seconds are from the death until
-the iteration in which it was has its line. The last line is JSON.
+Counted are lost rows, runs and seconds.
+
+An example runs on two hosts (two raylets on this machine), each with a rank, a dock and a function host. It is first
+left undisturbed: what it writes to `seen` are the points that its processes reach (runtime/process/fault_points.py):
+before and after each instruction of a stream, between a share and its rows, before and after a put, between two tasks,
+while an iteration is opened, ended or saved. Then runs are disturbed, at the next point in every other iteration, until
+each process has been killed at each of its points. A run ends well if its metrics equal, line by line, those of the
+undisturbed run and its weights are bit for bit the same. Seconds are from the kill until its iteration has written its
+line. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,17 +33,18 @@ from disturbed import PROGRAMS, TARGETS, TWO_HOSTS, Count, Place, Result, compar
 from msrl_graph.runtime.process.fault_points import file
 
 HOSTS = 2
-# Who is replaced while the run goes on; first, since it takes less time.
+# Processes that are replaced during the run; they come first, since this takes less time.
 IN_PLACE = ("functions", "dock")
-WHEN = re.compile(
-    r"(.*?): (.*) (?:(\w+)/)?(\d+)"
-)  # a process, what it does, in which iteration of a task, or a checkpoint's
+# A process, its action, and the iteration of a task or of a checkpoint.
+WHEN = re.compile(r"(.*?): (.*) (?:(\w+)/)?(\d+)")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A place in the work of a process, `what` it does there, and when it gets there: (task, iteration), of a
-    checkpoint without a task."""
+    """A point in the work of a process, its action there, and when it is reached.
+
+    `times` are (task, iteration), without a task for a checkpoint.
+    """
 
     process: str
     what: str
@@ -52,14 +55,14 @@ class Point:
         return self.process.split()[0]
 
     def next(self, iteration: int) -> Death | None:
-        """The death at the first time from an iteration on."""
-        found = [(i, task) for task, i in self.times if i >= iteration]
-        return Death(self, *min(found)) if found else None
+        """Return the death at the first time from an iteration on."""
+        candidates = [(number, task) for task, number in self.times if number >= iteration]
+        return Death(self, *min(candidates)) if candidates else None
 
 
 @dataclass(frozen=True)
 class Death:
-    """The death of a process at a point, in an iteration of a task."""
+    """The kill of a process at a point, in an iteration of a task."""
 
     point: Point
     iteration: int
@@ -69,8 +72,8 @@ class Death:
         when = f"{self.task}/{self.iteration}" if self.task else str(self.iteration)
         return file(folder, self.point.process, f"{self.point.what} {when}")
 
-    def over(self, lines: list[dict[str, Any]]) -> bool:
-        """Whether a run with these lines of metrics has got over it."""
+    def is_passed(self, lines: list[dict[str, Any]]) -> bool:
+        """Return whether a run with these lines of metrics has passed this death."""
         if self.task in ("train", ""):  # after a checkpoint comes the next iteration
             return any(line.get("iteration", -1) >= self.iteration for line in lines)
         return any(
@@ -83,9 +86,9 @@ def main() -> None:
     parser.add_argument("--program", choices=PROGRAMS, default="grpo")
     parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--patience", type=float, default=90.0)
-    parser.add_argument("--only", action="append", help="a part of the names of the points")
+    parser.add_argument("--only", action="append", help="text in the names of the points")
     parser.add_argument(
-        "--most", type=int, default=0, help="of each kind of process so many points at most, spread evenly (0: all)"
+        "--most", type=int, default=0, help="maximum number of points for each kind of process, spread evenly (0: all)"
     )
     options = smoke.parse(parser, iterations=6, only=["functions"], most=1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -106,13 +109,14 @@ def main() -> None:
             process = place.start("quiet")
             assert process.wait() == 0, (place.folder / "quiet.log").read_text()
             reference = place.result("quiet")
-            left = found(points / "seen", options)
-            print(f"{len(left)} points", flush=True)
-            while left:
-                left = disturb(place, points, left, options, count, reference)
+            remaining = list_points(points / "seen", options)
+            print(f"{len(remaining)} points", flush=True)
+            while remaining:
+                remaining = disturb(place, points, remaining, options, count, reference)
                 print(
                     (
-                        f"{sum(count.kills.values())} kills, {count.runs} runs, {count.finished} finished, {len(left)} "
+                        f"{sum(count.kills.values())} kills, {count.runs} runs, {count.finished} "
+                        f"finished, {len(remaining)} "
                         "points left"
                     ),
                     flush=True,
@@ -123,39 +127,43 @@ def main() -> None:
             cluster.shutdown()
             ray.shutdown()
             shutil.rmtree(place.temporary, ignore_errors=True)
-            report(count)  # of what was done, where it is ended before
+            report(count)  # also after an interruption
 
 
-def found(seen: Path, options: argparse.Namespace) -> list[Point]:
-    """The points that were reached, those of processes that are replaced in place first."""
+def list_points(seen: Path, options: argparse.Namespace) -> list[Point]:
+    """Return the reached points; processes that are replaced in place come first."""
     times: dict[tuple[str, str], dict[tuple[str, int], None]] = {}
     for line in seen.read_text(encoding="utf-8").splitlines():
         match = WHEN.fullmatch(line)
         assert match, line
-        process, what, task, iteration = match.groups()
-        if not options.only or any(o in line for o in options.only):
-            times.setdefault((process, what), {})[task or "", int(iteration)] = None
-    points = [Point(process, what, tuple(when)) for (process, what), when in times.items()]
+        process, action, task, iteration = match.groups()
+        if not options.only or any(word in line for word in options.only):
+            times.setdefault((process, action), {})[task or "", int(iteration)] = None
+    points = [Point(process, action, tuple(when)) for (process, action), when in times.items()]
     chosen: list[Point] = []
-    for kind in sorted({p.kind for p in points}, key=lambda k: (k not in IN_PLACE, k)):
-        some = [p for p in points if p.kind == kind]
-        step = max(1.0, len(some) / options.most) if options.most else 1.0
-        chosen += [some[int(i * step)] for i in range(int(len(some) / step))]
+    for kind in sorted({point.kind for point in points}, key=lambda key: (key not in IN_PLACE, key)):
+        same_kind = [point for point in points if point.kind == kind]
+        step = max(1.0, len(same_kind) / options.most) if options.most else 1.0
+        chosen += [same_kind[int(index * step)] for index in range(int(len(same_kind) / step))]
     return chosen
 
 
 def disturb(
-    place: Place, points: Path, left: list[Point], options: argparse.Namespace, count: Count, reference: Result
+    place: Place, points: Path, remaining: list[Point], options: argparse.Namespace, count: Count, reference: Result
 ) -> list[Point]:
-    """One run, in which the first of these points have their deaths, in every other iteration one: the points that are
-    left."""
+    """Run once with a death at the first points, one in every other iteration.
+
+    Returns the remaining points.
+    """
     (points / "seen").unlink(missing_ok=True)
     out = f"run-{count.runs}"
     count.runs += 1
     plan: dict[Path, Death] = {}
-    while left and (death := left[0].next(max((d.iteration + 2 for d in plan.values()), default=0))):
+    while remaining and (
+        death := remaining[0].next(max((planned.iteration + 2 for planned in plan.values()), default=0))
+    ):
         plan[death.file(points)] = death
-        left = left[1:]
+        remaining = remaining[1:]
     for path in plan:
         path.touch()
     process = place.start(out)
@@ -166,11 +174,11 @@ def disturb(
         time.sleep(0.05)
         now = time.monotonic()
         lines = place.read(out)
-        for path in [p for p in plan if not p.exists()]:
+        for path in [touched for touched in plan if not touched.exists()]:
             death = plan.pop(path)
             pending[death] = now
             count.kills[death.point.kind] = count.kills.get(death.point.kind, 0) + 1
-        for death in [d for d in pending if d.over(lines)]:
+        for death in [planned for planned in pending if planned.is_passed(lines)]:
             seconds = now - pending.pop(death)
             count.recover.setdefault(death.point.kind, []).append(seconds)
             if death.point.kind in IN_PLACE and seconds > 10:
@@ -182,7 +190,7 @@ def disturb(
             count.hangs += 1
             count.remarks.append(
                 f"{out}: no line for {options.patience:.0f} s after "
-                f"{[d.file(points).name for d in pending]}\n{place.log(out)}"
+                f"{[planned.file(points).name for planned in pending]}\n{place.log(out)}"
             )
             process.send_signal(signal.SIGHUP)  # at once
             process.wait(60)
@@ -195,22 +203,22 @@ def disturb(
         compare(place, out, count, reference)
     else:
         count.remarks.append(f"{out} ended with {process.returncode}: {place.log(out)}")
-    return left
+    return remaining
 
 
 def clean(place: Place, count: Count, out: str) -> None:
-    """Counts processes of the run that are still there ten seconds after its end, and files."""
+    """Count processes and files of the run that are left ten seconds after its end."""
     until = time.monotonic() + 10
-    while (left := actors()) and time.monotonic() < until:
+    while (processes := actors()) and time.monotonic() < until:
         time.sleep(0.1)
     files = list(place.temporary.iterdir())
-    if left or files:
-        count.leftovers += len(left) + len(files)
-        count.remarks.append(f"{out} left {left} {files}")
+    if processes or files:
+        count.leftovers += len(processes) + len(files)
+        count.remarks.append(f"{out} left {processes} {files}")
 
 
 def actors() -> list[str]:
-    """The actors of a run on the raylets of this process."""
+    """Return the actors of a run on the raylets of this process."""
     names = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):

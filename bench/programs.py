@@ -1,8 +1,9 @@
-"""Runs the algorithms of tests/programs for two iterations each, with small models on two devices of this machine.
+"""Run the algorithms of tests/programs for two iterations each, with small models.
 
-A program there says what is computed and leaves sizes, models and data to a deploy; here that is the arithmetic
-example's model as policy, teacher and judge, PPO's reward model, and their data. Ends with one line of JSON, and with
-status 1 where a run failed, took no optimizer step in an iteration, or told a figure that is no finite number.
+The models run on two devices of this machine. A program states what is computed; a deploy adds sizes, models and data.
+Here that is the arithmetic example's model as policy, teacher and judge, PPO's reward model, and their data. Ends with
+one line of JSON, and with status 1 if a run failed, took no optimizer step in an iteration, or reported a figure that
+is not finite.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MODELS = {"policy": LONGER, "value": REWARD, "reward_model": REWARD, "teacher": 
 SMALL = {"prompts": 4, "group": 4, "prompt_len": 8, "response_len": 6}
 FEW = {"prompts": 64, "prompt_len": 8, "response_len": 6}
 ANSWERED = {"prompt": "prompt", "answer": "answer"}
-# What the file itself states large, and no param changes.
+# Replaces a large size that the file itself states and no param changes.
 DISTIL = """
 algorithm small extends on_policy_distillation {
   columns { prompt : i32[<= 8]  response : i32[<= 6]  top_ids : i32[response, 8]  top_logp : f32[response, 8] }
@@ -46,7 +47,7 @@ algorithm small extends on_policy_distillation {
 
 @dataclass(frozen=True)
 class Case:
-    """A program of the folder, and what a deploy of an algorithm in it says."""
+    """A program of the folder, and the deploy of an algorithm in it."""
 
     program: str
     algorithm: str
@@ -77,7 +78,7 @@ CASES = (
 
 
 def text(case: Case) -> str:
-    """The program with a deploy of its own."""
+    """Return the program with its own deploy."""
     lines = [
         f'import "{PROGRAMS / case.program}.rlg"',
         case.more,
@@ -94,17 +95,17 @@ def text(case: Case) -> str:
     )
 
 
-def wrong(lines: list[dict[str, Any]]) -> str:
-    """What is wrong with the metrics of a run; nothing where all is well."""
+def find_error(lines: list[dict[str, Any]]) -> str:
+    """Return what is wrong with the metrics of a run, or ""."""
     for line in lines:
-        strange = [k for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
+        strange = [key for key, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
         if strange or not line["updates"]:
             return f"iteration {line['iteration']}: {', '.join(strange) or 'no step'}"
     return "" if len(lines) == 2 else f"{len(lines)} iterations"
 
 
 def execute(case: Case, folder: Path) -> dict[str, Any]:
-    """Compiles and runs one; its figures, and what was `wrong`."""
+    """Compile and run a case; return its figures and what was `wrong`."""
     out = folder / case.algorithm
     program = folder / f"{case.algorithm}.rlg"
     program.write_text(text(case))
@@ -116,8 +117,8 @@ def execute(case: Case, folder: Path) -> dict[str, Any]:
     except (Fault, supervisor.RunFailed) as error:
         return {"seconds": round(time.monotonic() - begin, 1), "wrong": str(error).partition("\n")[0]}
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    figures = {k: lines[-1][k] for k in ("rows", "updates", "loss", "grad_norm")}
-    return {"seconds": round(time.monotonic() - begin, 1), **figures, "wrong": wrong(lines)}
+    figures = {key: lines[-1][key] for key in ("rows", "updates", "loss", "grad_norm")}
+    return {"seconds": round(time.monotonic() - begin, 1), **figures, "wrong": find_error(lines)}
 
 
 def main() -> int:
@@ -126,26 +127,30 @@ def main() -> int:
         "--only", choices=[case.algorithm for case in CASES], action="append", help="one algorithm; may be repeated"
     )
     options = smoke.parse(parser, only=["rloo"])
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
-        tasks = [{"prompt": f"{a}+{b}=", "task": {"thing": str((a + b) % 10)}} for a in (12, 37, 58) for b in (9, 23)]
+        tasks = [
+            {"prompt": f"{first}+{second}=", "task": {"thing": str((first + second) % 10)}}
+            for first in (12, 37, 58)
+            for second in (9, 23)
+        ]
         (Path(name) / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
         config = json.loads((shutil.copytree(ARITHMETIC, Path(name) / LONGER) / "config.json").read_text())
         (Path(name) / LONGER / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
         for case in CASES:
             if not options.only or case.algorithm in options.only:
-                found[case.algorithm] = execute(case, Path(name))
-                print(case.algorithm, found[case.algorithm], file=sys.stderr, flush=True)
+                results[case.algorithm] = execute(case, Path(name))
+                print(case.algorithm, results[case.algorithm], file=sys.stderr, flush=True)
     table = Table(title="two iterations of each, figures of the second", title_justify="left", box=None)
     for column in ("algorithm", "program", "seconds", "rows", "updates", "loss", "grad_norm", "wrong"):
         table.add_column(column, justify="left" if column in ("algorithm", "program", "wrong") else "right")
     programs = {case.algorithm: f"{case.program}.rlg" for case in CASES}
-    for algorithm, row in found.items():
-        told = [f"{row[k]:.4g}" if k in row else "" for k in ("seconds", "rows", "updates", "loss", "grad_norm")]
-        table.add_row(algorithm, programs[algorithm], *told, row["wrong"])
+    for algorithm, row in results.items():
+        cells = [f"{row[key]:.4g}" if key in row else "" for key in ("seconds", "rows", "updates", "loss", "grad_norm")]
+        table.add_row(algorithm, programs[algorithm], *cells, row["wrong"])
     Console(width=120).print(table)
-    print(json.dumps(found))
-    return 1 if any(row["wrong"] for row in found.values()) else 0
+    print(json.dumps(results))
+    return 1 if any(row["wrong"] for row in results.values()) else 0
 
 
 if __name__ == "__main__":

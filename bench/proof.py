@@ -1,7 +1,7 @@
-"""What the proof that weights arrived takes: seconds of it in iterations of examples/arithmetic, on two ranks, and what
-a digest takes of each element, beside reading it once, on one core.
+"""Time of the proof that weights arrived, and of a digest.
 
-The first iterations are left out: they have what only first passes take. The last line is JSON.
+The proof is measured in iterations of examples/arithmetic on two ranks; the digest per element, compared with reading
+it once, on one core. The first iterations are left out: first passes take longer. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ SHAPE = (4096, 1024)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=20, help="of the digests")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of the digests")
     options = smoke.parse(parser, iterations=LEFT_OUT + 2, rounds=1)
     lines = run(options.iterations)
     proofs = [line["phases"]["proof"] for line in lines]
     seconds = [line["seconds"] for line in lines]
     share = sum(proofs) / sum(seconds)
     proof = statistics.median(proofs) * 1e3
-    whole = statistics.median(seconds) * 1e3
-    print(f"an iteration {whole:.0f} ms, of it the proof {proof:.1f} ms (medians); {share:.2%} of all seconds")
-    told = {"proof_share": round(share, 5)}
+    iteration_ms = statistics.median(seconds) * 1e3
+    print(f"an iteration {iteration_ms:.0f} ms, of it the proof {proof:.1f} ms (medians); {share:.2%} of all seconds")
+    figures = {"proof_share": round(share, 5)}
     torch.set_num_threads(1)
     for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
         values = torch.randn(SHAPE).to(dtype)
         digest = Digest([SHAPE], dtype, "cpu", AT_ONCE["host"])
-        told[f"digest_{name}_ns"] = nanoseconds(partial(digest.of, [values], digest.at(full(SHAPE))), options.rounds)
-        told[f"sum_{name}_ns"] = nanoseconds(values.sum, options.rounds)
-    print(json.dumps(told))
+        figures[f"digest_{name}_ns"] = nanoseconds(partial(digest.of, [values], digest.at(full(SHAPE))), options.rounds)
+        figures[f"sum_{name}_ns"] = nanoseconds(values.sum, options.rounds)
+    print(json.dumps(figures))
 
 
 def nanoseconds(act: Callable[[], object], rounds: int) -> float:
-    """Of an element, the shortest of some rounds."""
-    taken = []
+    """Return nanoseconds per element, the minimum of some rounds."""
+    times = []
     for _ in range(rounds):
         start = time.perf_counter()
         act()
-        taken.append(time.perf_counter() - start)
-    return round(min(taken) / math.prod(SHAPE) * 1e9, 3)
+        times.append(time.perf_counter() - start)
+    return round(min(times) / math.prod(SHAPE) * 1e9, 3)
 
 
 def run(iterations: int) -> list[dict[str, Any]]:
-    """The metrics of a run, without the first iterations."""
+    """Return the metrics of a run, without the first iterations."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--iterations", str(iterations), "--out", f"{folder}/run"]
         subprocess.run([sys.executable, "-c", MAIN, str(EXAMPLE), *options], check=True, capture_output=True)

@@ -1,8 +1,10 @@
-"""Resharding on two ranks over gloo: what it takes beside a bare collective and a bare copy of the same bytes, in the
-same ranks, one after the other; and what it holds at its peak beside what the plan says, and beside naive resharding.
+"""Resharding on two ranks over gloo: time and peak memory.
+
+Its time is compared with a bare collective and a bare copy of the same bytes, in the same ranks, one after the other.
+Its peak memory is compared with the plan and with naive resharding.
 
 Each case is an edge of a plan: a model of random weights, from the layout of its update to that of its generation. The
-bare collective fills one buffer bucket by bucket, by calls of the same sizes, and the bare copy writes the same weights
+bare collective fills one buffer bucket by bucket, with calls of the same sizes; the bare copy writes the same weights
 from one place to another. Prints a table and, last, one line of JSON: the worst case of each figure.
 """
 
@@ -53,7 +55,7 @@ CASES = {  # layouts and engines of update and generation
 
 
 def plan_of(folder: Path, case: str, sizes: dict[str, int]) -> Plan:
-    """The plan of the example's program for a model of the bench's size."""
+    """Return the plan of the example's program for a model of the bench's size."""
     update, trainer, generate, generator = CASES[case]
     (folder / "model").mkdir()
     config = json.loads((EXAMPLE / "model" / "config.json").read_text()) | sizes
@@ -84,16 +86,18 @@ def timed(action: Callable[[], object]) -> float:
 
 
 def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
-    """Medians of a rank."""
+    """Return the medians of a rank."""
     (edge,) = plan.reshards
     model = plan.model(edge.src)
-    source, target = (holdings.side(plan, ENGINES, n) for n in (edge.src, edge.dst))
+    source, target = (holdings.side(plan, ENGINES, node) for node in (edge.src, edge.dst))
     draw = torch.Generator().manual_seed(0)
-    boxes = [(t.name, shard(t, source, rank)) for t in model.tensors]
-    given = [Shard(n, b, torch.randn([stop - start for start, stop in b], generator=draw)) for n, b in boxes]
+    boxes = [(tensor.name, shard(tensor, source, rank)) for tensor in model.tensors]
+    shards = [
+        Shard(name, box, torch.randn([stop - start for start, stop in box], generator=draw)) for name, box in boxes
+    ]
     wanted = [
-        Shard(t.name, b := shard(t, target, rank), torch.empty([stop - start for start, stop in b]))
-        for t in model.tensors
+        Shard(tensor.name, box := shard(tensor, target, rank), torch.empty([stop - start for start, stop in box]))
+        for tensor in model.tensors
     ]
     neighbours = blocks(edge.ways, source, RANKS, rank)
 
@@ -106,33 +110,33 @@ def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
         for piece in wanted:
             release(piece.tensor)
 
-    swap = HostSwap(given)
+    swap = HostSwap(shards)
     ours, naive = (
-        Resharder(e, model, rank, (source, target), neighbours, swap)
-        for e in (edge, replace(edge, mode="naive", buckets=(tuple(t.name for t in model.tensors),)))
+        Resharder(variant, model, rank, (source, target), neighbours, swap)
+        for variant in (edge, replace(edge, mode="naive", buckets=(tuple(tensor.name for tensor in model.tensors),)))
     )
-    found: dict[str, list[float]] = {}
+    measurements: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
-        found.setdefault(name, []).append(value)
+        measurements.setdefault(name, []).append(value)
 
     for turn in range(rounds + 1):
         forget()
-        whole = timed(lambda: ours.run(allocate))
+        total = timed(lambda: ours.run(allocate))
         seconds = dict(ours.seconds)
         swap.start_in()
-        back = timed(swap.wait)
-        bare = timed(lambda: collectives(ours, given))
+        swap_in = timed(swap.wait)
+        bare = timed(lambda: collectives(ours, shards))
         copies = timed(lambda: copy(wanted))
-        ctypes.CDLL(None).malloc_trim(0)  # else the copy would find memory that the last one left to this process
-        out = timed(lambda: copy(given))
-        if turn:  # the first takes memory from the system
+        ctypes.CDLL(None).malloc_trim(0)  # else the copy would reuse memory of the previous one
+        out = timed(lambda: copy(shards))
+        if turn:  # the first round takes memory from the system
             note("gather", seconds["buffer"] + seconds["all-gather"] + seconds["select"])
             note("bare gather", bare + copies)
             note("swap", seconds["swap out"])
             note("bare swap", out)
-            note("whole", whole)
-            note("back", back)
+            note("whole", total)
+            note("back", swap_in)
     peaks = []
     for mover in (ours, naive):
         forget()
@@ -140,23 +144,23 @@ def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
             mover.run(allocate)
         peaks.append(peak.peak["device"])
         swap.wait()
-    result = {name: statistics.median(values) for name, values in found.items()}
-    size = 4 * sum(elements(p.box) for p in given)
+    result = {name: statistics.median(values) for name, values in measurements.items()}
+    size = 4 * sum(elements(held_shard.box) for held_shard in shards)
     return result | {"peak": peaks[0], "naive": peaks[1], "update": size, "moved": ours.moved}
 
 
-def collectives(mover: Resharder, given: list[Shard]) -> None:
-    """The calls that a resharding makes, and nothing else."""
-    buffer = torch.empty(mover.room, dtype=given[0].tensor.dtype)
+def collectives(mover: Resharder, shards: list[Shard]) -> None:
+    """Run the collective calls of a resharding, and nothing else."""
+    buffer = torch.empty(mover.room, dtype=shards[0].tensor.dtype)
     for loads in mover.loads:
         for load in loads:
             load.exchange(buffer)
 
 
 def copy(shards: list[Shard]) -> None:
-    """The same bytes, from where they lie to memory that is taken for all of them."""
-    kept = [torch.empty_like(piece.tensor).copy_(piece.tensor) for piece in shards]
-    del kept
+    """Copy the same bytes to memory allocated for all of them."""
+    copies = [torch.empty_like(piece.tensor).copy_(piece.tensor) for piece in shards]
+    del copies
 
 
 def rank_of(rank: int, store: str, plan: Plan, rounds: int, pipe: Any) -> None:
@@ -178,10 +182,10 @@ def run(case: str, rounds: int, sizes: dict[str, int]) -> tuple[Plan, list[dict[
         ]
         for process in ranks:
             process.start()
-        found = [ours.recv() for ours, _ in pipes]
+        results = [ours.recv() for ours, _ in pipes]
         for process in ranks:
             process.join()
-    return plan, found
+    return plan, results
 
 
 def main() -> None:
@@ -198,8 +202,8 @@ def main() -> None:
     for case in options.cases:
         plan, ranks = run(case, options.rounds, options.sizes)
         (edge,) = plan.reshards
-        slow = {name: max(r[name] for r in ranks) for name in ranks[0]}
-        update = max(r["update"] for r in ranks)
+        slow = {name: max(measured_rank[name] for measured_rank in ranks) for name in ranks[0]}
+        update = max(measured_rank["update"] for measured_rank in ranks)
         figures = {
             "gather_fraction_of_bare": slow["bare gather"] / slow["gather"],
             "swap_fraction_of_bare": slow["bare swap"] / slow["swap"],
@@ -211,7 +215,7 @@ def main() -> None:
             worst.setdefault(name, []).append(value)
         table.add_row(
             case,
-            ", ".join(f"{w.of} {w.how}" for w in edge.ways),
+            ", ".join(f"{route.of} {route.how}" for route in edge.ways),
             f"{slow['moved'] / 1e6:.0f} MB",
             f"{slow['gather'] * 1e3:.0f} ms",
             f"{slow['bare gather'] * 1e3:.0f} ms",
@@ -222,7 +226,9 @@ def main() -> None:
             f"{figures['naive_peak_over_ours']:.2f}",
         )
     Console(width=160).print(table)
-    print(json.dumps({name: round((max if "over_bound" in name else min)(v), 3) for name, v in worst.items()}))
+    print(
+        json.dumps({name: round((max if "over_bound" in name else min)(values), 3) for name, values in worst.items()})
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Resharding between real engines on 1 to 8 ranks, as tests/with_engines/test_resharded.py has it, of more layouts that
-are drawn at random: how many were tried, between which engines, and the peak beside the plan's. Ends at the first that
-is wrong, with its program's statements. The last line is JSON.
+"""Resharding between real engines on 1 to 8 ranks, with random layouts.
+
+The cases are those of tests/with_engines/test_resharded.py with more layouts. Prints how many were tried, between which
+engines, and the peak compared with the plan's. Stops at the first wrong case and prints its program's statements. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import smoke
 
 from msrl_graph.diagnostics import NOWHERE
 
-CORE = 4  # draws into one vLLM, which takes seconds to make
+CORE = 4  # draws into one vLLM, which takes seconds to create
 
 
 def main() -> None:
@@ -40,14 +42,16 @@ def main() -> None:
     begin = time.monotonic()
     done = 0
     peaks: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    with tempfile.TemporaryDirectory() as made:
-        folder = resharded.written(Path(made))
-        names = [n for n in resharded.MODELS if n != resharded.LARGE]
+    with tempfile.TemporaryDirectory() as directory:
+        folder = resharded.written(Path(directory))
+        names = [name for name in resharded.MODELS if name != resharded.LARGE]
         while done < options.draws:
-            world, model, generator = (draw.choice(x) for x in (options.ranks, names, options.generators))
+            world, model, generator = (draw.choice(choices) for choices in (options.ranks, names, options.generators))
 
-            def one(wanted: object = None, given: tuple[object, ...] = (world, generator, model)) -> tuple[object, ...]:
-                world, generator, model = given
+            def one(
+                wanted: object = None, chosen: tuple[object, ...] = (world, generator, model)
+            ) -> tuple[object, ...]:
+                world, generator, model = chosen
                 return resharded.drawn(draw, folder, world, draw.choice(options.trainers), generator, model, wanted)
 
             cases = [one()]
@@ -59,11 +63,11 @@ def main() -> None:
                 peaks[pair.trainer, pair.generator, pair.ranks].append(peak)
                 done += 1
                 print(f"{time.monotonic() - begin:6.0f} s {peak:.3f} {pair}", flush=True)
-    for (trainer, generator, world), found in sorted(peaks.items()):
-        print(f"{trainer} -> {generator} on {world}: {len(found)}, peak / plan {min(found):.3f} to {max(found):.3f}")
+    for (trainer, generator, world), ratios in sorted(peaks.items()):
+        print(f"{trainer} -> {generator} on {world}: {len(ratios)}, peak / plan {min(ratios):.3f} to {max(ratios):.3f}")
     print(f"{done} pairs of layouts, all bit for bit, in {time.monotonic() - begin:.0f} s")
-    every = [peak for found in peaks.values() for peak in found]
-    print(json.dumps({"pairs": done, "peak_over_plan_most": round(max(every), 3)}))
+    all_ratios = [peak for ratios in peaks.values() for peak in ratios]
+    print(json.dumps({"pairs": done, "peak_over_plan_most": round(max(all_ratios), 3)}))
 
 
 if __name__ == "__main__":

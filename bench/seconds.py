@@ -1,12 +1,13 @@
-"""Seconds, predicted against measured: the example and four variants of it, interleaved; with --engines the same by
-Megatron and vLLM.
+"""Seconds, predicted and measured, of the example and four variants of it.
 
-Each run is preceded by measuring this machine (or `--here FILE` is taken), by the calibration that every run uses,
-since what a machine can do changes within minutes where others use it too; in each round each variant runs once.
-Measured is a run's median iteration, the first ones left out; predicted the estimate for the lengths of the rows that
-the run had: nothing else of a run goes into it. All figures are medians over rounds, the ratio that of the rounds'
-ratios. Prints tables and, last, one line of JSON; status 1 where a ratio is off by more than the bar or the variants
-come in another order. Two variants whose rounds overlap have no order: they were not told apart.
+With --engines the same with Megatron and vLLM.
+
+This machine is measured before each run (or `--here FILE` is used), with the calibration that every run uses, since the
+speed of a shared machine changes within minutes. Each variant runs once in each round. Measured is a run's median
+iteration, without the first ones; predicted is the estimate for the lengths of the run's rows, which are its only input
+from the run. All figures are medians over rounds; the ratio is the median of the rounds' ratios. Prints tables and,
+last, one line of JSON; the status is 1 if a ratio is off by more than the bar or the variants come in another order.
+Two variants whose rounds overlap have no order: they cannot be distinguished.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
 BAR = 0.2
 WARM = 4  # iterations that are left out
 LONG = 24  # tokens
-RANKS = 2  # that a variant has at most
+RANKS = 2  # maximum ranks of a variant
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 1024,
@@ -50,7 +51,7 @@ PHASES = ("actor.generate", "reference.infer", "actor.infer", "actor.update", "r
 
 @dataclass(frozen=True)
 class Variant:
-    """A file of the example with words in it replaced, and how many iterations a run has."""
+    """A file of the example with replaced text, and the iterations of a run."""
 
     file: str
     model: str = "model"
@@ -63,8 +64,10 @@ TWO = "  layout actor.update   { dp = 2, zero = 3 }\n  layout actor.generate { t
 
 
 def engines(trainer: str, generator: str, trained: str = "", generated: str = "") -> tuple[str, tuple[str, str]]:
-    """The file of the example, and what is replaced in it, for these engines: on one rank, or with these layouts on
-    two."""
+    """Return the example's file and its replacement for these engines.
+
+    It runs on one rank, or with these layouts on two.
+    """
     chosen = f"  engine actor.update = {trainer}\n  engine actor.generate = {generator}\n"
     if not trained:
         return "one_rank.rlg", (ONE, ONE + chosen)
@@ -72,8 +75,8 @@ def engines(trainer: str, generator: str, trained: str = "", generated: str = ""
     return "grpo.rlg", (TWO, layouts + chosen)
 
 
-def by(model: str, changes: tuple[tuple[str, str], ...], iterations: int, *stated: str) -> Variant:
-    """A variant by engines."""
+def with_engines(model: str, changes: tuple[tuple[str, str], ...], iterations: int, *stated: str) -> Variant:
+    """Return a variant with these engines."""
     file, change = engines(*stated)
     return Variant(file, model, (*changes, change), iterations)
 
@@ -90,48 +93,48 @@ VARIANTS = {
 }
 BOTH = ("megatron", "vllm")
 ENGINES = {
-    "megatron and vllm on one rank": by("model", (), 24, *BOTH),
-    "megatron pp 2, vllm tp 2": by("model", (), 24, *BOTH, "pp = 2", "tp = 2"),
-    "megatron tp 2, vllm dp 2": by("model", (), 24, *BOTH, "tp = 2", "dp = 2"),
-    "longer responses": by("endless", LONGER, 14, *BOTH),
-    "larger model": by("larger", (), 14, *BOTH),
+    "megatron and vllm on one rank": with_engines("model", (), 24, *BOTH),
+    "megatron pp 2, vllm tp 2": with_engines("model", (), 24, *BOTH, "pp = 2", "tp = 2"),
+    "megatron tp 2, vllm dp 2": with_engines("model", (), 24, *BOTH, "tp = 2", "dp = 2"),
+    "longer responses": with_engines("endless", LONGER, 14, *BOTH),
+    "larger model": with_engines("larger", (), 14, *BOTH),
 }
 
 
 def prepare(folder: Path) -> None:
-    """The example, a model like its own that never ends a response, and a larger one with random weights."""
+    """Create the example, an endless copy of its model, and a larger random model."""
     shutil.copytree(EXAMPLE, folder, dirs_exist_ok=True)
     endless(folder, "endless")
-    randomised(folder, "larger", SIZES)
+    randomize(folder, "larger", SIZES)
 
 
 def endless(folder: Path, name: str) -> Path:
-    """A model like the example's own that never ends a response."""
-    found = shutil.copytree(folder / "model", folder / name)
+    """Create a copy of the example's model that never ends a response."""
+    copy = shutil.copytree(folder / "model", folder / name)
     for file in ("generation_config.json", "config.json"):
-        settings = json.loads((found / file).read_text())
-        (found / file).write_text(json.dumps(settings | {"eos_token_id": None}))
-    return found
+        settings = json.loads((copy / file).read_text())
+        (copy / file).write_text(json.dumps(settings | {"eos_token_id": None}))
+    return copy
 
 
-def randomised(folder: Path, name: str, sizes: dict[str, int], of: str = "model") -> None:
-    """A model like `of` with other sizes, weights at random."""
+def randomize(folder: Path, name: str, sizes: dict[str, int], base: str = "model") -> None:
+    """Create a model like `base` with other sizes and random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    found = shutil.copytree(folder / of, folder / name)
+    copy = shutil.copytree(folder / base, folder / name)
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(found)
+    config = AutoConfig.from_pretrained(copy)
     for field, size in sizes.items():
         setattr(config, field, size)
     config.layer_types = config.layer_types[:1] * config.num_hidden_layers
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(found)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(copy)
 
 
 def plan_of(variant: Variant, folder: Path) -> Plan:
-    """The variant's plan, without evaluations."""
+    """Return the variant's plan, without evaluations."""
     place = Path(tempfile.mkdtemp(dir=folder))
     for name in ("grpo.rlg", "one_rank.rlg"):
         text = (folder / name).read_text()
@@ -140,11 +143,11 @@ def plan_of(variant: Variant, folder: Path) -> Plan:
         (place / name).write_text(text)
     plan = compile(place / variant.file)
     deploy = replace(plan.deploy, evaluations=(), run=replace(plan.deploy.run, iterations=variant.iterations))
-    return replace(plan, deploy=deploy, schedule=tuple(s for s in plan.schedule if s.task == "train"))
+    return replace(plan, deploy=deploy, schedule=tuple(step for step in plan.schedule if step.task == "train"))
 
 
 def measured(plan: Plan, warm: int = WARM) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, the first ones left out."""
+    """Return the lines of a run's metrics, without the first ones."""
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / "log").open("w") as log:
             run(plan, out=Path(folder) / "out", stderr=log)
@@ -154,27 +157,33 @@ def measured(plan: Plan, warm: int = WARM) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--iterations", type=int, help="of each run, in place of each variant's own")
-    parser.add_argument("--only", metavar="NAME", help="a variant whose name has this in it")
+    parser.add_argument("--iterations", type=int, help="iterations of each run (default: each variant's own)")
+    parser.add_argument("--only", metavar="NAME", help="only variants whose names contain this")
     parser.add_argument(
-        "--engines", action="store_true", help="variants by Megatron and vLLM in place of the light ones"
+        "--engines", action="store_true", help="variants with Megatron and vLLM instead of the light engines"
     )
-    parser.add_argument("--here", metavar="FILE", help="a calibration to take, in place of measuring this machine now")
+    parser.add_argument("--here", metavar="FILE", help="a calibration to use instead of measuring this machine")
     options = smoke.parse(parser, rounds=1, only="the demo on one rank", iterations=WARM + 2)
     chosen = ENGINES if options.engines else VARIANTS
-    chosen = {n: v for n, v in chosen.items() if not options.only or options.only in n}
+    chosen = {
+        variant_name: variant
+        for variant_name, variant in chosen.items()
+        if not options.only or options.only in variant_name
+    }
     if options.iterations:
-        chosen = {n: replace(v, iterations=options.iterations) for n, v in chosen.items()}
+        chosen = {
+            variant_name: replace(variant, iterations=options.iterations) for variant_name, variant in chosen.items()
+        }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
         here = os.environ["MSRL_HERE"] = options.here or str(folder / "here.json")
         sizes = {"prompts": "64", "group": "8", "prompt_len": "16", "response_len": "16"}
         probed = compile("grpo", model="tiny", sets=sizes)
-        plans = {n: plan_of(v, folder) for n, v in chosen.items()}
-        rounds: dict[str, list[Round]] = {n: [] for n in plans}
+        plans = {variant_name: plan_of(variant, folder) for variant_name, variant in chosen.items()}
+        rounds: dict[str, list[Round]] = {variant_name: [] for variant_name in plans}
         noise = []
-        for number, (n, plan) in product(range(options.rounds), plans.items()):
+        for number, (variant_name, plan) in product(range(options.rounds), plans.items()):
             if not options.here:
                 measure(probed, Path(here), rounds=1, most=RANKS)
             known = calibration.read(Path(here))
@@ -185,15 +194,19 @@ def main() -> int:
             lines = measured(plan)
             estimate = predicted.estimate(plan, lines)
             assert estimate is not None
-            rounds[n].append(found := Round(lines, estimate))
-            print(f"round {number + 1}, {n}: {found.ratio:.2f} x {found.seconds:.3f} s", file=sys.stderr, flush=True)
+            rounds[variant_name].append(measured_round := Round(lines, estimate))
+            print(
+                f"round {number + 1}, {variant_name}: {measured_round.ratio:.2f} x {measured_round.seconds:.3f} s",
+                file=sys.stderr,
+                flush=True,
+            )
         status = report(rounds, statistics.median(noise))
         return 0 if options.smoke else status
 
 
 @dataclass(frozen=True)
 class Round:
-    """One run: the lines of its metrics, and what was predicted for their rows."""
+    """One run: the lines of its metrics, and the estimate for their rows."""
 
     lines: list[dict[str, Any]]
     estimate: Estimate
@@ -208,7 +221,7 @@ class Round:
         return self.estimate.iteration_seconds.value / self.seconds
 
 
-def report(found: dict[str, list[Round]], noise: float) -> int:
+def report(rounds_by_variant: dict[str, list[Round]], noise: float) -> int:
     table = Table(title="seconds of an iteration", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("variant", no_wrap=True)
     for heading in ("predicted", "measured", "ratio", "of rounds", "measured in rounds"):
@@ -220,35 +233,46 @@ def report(found: dict[str, list[Round]], noise: float) -> int:
     phases.add_column("variant", no_wrap=True)
     for heading in PHASES:
         phases.add_column(heading, justify="right")
-    for name, rounds in found.items():
-        took = [r.seconds for r in rounds]
-        want = statistics.median(r.estimate.iteration_seconds.value for r in rounds)
+    for name, rounds in rounds_by_variant.items():
+        took = [measured_round.seconds for measured_round in rounds]
+        want = statistics.median(measured_round.estimate.iteration_seconds.value for measured_round in rounds)
         got = statistics.median(took)
         seconds[name] = (want, got)
         ranges[name] = (min(took), max(took))
-        ratios[name] = round(statistics.median(r.ratio for r in rounds), 3)
+        ratios[name] = round(statistics.median(measured_round.ratio for measured_round in rounds), 3)
         table.add_row(
             name,
-            *(f"{x * 1e3:.0f} ms" for x in (want, got)),
+            *(f"{value * 1e3:.0f} ms" for value in (want, got)),
             f"{ratios[name]:.2f}",
-            f"{min(r.ratio for r in rounds):.2f}-{max(r.ratio for r in rounds):.2f}",
+            f"{min(one.ratio for one in rounds):.2f}-{max(one.ratio for one in rounds):.2f}",
             f"{min(took) * 1e3:.0f}-{max(took) * 1e3:.0f} ms",
         )
         cells = [
             (
-                statistics.median(p.seconds.value for r in rounds for p in r.estimate.phases if p.name == phase),
-                statistics.median(line["phases"][phase] for r in rounds for line in r.lines),
+                statistics.median(
+                    estimated.seconds.value
+                    for measured_round in rounds
+                    for estimated in measured_round.estimate.phases
+                    if estimated.name == phase
+                ),
+                statistics.median(line["phases"][phase] for measured_round in rounds for line in measured_round.lines),
             )
             for phase in PHASES
         ]
-        phases.add_row(name, *(f"{a * 1e3:.1f} / {b * 1e3:.1f}" for a, b in cells))
+        phases.add_row(
+            name,
+            *(
+                f"{predicted_seconds * 1e3:.1f} / {measured_seconds * 1e3:.1f}"
+                for predicted_seconds, measured_seconds in cells
+            ),
+        )
     console = Console(width=130)
     console.print(table)
     console.print()
     console.print(phases)
-    apart = [(a, b) for a in seconds for b in seconds if ranges[a][1] < ranges[b][0]]
-    turned = [f"{a} / {b}" for a, b in apart if seconds[a][0] >= seconds[b][0]]
-    worst = max(abs(r - 1) for r in ratios.values())
+    apart = [(first, second) for first in seconds for second in seconds if ranges[first][1] < ranges[second][0]]
+    turned = [f"{first} / {second}" for first, second in apart if seconds[first][0] >= seconds[second][0]]
+    worst = max(abs(ratio - 1) for ratio in ratios.values())
     figures = {
         "ratios": ratios,
         "worst": round(worst, 3),

@@ -1,8 +1,8 @@
-"""The driver of a run whose rows arrive in a shuffled order: what supervisor.py starts in place of
-msrl_graph.runtime.driver.driver.
+"""The driver of a run whose rows arrive in a shuffled order.
 
-Each dock keeps what it is given at once, but tells its controllers of it in pieces, cut row by row at random, each
-after a delay of its own: whatever order a slow network could make, with a seed.
+supervisor.py starts it instead of msrl_graph.runtime.driver.driver. Each dock stores its rows at once, but reports them
+to its controllers in pieces, cut row by row at random, each after its own delay: any order that a slow network could
+cause, with a seed.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class Shuffled(host.DockHost.__ray_metadata__.modified_class):  # type: ignore[m
         self.chance = random.Random(index)
 
     async def _announce(self, key: str, news: Sequence[RowsReady]) -> None:
-        told = [(post.send, member.hears) for member, post in self.others]
-        for tell, columns in [*told, (self._here, self.hears)]:
-            for n in news:
-                if n.column not in columns:
+        posts = [(post.send, member.hears) for member, post in self.others]
+        for tell, columns in [*posts, (self._here, self.hears)]:
+            for item in news:
+                if item.column not in columns:
                     continue
-                size = len(n.rows)
+                size = len(item.rows)
                 order = self.chance.sample(range(size), size)
                 cuts = sorted(self.chance.sample(range(1, size), min(size - 1, 4)))
-                for some in np.split(np.array(order), cuts):
-                    piece = replace(n, rows=n.rows[some], lengths=n.lengths[some])
+                for indices in np.split(np.array(order), cuts):
+                    piece = replace(item, rows=item.rows[indices], lengths=item.lengths[indices])
                     delay = self.chance.uniform(0, LONGEST)
                     self.announcements.append(asyncio.ensure_future(self._later(tell, key, piece, delay)))
 

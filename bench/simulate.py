@@ -1,8 +1,7 @@
-"""How long a simulation takes: an iteration of 1,024 prompts with 16 responses each, on 384 and on 10,000 devices,
-interleaved.
+"""Simulation times for 1,024 prompts with 16 responses, on 384 and 10,000 devices.
 
-Usage: python bench/simulate.py [--runs N]. The last line is one JSON object; the bar is 10 seconds an iteration on
-10,000 devices.
+Usage: python bench/simulate.py [--runs N]. Runs are interleaved. The last line is one JSON object; the bar is 10
+seconds per iteration on 10,000 devices.
 """
 
 from __future__ import annotations
@@ -31,28 +30,30 @@ deploy grpo on pod {{
   actor.generate -> actor.infer, reference.infer {{ stream = 1024 }}
 }}
 """
-# Hosts in all, and those that generate: the update's data-parallel size must divide the rows.
+# All hosts, and those that generate: the update's data-parallel size must divide the rows.
 SIZES = {384: (48, 16), 10_000: (1250, 226)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--runs", type=int, default=3, help="of each")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each size")
     parser.add_argument("--devices", type=int, nargs="+", choices=SIZES, default=[*SIZES])
     options = smoke.parse(parser, runs=1, devices=[384])
     runs = max(1, options.runs)
     sizes = {size: SIZES[size] for size in options.devices}
     plans = {
-        size: compile("bench.rlg", text=PROGRAM.format(nodes=nodes, last=some - 1, first=some, end=nodes - 1))
-        for size, (nodes, some) in sizes.items()
+        size: compile(
+            "bench.rlg", text=PROGRAM.format(nodes=nodes, last=generating - 1, first=generating, end=nodes - 1)
+        )
+        for size, (nodes, generating) in sizes.items()
     }
     seconds: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(runs):
         for size, plan in plans.items():
             began = time.perf_counter()
-            found = simulate(plan, iterations=1, lengths="lognormal(1500, 1)", stragglers="1% x3")
+            simulated = simulate(plan, iterations=1, lengths="lognormal(1500, 1)", stragglers="1% x3")
             seconds[size].append(time.perf_counter() - began)
-            assert found.seconds > 0
+            assert simulated.seconds > 0
     for size, values in seconds.items():
         print(f"{size:>6,} devices: median {statistics.median(values):6.2f} s, least {min(values):6.2f} s, {runs} runs")
     median = {f"seconds_{size}": round(statistics.median(values), 2) for size, values in seconds.items()}

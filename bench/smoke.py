@@ -1,7 +1,9 @@
-"""`--smoke` of the benches: tiny sizes on the same code path, to see in seconds that a bench runs; and its last line.
+"""`--smoke` of the benches, and the last line of their output.
 
-Invariant: a bench prints its figures as the last line of stdout, one JSON object. Figures of a smoke are of no use, so
-no bar on them sets its exit status; what must hold at any size still does.
+`--smoke` uses tiny sizes on the same code path, to see in seconds that a bench runs.
+
+Invariant: a bench prints its figures as the last line of stdout, one JSON object. Figures of a smoke run are
+meaningless, so no bar on them sets its exit status; what must hold at any size still does.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ def parse(parser: argparse.ArgumentParser, **small: Any) -> argparse.Namespace:
 
 
 def figures(output: str) -> dict[str, Any]:
-    """Return the object on the last line of a bench's output. Raises ValueError where there is none, or where it has
-    no figure or one that is not finite."""
+    """Return the object on the last line of a bench's output.
+
+    Raises ValueError if there is none, or if it has no figure or one that is not finite.
+    """
     lines = output.rstrip("\n").split("\n")
     try:
-        found = json.loads(lines[-1])
+        result = json.loads(lines[-1])
     except ValueError:
-        raise ValueError(f"the last line is no JSON: {lines[-1]!r}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"the last line is no JSON object: {lines[-1]!r}")
-    numbers = [*_numbers(found)]
+        raise ValueError(f"the last line is not JSON: {lines[-1]!r}") from None
+    if not isinstance(result, dict):
+        raise ValueError(f"the last line is not a JSON object: {lines[-1]!r}")
+    numbers = [*_numbers(result)]
     if not numbers or not all(map(math.isfinite, numbers)):
         raise ValueError(f"the last line has no figures, or some that are not finite: {lines[-1]!r}")
-    return found
+    return result
 
 
 def _numbers(value: Any) -> Iterator[float]:

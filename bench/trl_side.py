@@ -1,10 +1,12 @@
-"""The example in trl's GRPOTrainer: one measurement a process, printed as one line of JSON by rank 0.
+"""The example in trl's GRPOTrainer: one measurement per process.
 
-Runs inside .venv-trl, which has trl and not this package; under torch.distributed.run for several ranks. Invariant:
-timing wraps trl's own methods and changes nothing that they compute.
+Rank 0 prints it as one line of JSON. Runs inside .venv-trl, which has trl and not this package; under
+torch.distributed.run for several ranks.
 
-Phases, in seconds an iteration (one generated batch and all optimizer steps on it):
-generate (`_generate_single_turn`), reward (`_calculate_rewards`), reference and old log-probabilities
+Invariant: timing wraps trl's own methods and changes nothing that they compute.
+
+Phases, in seconds per iteration (one generated batch and all optimizer steps on it): generate
+(`_generate_single_turn`), reward (`_calculate_rewards`), reference and old log-probabilities
 (`_get_per_token_logps_and_entropies` without gradients), update (loss, backward, clipping, optimizer step).
 """
 
@@ -29,7 +31,9 @@ STEPS = 2  # optimizer steps on each generated batch
 
 
 def exact_match(completions, answer, **_):
-    return [float(c.strip() == a.strip()) for c, a in zip(completions, answer, strict=True)]
+    return [
+        float(completion.strip() == expected.strip()) for completion, expected in zip(completions, answer, strict=True)
+    ]
 
 
 def rows(file: Path) -> list[dict[str, str]]:
@@ -37,7 +41,7 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 
 class Trainer(GRPOTrainer):
-    """GRPOTrainer that notes where its seconds go."""
+    """A GRPOTrainer that records where its seconds go."""
 
     def __init__(self, *arguments, **options):
         self.spent: Counter[str] = Counter()
@@ -71,13 +75,15 @@ class Trainer(GRPOTrainer):
     def create_optimizer(self, *arguments, **options):
         optimizer = super().create_optimizer(*arguments, **options)
         step = optimizer.step
-        optimizer.step = wraps(step)(lambda *a, **o: self.timed("optimizer", step, *a, **o))
+        optimizer.step = wraps(step)(lambda *args, **kwargs: self.timed("optimizer", step, *args, **kwargs))
         return optimizer
 
 
 class Clock(TrainerCallback):
-    """Seconds, processor seconds and phases of each iteration, and held-out accuracy between iterations: the clock
-    stands then."""
+    """Seconds, processor seconds and phases of each iteration, and held-out accuracy.
+
+    Accuracy is measured between iterations, while the clock is stopped.
+    """
 
     def __init__(self, options, tokenizer):
         self.options = options
@@ -116,7 +122,7 @@ class Clock(TrainerCallback):
             return
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         test = rows(self.options.example / "test.jsonl")
-        batch = self.tokenizer([r["prompt"] for r in test], padding=True, return_tensors="pt")
+        batch = self.tokenizer([row["prompt"] for row in test], padding=True, return_tensors="pt")
         state = torch.get_rng_state()
         model.eval()
         with torch.no_grad():
@@ -124,7 +130,7 @@ class Clock(TrainerCallback):
         model.train()
         torch.set_rng_state(state)
         texts = self.tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        self.curve.append((done, self.seconds, statistics.mean(exact_match(texts, [r["answer"] for r in test]))))
+        self.curve.append((done, self.seconds, statistics.mean(exact_match(texts, [row["answer"] for row in test]))))
 
 
 def main() -> None:
@@ -169,7 +175,7 @@ def main() -> None:
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=20,
             optim="adamw_torch_fused",
-            # What a user would set for speed on processors, and to have nothing written.
+            # Settings for speed on processors, and without output files.
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
@@ -191,7 +197,7 @@ def main() -> None:
         )
         clock.trainer = trainer
         trainer.train()
-    found = {"lines": clock.lines, "curve": clock.curve}
+    result = {"lines": clock.lines, "curve": clock.curve}
     if ranks > 1:
         # An iteration's processor seconds are those of all ranks.
         cpu = torch.tensor([line["cpu"] for line in clock.lines])
@@ -200,7 +206,7 @@ def main() -> None:
             line["cpu"] = seconds
         torch.distributed.destroy_process_group()
     if int(os.environ.get("RANK", "0")) == 0:
-        print(json.dumps(found))
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def test_the_default_is_what_the_reference_shows(of, name, attribute):
     the plan says."""
     shown = facts.default(attribute)
     if attribute.must:
-        assert shown == "must be given"
+        assert shown == "required"
     elif attribute.shown is None or re.fullmatch(r"[\d.]+", shown):
         if of == "cluster" and name == "network":
             shown = shown.removesuffix(" (assumed)")

@@ -135,13 +135,13 @@ def test_the_same_is_said_in_python() -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda d: Deploy(), "a deploy is of an algorithm, or extends another deploy"),
-        (lambda d: Deploy("grpo", extends=d, name="x"), "a deploy is of an algorithm, or extends another deploy"),
-        (lambda d: Deploy(extends=d), "a deploy that extends another has a name of its own"),
+        (lambda d: Deploy(), "a deploy needs an algorithm or a base deploy"),
+        (lambda d: Deploy("grpo", extends=d, name="x"), "a deploy needs an algorithm or a base deploy"),
+        (lambda d: Deploy(extends=d), "a deploy that extends another needs its own name"),
         (lambda d: Deploy(extends="base", name="x"), "`extends` takes a Deploy, or an Imported one, not a str"),
         (lambda d: Deploy("grpo"), "`on` takes a Cluster"),
         (lambda d: Deploy(extends=d, name="x").drop("layot actor.update"), "expected .*, found|no statement|layot"),
-        (lambda d: Deploy(extends=d, name="x").drop(), "`drop` names nothing"),
+        (lambda d: Deploy(extends=d, name="x").drop(), "`drop` needs a name"),
     ],
 )
 def test_what_is_no_variant_in_python_is_refused(made, message: str) -> None:  # type: ignore[no-untyped-def]

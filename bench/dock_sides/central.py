@@ -1,4 +1,7 @@
-"""A central buffer: all rows of all columns in one Ray actor on the first host, as arrays of rows."""
+"""A central buffer: all rows of all columns in one Ray actor on the first host.
+
+Columns are stored as arrays of rows.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from side import NODES, Rows, Setup, Side, Times, check, on, serve, spent
+from side import NODES, Rows, Setup, Side, Times, actor_options, check, elapsed, serve
 
 
 @ray.remote(max_concurrency=64)
@@ -24,19 +27,19 @@ class Center:
             self.news.notify_all()
 
     def get(self, name: str, rows: Any) -> Any:
-        """A column of those rows, once all of them are there."""
+        """Return a column of these rows, once all of them are present."""
         with self.news:
-            self.news.wait_for(lambda: self._there(name, rows))
+            self.news.wait_for(lambda: self._is_present(name, rows))
             parts = [*self.rows[name]]
-        found = np.empty((len(rows), *parts[0][1].shape[1:]), parts[0][1].dtype)
-        for n, values in parts:
-            _, there, here = np.intersect1d(rows, n, assume_unique=True, return_indices=True)
-            found[there] = values[here]
-        return found
+        column = np.empty((len(rows), *parts[0][1].shape[1:]), parts[0][1].dtype)
+        for numbers, values in parts:
+            _, positions, here = np.intersect1d(rows, numbers, assume_unique=True, return_indices=True)
+            column[positions] = values[here]
+        return column
 
-    def _there(self, name: str, rows: Any) -> bool:
+    def _is_present(self, name: str, rows: Any) -> bool:
         parts = self.rows.get(name, [])
-        return bool(parts) and bool(np.isin(rows, np.concatenate([n for n, _ in parts])).all())
+        return bool(parts) and bool(np.isin(rows, np.concatenate([numbers for numbers, _ in parts])).all())
 
     def clear(self) -> None:
         self.rows = {}
@@ -50,7 +53,7 @@ class Worker:
         self.rows = Rows(host, samples, length)
         self.center = center
         first, *middle, last = NODES
-        turn = host % len(middle)  # hosts that all do the same at a time leave the link idle between two nodes
+        turn = host % len(middle)  # if all hosts do the same at a time, the link is idle between two nodes
         self.nodes = (first, *middle[turn:], *middle[:turn], last)
 
     def ready(self) -> None:
@@ -62,12 +65,14 @@ class Worker:
         for node in self.nodes:
             reads, writes = NODES[node]
             rows = strided if reads else own
-            # A column at a time: the link has something to do while the last of them is being written.
-            found = ray.get([self.center.get.remote(c, rows) for c in reads])
-            check(rows, {c: v[:, 0] for c, v in zip(reads, found, strict=True)})
+            # One column at a time, so that the link is busy while the last column is being written.
+            values = ray.get([self.center.get.remote(column, rows) for column in reads])
+            check(rows, {column: value[:, 0] for column, value in zip(reads, values, strict=True)})
             time.sleep(compute / len(NODES))
             if writes:
-                puts.append(self.center.put.remote(rows, self.rows.made(rows, writes)))  # under way while it goes on
+                puts.append(
+                    self.center.put.remote(rows, self.rows.make_columns(rows, writes))
+                )  # in progress while the worker continues
         ray.get(puts)
         return start, time.perf_counter()
 
@@ -76,18 +81,18 @@ class Central(Side):
     def __init__(self, setup: Setup) -> None:
         kinds: Any = (Center, Worker)
         self.setup = setup
-        self.center = kinds[0].options(**on(setup.hosts[0])).remote()
+        self.center = kinds[0].options(**actor_options(setup.hosts[0])).remote()
         self.workers = [
-            kinds[1].options(**on(address)).remote(h, setup.samples, setup.length, self.center)
-            for h, address in enumerate(setup.hosts)
+            kinds[1].options(**actor_options(address)).remote(host, setup.samples, setup.length, self.center)
+            for host, address in enumerate(setup.hosts)
         ]
-        ray.get([w.ready.remote() for w in self.workers])
+        ray.get([worker.ready.remote() for worker in self.workers])
 
     def iteration(self, number: int, compute: float) -> dict[str, Any]:
         parts = zip(self.workers, self.setup.own, self.setup.strided, strict=True)
-        times = ray.get([w.run.remote(own, strided, compute) for w, own, strided in parts])
+        times = ray.get([worker.run.remote(own, strided, compute) for worker, own, strided in parts])
         ray.get(self.center.clear.remote())
-        return {"seconds": spent(times)}
+        return {"seconds": elapsed(times)}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""verl: the driver scatters a DataProto over a worker group for each node and collects what the workers made.
+"""verl: the driver scatters a DataProto over a worker group for each node.
 
-Only the columns that a node reads travel, and the two inferences and the reward are under way at the same time; arrays
-go as numpy, verl's faster way.
+It then collects the workers' results. Only the columns that a node reads are sent, and the two inferences and the
+reward run at the same time. Arrays are sent as numpy, verl's faster way.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class Worker(Base):  # type: ignore[misc]
 
     def __init__(self, samples: int, length: int) -> None:
         super().__init__()
-        self.made = Rows(self.rank, samples, length)
+        self.rows = Rows(self.rank, samples, length)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)  # type: ignore[untyped-decorator]
     def run(self, data: Any) -> Any:
         node = data.meta_info["node"]
         rows = data.batch["row"].numpy()
         reads, writes = NODES[node]
-        check(rows, {c: data.batch[c][:, 0] for c in reads})
+        check(rows, {column: data.batch[column][:, 0] for column in reads})
         time.sleep(data.meta_info["compute"] / len(NODES))
-        made = {n: torch.from_numpy(v) for n, v in self.made.made(rows, writes).items()}
-        return DataProto.from_dict(tensors={"row": data.batch["row"], **made})
+        tensors = {name: torch.from_numpy(values) for name, values in self.rows.make_columns(rows, writes).items()}
+        return DataProto.from_dict(tensors={"row": data.batch["row"], **tensors})
 
 
 class Dispatched(Side):
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        # One process on each host: each offers Ray one processor.
+        # One process on each host: each host offers Ray one processor.
         pool = RayResourcePool([1] * len(setup.hosts), use_gpu=False, max_colocate_count=1)
         worker = RayClassWithInitArgs(ray.remote(Worker), samples=setup.samples, length=setup.length)
         self.group = RayWorkerGroup(pool, worker, device_name="cpu")
@@ -53,15 +53,15 @@ class Dispatched(Side):
         rows = torch.from_numpy(np.arange(self.setup.samples * len(self.setup.hosts)))
         batch = DataProto.from_dict(tensors={"row": rows})
         for nodes in (("actor.generate",), ("actor.infer", "reference.infer", "host.reward"), ("actor.update",)):
-            asked = []
+            requests = []
             for node in nodes:
                 part = batch.select(["row", *NODES[node][0]])
                 part.meta_info = {"node": node, "compute": compute}
-                asked.append(self.group.run(part))
-            for answer in asked:
-                made = answer.get()
-                made.meta_info = {}
-                batch = batch.union(made)
+                requests.append(self.group.run(part))
+            for answer in requests:
+                output = answer.get()
+                output.meta_info = {}
+                batch = batch.union(output)
         return {"seconds": time.perf_counter() - start}
 
 

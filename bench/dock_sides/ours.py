@@ -1,7 +1,7 @@
-"""The dock of a plan: the package's own controllers, warehouses and clients, of the plan that the compiler makes.
+"""The dock of a compiled plan, with the package's own processes.
 
-On each host is a worker, which does what the ranks and functions of a run do with rows and computes nothing: it reads
-what a node reads, as the dock hands it out, and writes what the node writes.
+Each host has a worker that handles rows as the ranks and functions of a run do, and computes nothing: it reads what a
+node reads, as the dock hands it out, and writes what the node writes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from side import COLUMNS, NODES, Setup, Side, Times, check, marks, memory, on, pids, serve, spent
+from side import COLUMNS, NODES, Setup, Side, Times, actor_options, check, elapsed, marks, memory, pids, serve
 
 from msrl_graph import compile
 from msrl_graph.ir.plan import Plan, from_json
@@ -28,8 +28,8 @@ from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
 
 GROUP = 8  # responses to a prompt
-ROOM = 1 << 30  # bytes that the rows of a host may take
-# What a side's plan says of its dock, and of the edges along which rows are shared out.
+ROOM = 1 << 30  # maximum bytes of the rows of a host
+# What a side's plan states about its dock, and about the edges along which rows are shared out.
 DOCKS = {"ours_one": "dock { mode = central }"}
 EDGES = {"ours_tokens": "{ balance = tokens }"}
 TEXT = """import grpo
@@ -51,25 +51,25 @@ deploy rows on hosts {{
 """
 
 
-def planned(setup: Setup) -> Plan:
+def plan_of(setup: Setup) -> Plan:
     hosts = len(setup.hosts)
-    prompts = setup.samples // GROUP * hosts
-    said = {"dock": DOCKS.get(setup.name, ""), "edge": EDGES.get(setup.name, "")}
-    text = TEXT.format(hosts=hosts, prompts=prompts, group=GROUP, length=setup.length, **said)
+    prompt_columns = setup.samples // GROUP * hosts
+    statements = {"dock": DOCKS.get(setup.name, ""), "edge": EDGES.get(setup.name, "")}
+    text = TEXT.format(hosts=hosts, prompt_columns=prompt_columns, group=GROUP, length=setup.length, **statements)
     return compile("dock.rlg", text=text)
 
 
 class Made:
-    """The rows that a worker makes, as long as `lengths` says of each; see side.Rows."""
+    """The rows that a worker makes, with the given `lengths`; see side.Rows."""
 
     def __init__(self, lengths: Any) -> None:
         self.lengths = lengths
         total = int(lengths.sum())
-        self.values = {c: np.ones(total, np.int32 if c == "response" else np.float32) for c in COLUMNS}
+        self.values = {column: np.ones(total, np.int32 if column == "response" else np.float32) for column in COLUMNS}
 
     def pieces(self, rows: Any, columns: tuple[str, ...]) -> dict[str, ColumnRows]:
         offsets = offsets_of(self.lengths[rows])
-        found = {}
+        pieces = {}
         for name in columns if len(rows) else ():
             if name == "reward":
                 column = ColumnData(np.zeros(len(rows), np.float32))
@@ -77,18 +77,25 @@ class Made:
                 values = self.values[name][: offsets[-1]]
                 values[offsets[:-1]] = marks(rows, name)
                 column = ColumnData(values, offsets)
-            found[name] = ColumnRows(rows, column)
-        return found
+            pieces[name] = ColumnRows(rows, column)
+        return pieces
 
 
-def prompts(task: Task) -> dict[str, ColumnRows]:
+def prompt_columns(task: Task) -> dict[str, ColumnRows]:
     numbers = np.arange(task.prompts)
     prompt = ColumnData(np.zeros(4 * len(numbers), np.int32), offsets_of(np.full(len(numbers), 4)))
     return {"prompt": ColumnRows(numbers, prompt), "answer": ColumnRows(numbers, texts(["1"] * len(numbers)))}
 
 
-def checked(rows: Any, columns: dict[str, ColumnData]) -> None:
-    check(rows, {n: c.values[c.offsets[:-1]] for n, c in columns.items() if n in COLUMNS and c.offsets is not None})
+def check_batch(rows: Any, columns: dict[str, ColumnData]) -> None:
+    check(
+        rows,
+        {
+            name: column.values[column.offsets[:-1]]
+            for name, column in columns.items()
+            if name in COLUMNS and column.offsets is not None
+        },
+    )
 
 
 @ray.remote
@@ -99,24 +106,24 @@ class Worker:
         self.plan = from_json(plan)
         self.host = host
         self.client = Client(f"rank {process}", readers(self.plan), way, host)
-        self.made = Made(lengths)
+        self.rows = Made(lengths)
 
     def ready(self) -> None:
         self.client._local_segments()
 
     def run(self, task: Task, compute: float) -> tuple[Times, int]:
-        """When it began and ended, and the tokens of the responses that it updates on."""
+        """Run an iteration; return its start and end, and the tokens updated on."""
         start = time.perf_counter()
         client = self.client
         tokens = 0
         if self.host == 0:
-            client.put("source", task, prompts(task))
+            client.put("source", task, prompt_columns(task))
         for node in self.plan.graph.nodes[1:]:
             last = False
             while not last:
                 batch = client.take(node.name, task, self.host)
                 last = batch.share.last
-                checked(batch.rows, batch.columns)
+                check_batch(batch.rows, batch.columns)
                 if node.verb == "update" and len(batch.rows):
                     tokens += len(batch.columns["response"].values)
                 time.sleep(compute / len(NODES) if node.name in NODES else 0.0)
@@ -124,35 +131,35 @@ class Worker:
                 if node.name == "actor.generate":
                     rows = (rows[:, None] * GROUP + np.arange(GROUP)).reshape(-1)
                 writes = {"host.reward": ("reward",), "host.advantage": ("advantage",)}.get(node.name)
-                made = self.made.pieces(rows, NODES[node.name][1] if writes is None else writes)
-                if made:
-                    client.put(node.name, task, made)
+                pieces = self.rows.pieces(rows, NODES[node.name][1] if writes is None else writes)
+                if pieces:
+                    client.put(node.name, task, pieces)
         client.flush(task, Report(""))
         return (start, time.perf_counter()), tokens
 
     def write(self, task: Task) -> Times:
-        """All that the update reads, with one put for each node that makes it."""
+        """Write all that the update reads, with one put for each node that writes it."""
         rows = np.arange(task.prompts * GROUP)
         writes = (
             ("actor.generate", COLUMNS[:2]),
-            *((n, (c,)) for n, c in zip(list(NODES)[1:], COLUMNS[2:], strict=False)),
+            *((name, (column,)) for name, column in zip(list(NODES)[1:], COLUMNS[2:], strict=False)),
         )
-        made = [(node, self.made.pieces(rows, columns)) for node, columns in writes]
+        pieces_by_node = [(node, self.rows.pieces(rows, columns)) for node, columns in writes]
         start = time.perf_counter()
-        self.client.put("source", task, prompts(task))
-        for node, pieces in made:
+        self.client.put("source", task, prompt_columns(task))
+        for node, pieces in pieces_by_node:
             self.client.put(node, task, pieces)
         self.client.flush(task, Report(""))
         return start, time.perf_counter()
 
     def read(self, task: Task) -> Times:
-        """What the update reads, every page of it touched."""
+        """Read what the update reads, and touch every page of it."""
         start = time.perf_counter()
         batch = self.client.take("actor.update", task, 0)
         for column in batch.columns.values():
             column.values[::1024].sum()
         end = time.perf_counter()
-        checked(batch.rows, batch.columns)
+        check_batch(batch.rows, batch.columns)
         self.held = batch
         return start, end
 
@@ -164,31 +171,35 @@ class Worker:
 class Ours(Side):
     def __init__(self, setup: Setup, workers: int = 1) -> None:
         hosts = len(setup.hosts)
-        self.plan = planned(setup)
-        found = readers(self.plan)
-        every, way = members(self.plan, found, new_key() if hosts > 1 else b"")
+        self.plan = plan_of(setup)
+        node_reads = readers(self.plan)
+        dock_members, way = members(self.plan, node_reads, new_key() if hosts > 1 else b"")
         self.room = f"msrl-run-{secrets.token_hex(4)}"
         kinds: Any = (DockHost, Worker)
         self.docks = []
-        for i, m in enumerate(every):
-            asks = [r for r in found if way.controllers[r.node] == m.name]
-            dock = kinds[0].options(name=m.name, **on(setup.hosts[m.host]))
-            self.docks.append(dock.remote(every, i, asks, 60.0, way, room_name(self.room, m.host), ROOM))
+        for index, member in enumerate(dock_members):
+            asks = [node_read for node_read in node_reads if way.controllers[node_read.node] == member.name]
+            dock = kinds[0].options(name=member.name, **actor_options(setup.hosts[member.host]))
+            self.docks.append(
+                dock.remote(dock_members, index, asks, 60.0, way, room_name(self.room, member.host), ROOM)
+            )
         lengths = np.array(setup.lengths or [setup.length] * (setup.samples * hosts))
         self.workers = [
-            kinds[1].options(**on(setup.hosts[h])).remote(self.plan.to_json(), way, h * workers + w, h, lengths)
-            for h in range(hosts)
-            for w in range(workers)
+            kinds[1]
+            .options(**actor_options(setup.hosts[host]))
+            .remote(self.plan.to_json(), way, host * workers + worker, host, lengths)
+            for host in range(hosts)
+            for worker in range(workers)
         ]
-        ray.get([w.ready.remote() for w in self.workers])
+        ray.get([started.ready.remote() for started in self.workers])
 
     def iteration(self, number: int, compute: float) -> dict[str, Any]:
         task = Task("train", number, self.plan.graph.rows[0])
-        ray.get([d.open.remote(task) for d in self.docks])
-        answers = ray.get([w.run.remote(task, compute) for w in self.workers])
-        ray.get([d.drop.remote(task.key) for d in self.docks])
+        ray.get([dock.open.remote(task) for dock in self.docks])
+        answers = ray.get([worker.run.remote(task, compute) for worker in self.workers])
+        ray.get([dock.drop.remote(task.key) for dock in self.docks])
         times, tokens = zip(*answers, strict=True)
-        return {"seconds": spent(times), "uneven": max(tokens) / (sum(tokens) / len(tokens))}
+        return {"seconds": elapsed(times), "uneven": max(tokens) / (sum(tokens) / len(tokens))}
 
     def close(self) -> None:
         for actor in (*self.workers, *self.docks):
@@ -209,14 +220,14 @@ class Local(Ours):
     def iteration(self, number: int, compute: float) -> dict[str, Any]:
         task = Task("train", number, self.plan.graph.rows[0])
         writer, reader = self.workers
-        ray.get([d.open.remote(task) for d in self.docks])
+        ray.get([dock.open.remote(task) for dock in self.docks])
         put = ray.get(writer.write.remote(task))
         get = ray.get(reader.read.remote(task))
-        shared = sum(f.stat().st_blocks * 512 for f in SHARED.glob(f"{self.room}*/**/*") if f.is_file())
-        held = memory(self.pids) - self.before + shared
+        shared = sum(file.stat().st_blocks * 512 for file in SHARED.glob(f"{self.room}*/**/*") if file.is_file())
+        memory_used = memory(self.pids) - self.before + shared
         ray.get(reader.end.remote(task))
-        ray.get([d.drop.remote(task.key) for d in self.docks])
-        return {"put": put[1] - put[0], "get": get[1] - get[0], "held": held}
+        ray.get([dock.drop.remote(task.key) for dock in self.docks])
+        return {"put": put[1] - put[0], "get": get[1] - get[0], "held": memory_used}
 
 
 if __name__ == "__main__":

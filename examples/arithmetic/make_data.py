@@ -1,8 +1,11 @@
-"""Write train.jsonl (9,500 rows) and test.jsonl (500 rows) beside this file: addition of two numbers in 0..99.
+"""Write train.jsonl (9,500 rows) and test.jsonl (500 rows): sums of two numbers.
 
-Guarantees: each of the 10,000 ordered pairs (a, b) occurs once, in one of the two files; no pair is in both; a row is
-{"prompt": "37+48=", "answer": "85"}, without zero padding; the split and the order depend on SEED only, so that a
-second run writes the same bytes. (The pairs are ordered: 48+37 may be in train.jsonl while 37+48 is in test.jsonl.)
+The files are next to this one; the numbers are in 0..99. Guarantees:
+
+- each of the 10,000 ordered pairs (a, b) occurs once, in one of the two files; no pair is in both (48+37 may be in
+  train.jsonl while 37+48 is in test.jsonl)
+- a row is {"prompt": "37+48=", "answer": "85"}, without zero padding
+- the split and the order depend only on SEED, so a second run writes the same bytes
 """
 
 import json

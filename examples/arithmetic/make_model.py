@@ -1,13 +1,16 @@
-"""Make the start model of the example, model/ beside this file: a Qwen2 of 0.9 million parameters that half knows
-addition.
+"""Create the example's start model, a Qwen2 of 0.9 million parameters.
 
-It is trained from nothing on the worked examples of train.jsonl ("37+48=85<eos>", loss on the response only), and
-training stops at the first check at which at least TARGET of test.jsonl is right under greedy decoding. So
-reinforcement learning has room to improve it, and finds both right and wrong answers in most groups of samples.
+It is written to model/ next to this file. It half knows addition: it is trained from scratch on the worked examples of
+train.jsonl ("37+48=85<eos>", loss on the response only). Training stops at the first check at which at least TARGET of
+test.jsonl is right with greedy decoding. So reinforcement learning has room to improve it, and finds both right and
+wrong answers in most groups of samples.
 
-Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights (others
-may differ in rounding, hence in the number of steps); the greedy accuracy lies in ACCEPT, or nothing is written; the
-tokenizer has one id per character, adds no special tokens, and has one entry for each of the model's ids.
+Guarantees:
+
+- one thread and one seed: the same machine with the same library versions gives the same weights (others may differ in
+  rounding, hence in the number of steps)
+- the greedy accuracy is within ACCEPT, or nothing is written
+- the tokenizer has one id per character, adds no special tokens, and has one entry for each of the model's ids
 
 Run make_data.py first. Needs torch, transformers, tokenizers, safetensors.
 """
@@ -24,8 +27,8 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SEED = 0
-# A wider start and a higher rate than usual. With 0.02 and 5e-4 the same accuracy is reached, but from there the policy
-# gradient has a norm of about 10 instead of 1, and GRPO with a learning rate of 3e-4 destroyed the model.
+# Wider initialization and a higher rate than usual. 0.02 and 5e-4 reach the same accuracy, but then the policy gradient
+# has a norm of about 10 instead of 1, and GRPO with a learning rate of 3e-4 destroyed the model.
 INIT = 0.1
 TARGET = 0.42
 ACCEPT = (0.30, 0.55)
@@ -39,11 +42,11 @@ HERE = Path(__file__).parent
 
 
 def make_tokenizer():
-    """Byte-pair encoding without merges: one id per character.
+    """Create a byte-pair encoding without merges: one id per character.
 
     For a Qwen2 model, transformers' AutoTokenizer builds a Qwen2Tokenizer from the vocabulary and the merges in the
-    file, whatever class is named beside it. It agrees with tokenizer.json on all text made of the characters in VOCAB;
-    a character that is not there it drops, where tokenizer.json gives <unk>.
+    file, whatever class the file names. It agrees with tokenizer.json on all text of characters in VOCAB. It drops any
+    other character, for which tokenizer.json gives <unk>.
     """
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCAB)}, merges=[], unk_token="<unk>"))
     core.decoder = decoders.Fuse()
@@ -82,21 +85,24 @@ def read(name):
 
 
 def worked_examples(tokenizer, rows):
-    """ids and labels, padded on the right; labels are -100 on the prompt and on the padding."""
+    """Return ids and labels, padded on the right.
+
+    Labels are -100 on the prompt and on the padding.
+    """
     prompts = [tokenizer.encode(row["prompt"]) for row in rows]
     responses = [[*tokenizer.encode(row["answer"]), tokenizer.eos_token_id] for row in rows]
-    width = max(len(p) + len(r) for p, r in zip(prompts, responses, strict=False))
+    width = max(len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=False))
     ids = torch.full((len(rows), width), tokenizer.pad_token_id)
     labels = torch.full((len(rows), width), -100)
-    for i, (p, r) in enumerate(zip(prompts, responses, strict=False)):
-        ids[i, : len(p) + len(r)] = torch.tensor(p + r)
-        labels[i, len(p) : len(p) + len(r)] = torch.tensor(r)
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=False)):
+        ids[i, : len(prompt) + len(response)] = torch.tensor(prompt + response)
+        labels[i, len(prompt) : len(prompt) + len(response)] = torch.tensor(response)
     return ids, labels
 
 
 @torch.no_grad()
 def accuracy(model, tokenizer, rows, sample=False):
-    """The share of rows whose decoded response is exactly the answer."""
+    """Return the share of rows whose decoded response is exactly the answer."""
     batch = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
     how = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sample else {"do_sample": False}
     out = model.generate(
@@ -139,7 +145,7 @@ def main():
     torch.manual_seed(SEED)
     tokenizer = make_tokenizer()
     model = Qwen2ForCausalLM(make_config(tokenizer))
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
     test_rows = read("test.jsonl")
     reached = train(model, tokenizer, read("train.jsonl"), test_rows)
     if not ACCEPT[0] <= reached <= ACCEPT[1]:
@@ -150,7 +156,7 @@ def main():
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
-    make_tokenizer().save_pretrained(out)  # a fresh one: the one that was used would save its padding as a setting
+    make_tokenizer().save_pretrained(out)  # a fresh one: the used one would save its padding as a setting
 
 
 if __name__ == "__main__":

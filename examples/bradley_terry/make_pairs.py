@@ -1,10 +1,10 @@
-"""Write train.jsonl (4,000 pairs) and test.jsonl (300 pairs): the sum of a prompt, and that of another one.
+"""Write train.jsonl (4,000 pairs) and test.jsonl (300 pairs) of sums.
 
 Each row is {"prompt": "37+48=", "chosen": "85", "rejected": "63"}: the right answer, and the right answer of the next
-prompt. Prompts of train.jsonl are of ../arithmetic/train.jsonl, those of test.jsonl of ../arithmetic/test.jsonl, each
-at most once, in their order; a prompt whose next one has the same answer has no pair.
+prompt. Prompts of train.jsonl come from ../arithmetic/train.jsonl, those of test.jsonl from ../arithmetic/test.jsonl,
+each at most once, in their order; a prompt whose next one has the same answer is skipped.
 
-Guarantees: no prompt is in both files; no rejected response is the right one. Needs the standard library alone.
+Guarantees: no prompt is in both files; no rejected response is right. Needs only the standard library.
 """
 
 import json
@@ -25,8 +25,8 @@ def main():
     for name, count in PAIRS.items():
         source = HERE.parent / "arithmetic" / f"{name}.jsonl"
         rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
-        made = "".join(json.dumps(pair) + "\n" for pair in islice(pairs(rows), count))
-        (HERE / f"{name}.jsonl").write_text(made, encoding="utf-8", newline="\n")
+        text = "".join(json.dumps(pair) + "\n" for pair in islice(pairs(rows), count))
+        (HERE / f"{name}.jsonl").write_text(text, encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

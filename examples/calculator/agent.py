@@ -1,27 +1,30 @@
-"""An agent that adds three numbers with a calculator, by pydantic-ai: of agent.rlg."""
+"""The agent of agent.rlg: adds three numbers with a calculator, with pydantic-ai."""
 
 import re
 
 import httpx2
-from calculator import added
+from calculator import add
 from pydantic_ai import Agent
 from pydantic_ai.exceptions import AgentRunError
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 agent = Agent(retries=0)
-# One for all rows: to make one takes longer than all that it is used for.
+# One client for all rows: creating it takes longer than all its requests.
 http = httpx2.AsyncClient(timeout=None, limits=httpx2.Limits(max_connections=None))
 
 
 @agent.tool_plain
 def calculator(expression: str) -> str:
     """The sum of two numbers of up to three digits, as `12+34`."""
-    return added(re.sub(r"<\w+>", "", expression))
+    return add(re.sub(r"<\w+>", "", expression))
 
 
 async def solve(prompt: str, answer: str, base_url: str, api_key: str, model: str) -> float:
-    """1 if the agent's answer is right. One that comes to none, in three turns or in the room that there is, is not."""
+    """Return 1 if the agent's answer is right.
+
+    An agent that has no answer within three turns or the context length gets 0.
+    """
     policy = OpenAIChatModel(model, provider=OpenAIProvider(base_url=base_url, api_key=api_key, http_client=http))
     try:
         result = await agent.run(prompt, model=policy)
@@ -31,5 +34,5 @@ async def solve(prompt: str, answer: str, base_url: str, api_key: str, model: st
 
 
 def calls(text: str):
-    """What is said beside calls of tools, and the calls: a sum that ends with `=` is one."""
+    """Return the text without tool calls, and the calls (sums that end with `=`)."""
     return ("", [("calculator", {"expression": text[:-1]})]) if text.endswith("=") else (text, [])

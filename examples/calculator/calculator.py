@@ -3,20 +3,20 @@
 import re
 
 
-def added(text: str) -> str:
-    """What the calculator says to `12+34`; to what is no sum of two, a minus sign."""
+def add(text: str) -> str:
+    """Return the calculator's reply to `12+34`; a minus sign for any other text."""
     two = re.fullmatch(r"(\d{1,3})\+(\d{1,3})", text)
     return str(int(two[1]) + int(two[2])) if two else "-"
 
 
 class Calculator:
-    """The policy writes `12+34=` and is told `46`; whatever else it writes is its answer."""
+    """The policy writes `12+34=` and gets `46`; any other text is its answer."""
 
     def reset(self, answer: str):
         self.answer = answer
 
     def step(self, text: str):
-        """What the calculator says, whether the answer is right, and whether it was given."""
+        """Return the calculator's reply, the reward, and whether the answer was given."""
         if not text.endswith("="):
             return None, float(text == self.answer), True
-        return added(text[:-1]), 0.0, False
+        return add(text[:-1]), 0.0, False

@@ -1,8 +1,8 @@
-"""Write train.jsonl (4,000 rows) and test.jsonl (250 rows) beside this file: additions of three numbers in 0..99.
+"""Write train.jsonl (4,000 rows) and test.jsonl (250 rows): sums of three numbers.
 
-Guarantees: each row is {"prompt": "37+48+5-", "answer": "90"}, the prompts are distinct, and they and their order
-depend on SEED only, so that a second run writes the same bytes. (The minus sign stands for "what is it?": the tokenizer
-has no other sign to spare.)
+The files are next to this one; the numbers are in 0..99. Guarantees: each row is {"prompt": "37+48+5-", "answer":
+"90"}, the prompts are distinct, and they and their order depend only on SEED, so a second run writes the same bytes.
+(The minus sign asks for the result: the tokenizer has no other unused sign.)
 """
 
 import json
@@ -15,8 +15,8 @@ HELD_OUT = 250
 
 
 def rows():
-    found = random.Random(SEED).sample(range(10**6), TRAIN + HELD_OUT)
-    numbers = [(n // 10**4, n // 100 % 100, n % 100) for n in found]
+    samples = random.Random(SEED).sample(range(10**6), TRAIN + HELD_OUT)
+    numbers = [(sample // 10**4, sample // 100 % 100, sample % 100) for sample in samples]
     return [{"prompt": f"{a}+{b}+{c}-", "answer": str(a + b + c)} for a, b, c in numbers]
 
 

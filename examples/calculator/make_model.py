@@ -1,11 +1,12 @@
-"""Make the start model of the example, model/ beside this file: a Qwen2 of 0.1 million parameters that knows how to use
-the calculator, and does not often do it.
+"""Create the example's start model, a Qwen2 of 0.1 million parameters.
 
-It is trained from nothing on train.jsonl: one time in four on an episode with the calculator ("12+34=", told 46,
-"46+56=", told 102, "102<eos>"), else on the answer alone, which so small a model does not learn to find. The loss is on
-what the policy writes. Training stops at the first check at which, with the calculator, it would be right in most
-cases, and samples of whole episodes are right in a share that lies in ACCEPT, or nothing is written. So reinforcement
-learning finds right and wrong answers, and what makes the difference.
+It is written to model/ next to this file. It can use the calculator, and rarely does.
+
+It is trained from scratch on train.jsonl: one time in four on an episode with the calculator ("12+34=", reply 46,
+"46+56=", reply 102, "102<eos>"), else on the answer alone, which so small a model does not learn to find. The loss is
+on what the policy writes. Training stops at the first check at which most episodes that begin with the calculator are
+right; nothing is written unless the share of right sampled episodes is within ACCEPT. So reinforcement learning finds
+right and wrong answers, and what makes the difference.
 
 Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights. The
 tokenizer is that of ../arithmetic. Run make_data.py first. Needs torch, transformers, tokenizers, safetensors.
@@ -31,7 +32,7 @@ LR = 3e-3
 BATCH = 128
 CHECK_EVERY = 100
 MAX_STEPS = 3000
-COPIES = 0.9  # how often an episode with the calculator must be right
+COPIES = 0.9  # share of episodes with the calculator that must be right
 TURNS = 3
 BOUND = 24
 HERE = Path(__file__).parent
@@ -65,14 +66,14 @@ def ids(text):
 
 
 def episode(row, tool):
-    """The tokens of a prompt and a response, and which of them the policy writes."""
+    """Return the tokens of a prompt and a response, and which ones the policy writes."""
     parts = [(row["prompt"], False)]
     if tool:
         a, b, c = map(int, row["prompt"][:-1].split("+"))
         parts += [(f"{a}+{b}=", True), (str(a + b), False), (f"{a + b}+{c}=", True), (row["answer"], False)]
     parts += [(row["answer"], True)]
-    tokens = [(t, own) for text, own in parts for t in ids(text)]
-    return [t for t, _ in tokens] + [END], [own for _, own in tokens] + [True]
+    tokens = [(token, own) for text, own in parts for token in ids(text)]
+    return [token for token, _ in tokens] + [END], [own for _, own in tokens] + [True]
 
 
 def batch(episodes):
@@ -83,8 +84,11 @@ def batch(episodes):
 
 
 @torch.no_grad()
-def played(model, rows, begin=""):
-    """The share of sampled episodes, which begin with `begin` of the expression, that are right."""
+def play(model, rows, begin=""):
+    """Return the share of right sampled episodes.
+
+    With `begin`, an episode begins with the start of the expression.
+    """
     right = 0
     states = []
     for row in rows:
@@ -93,8 +97,8 @@ def played(model, rows, begin=""):
         first = ids(row["prompt"].split("+")[0] + "+") if begin else []
         states.append({"tool": calculator, "all": ids(row["prompt"]) + first, "turn": first, "turns": 0})
     while states:
-        inputs, _ = batch([(s["all"], [True] * len(s["all"])) for s in states])
-        last = torch.tensor([len(s["all"]) - 1 for s in states])
+        inputs, _ = batch([(row_state["all"], [True] * len(row_state["all"])) for row_state in states])
+        last = torch.tensor([len(row_state["all"]) - 1 for row_state in states])
         logits = model(input_ids=inputs).logits[torch.arange(len(states)), last]
         drawn = torch.multinomial(logits.softmax(-1), 1)[:, 0].tolist()
         on = []
@@ -105,11 +109,11 @@ def played(model, rows, begin=""):
             if token != END and not text.endswith("=") and len(state["all"]) < 9 + BOUND:
                 on.append(state)
                 continue
-            said, reward, over = state["tool"].step(text)
+            reply, reward, done = state["tool"].step(text)
             state["turns"] += 1
             right += reward
-            if not over and state["turns"] < TURNS and len(state["all"]) + 4 < 9 + BOUND:
-                state["all"] += ids(said)
+            if not done and state["turns"] < TURNS and len(state["all"]) + 4 < 9 + BOUND:
+                state["all"] += ids(reply)
                 state["turn"] = []
                 on.append(state)
         states = on
@@ -119,14 +123,13 @@ def played(model, rows, begin=""):
 def main():
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    draw, read = (
-        random.Random(SEED),
-        lambda name: [json.loads(x) for x in (HERE / name).read_text(encoding="utf-8").splitlines()],
+    draw = random.Random(SEED)
+    train, test = (
+        [json.loads(line) for line in (HERE / name).read_text(encoding="utf-8").splitlines()]
+        for name in ("train.jsonl", "test.jsonl")
     )
-    train = read("train.jsonl")
-    test = read("test.jsonl")
     model = Qwen2ForCausalLM(config())
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
     start = time.time()
     share = 0.0
@@ -141,8 +144,8 @@ def main():
             group["lr"] = LR * min(1.0, step / 50)
         optimizer.step()
         if step % CHECK_EVERY == 0:
-            share = played(model, test)
-            copies = played(model, test, begin="tool")
+            share = play(model, test)
+            copies = play(model, test, begin="tool")
             spent = time.time() - start
             print(
                 f"step {step}  loss {loss.item():.3f}  sampled {share:.3f}, with the tool {copies:.3f}  {spent:.0f} s",

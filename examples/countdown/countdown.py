@@ -1,12 +1,14 @@
-"""The reward of the example: how much of a count down is right."""
+"""The reward of the example: the share of a countdown that is right."""
 
 import re
 
 
 def counted(prompt: str, response: str) -> float:
-    """The share of the numbers that come in their turn, before the first that does not: of as many as were asked for,
-    or of as many as there are, if these are more."""
+    """Return the share of numbers in the right order before the first wrong one.
+
+    It is relative to the number of requested numbers, or of given numbers if there are more.
+    """
     wanted = range(int(prompt[:2], 16) - 1, -1, -1)
-    found = [int(digits, 16) for digits in re.findall("([0-9a-f]{2})[wxyz]", response)]
-    right = next((i for i, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other), None)
-    return (min(len(found), len(wanted)) if right is None else right) / max(len(found), len(wanted))
+    numbers = [int(digits, 16) for digits in re.findall("([0-9a-f]{2})[wxyz]", response)]
+    right = next((i for i, (one, other) in enumerate(zip(numbers, wanted, strict=False)) if one != other), None)
+    return (min(len(numbers), len(wanted)) if right is None else right) / max(len(numbers), len(wanted))

@@ -1,11 +1,11 @@
-"""Write train.jsonl (2,000 rows) and test.jsonl (200 rows) beside this file: counting down, with lengths that differ.
+"""Write train.jsonl (2,000 rows) and test.jsonl (200 rows): countdowns.
 
-A prompt is a number of two hexadecimal digits, "05>"; its answer counts down from it, with a letter after each number:
-"04w03z02w01x00y". The letters are free, so that two responses to a prompt differ. How far there is to count is
-lognormal: most prompts ask for a few numbers, some for a hundred, and the longest response of a batch is some ten times
-as long as the mean one.
+The files are next to this one. A prompt is a number of two hexadecimal digits, "05>"; its answer counts down from it,
+with a letter after each number: "04w03z02w01x00y". The letters are free, so that two responses to a prompt differ. The
+length of a countdown is lognormal: most prompts ask for a few numbers, some for a hundred, and the longest response of
+a batch is about ten times as long as the mean.
 
-Guarantees: the numbers depend on SEED only, so that a second run writes the same bytes.
+Guarantees: the numbers depend only on SEED, so a second run writes the same bytes.
 """
 
 import json

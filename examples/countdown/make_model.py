@@ -1,8 +1,9 @@
-"""Make the start model of the example, model/ beside this file: a Qwen2 of 0.15 million parameters that counts down,
-and now and then loses count.
+"""Create the example's start model, a Qwen2 of 0.15 million parameters.
 
-It is trained from nothing on counts down whose letters are drawn anew each time, loss on the response only, and
-training stops at the first check at which its sampled responses to test.jsonl earn TARGET, or nothing is written.
+It is written to model/ next to this file. It counts down, and sometimes loses count.
+
+It is trained from scratch on countdowns with newly drawn letters each time, loss on the response only. Training stops
+at the first check at which its sampled responses to test.jsonl earn TARGET; if they never do, nothing is written.
 
 Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights. Run
 make_data.py first. Needs torch, transformers, tokenizers, safetensors.
@@ -35,8 +36,8 @@ VOCABULARY = ["<pad>", "<eos>", "<unk>", *"0123456789abcdef>", *"wxyz"]
 
 
 def make_tokenizer():
-    """One id per character: byte-pair encoding without merges."""
-    core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(VOCABULARY)}, merges=[], unk_token="<unk>"))
+    """Create a byte-pair encoding without merges: one id per character."""
+    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCABULARY)}, merges=[], unk_token="<unk>"))
     core.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(
@@ -55,7 +56,7 @@ def make_config():
         max_position_embeddings=512,
         tie_word_embeddings=False,
         dtype="float32",
-        initializer_range=0.1,  # as for ../arithmetic: the gradient of a narrower start is ten times as large
+        initializer_range=0.1,  # as for ../arithmetic: a narrower start has a gradient ten times as large
         bos_token_id=None,
         eos_token_id=END,
         pad_token_id=PAD,
@@ -71,8 +72,8 @@ def answer(prompt, chance):
 
 
 @torch.no_grad()
-def earned(model, tokenizer, prompts):
-    """The mean reward of a sampled response to each prompt."""
+def mean_reward(model, tokenizer, prompts):
+    """Return the mean reward of a sampled response to each prompt."""
     batch = tokenizer(prompts, return_tensors="pt")
     out = model.generate(**batch, max_new_tokens=LONGEST, do_sample=True, temperature=1.0, top_k=0)
     texts = tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -80,14 +81,14 @@ def earned(model, tokenizer, prompts):
 
 
 def loss_of(model, tokenizer, prompts, chance):
-    """Of the responses alone."""
-    pairs = [(tokenizer.encode(p), [*tokenizer.encode(answer(p, chance)), END]) for p in prompts]
-    width = max(len(p) + len(r) for p, r in pairs)
+    """Return the loss of the responses alone."""
+    pairs = [(tokenizer.encode(prompt), [*tokenizer.encode(answer(prompt, chance)), END]) for prompt in prompts]
+    width = max(len(prompt) + len(response) for prompt, response in pairs)
     ids = torch.zeros(len(pairs), width, dtype=torch.long)
     labels = torch.full((len(pairs), width), -100)
-    for i, (p, r) in enumerate(pairs):
-        ids[i, : len(p) + len(r)] = torch.tensor(p + r)
-        labels[i, len(p) : len(p) + len(r)] = torch.tensor(r)
+    for i, (prompt, response) in enumerate(pairs):
+        ids[i, : len(prompt) + len(response)] = torch.tensor(prompt + response)
+        labels[i, len(prompt) : len(prompt) + len(response)] = torch.tensor(response)
     logits = model(input_ids=ids).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
@@ -98,7 +99,7 @@ def main():
     chance = random.Random(SEED)
     tokenizer = make_tokenizer()
     model = Qwen2ForCausalLM(make_config())
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
     prompts = read("train.jsonl")
     test = read("test.jsonl")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
@@ -112,7 +113,7 @@ def main():
             group["lr"] = LR * min(1.0, step / 50)
         optimizer.step()
         if step % CHECK_EVERY == 0:
-            reached = earned(model, tokenizer, test)
+            reached = mean_reward(model, tokenizer, test)
             print(f"step {step}  loss {loss.item():.3f}  held out, sampled {reached:.3f}", flush=True)
             if reached >= TARGET:
                 break
@@ -122,7 +123,7 @@ def main():
     shutil.rmtree(out, ignore_errors=True)
     model.save_pretrained(out)
     (out / "model.safetensors").chmod(0o644)
-    make_tokenizer().save_pretrained(out)  # a fresh one: what was used would save its padding
+    make_tokenizer().save_pretrained(out)  # a fresh one: the used one would save its padding
 
 
 if __name__ == "__main__":

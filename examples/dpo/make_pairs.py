@@ -1,13 +1,12 @@
-"""Write train.jsonl (4,000 pairs) and test.jsonl (300 pairs) beside this file: right sums, and wrong ones that the
-start model wrote.
+"""Write train.jsonl (4,000 pairs) and test.jsonl (300 pairs) of sums.
 
-Each row is {"prompt": "37+48=", "chosen": "85", "rejected": "75"}: the right answer, and a response that
-../arithmetic/model drew at temperature 1 and that is wrong. Prompts of train.jsonl are of ../arithmetic/train.jsonl,
-those of test.jsonl of ../arithmetic/test.jsonl, each at most once, in their order; a prompt whose first TRIES samples
-are all right has no pair.
+The files are next to this one. Each row is {"prompt": "37+48=", "chosen": "85", "rejected": "75"}: the right answer,
+and a wrong response that ../arithmetic/model drew at temperature 1. Prompts of train.jsonl come from
+../arithmetic/train.jsonl, those of test.jsonl from ../arithmetic/test.jsonl, each at most once, in their order; a
+prompt whose first TRIES samples are all right is skipped.
 
-Guarantees: no prompt is in both files; no rejected response is the right one or empty; all end, within the bound of the
-example. One thread and one seed, so that the same machine with the same library versions writes the same bytes.
+Guarantees: no prompt is in both files; no rejected response is right or empty; all end within the bound of the example.
+One thread and one seed, so the same machine with the same library versions writes the same bytes.
 
 Needs ../arithmetic/model and its data, torch, transformers. Half a minute.
 """
@@ -29,7 +28,7 @@ ARITHMETIC = HERE.parent / "arithmetic"
 
 @torch.no_grad()
 def samples(model, tokenizer, rows):
-    """For each row TRIES responses as text, None for one that did not end."""
+    """Return TRIES responses to each row as text, None for one that did not end."""
     batch = tokenizer([row["prompt"] for row in rows], padding=True, padding_side="left", return_tensors="pt")
     how = {
         "do_sample": True,
@@ -43,20 +42,20 @@ def samples(model, tokenizer, rows):
     ]
     texts = tokenizer.batch_decode(out, skip_special_tokens=True)
     ended = (out == tokenizer.eos_token_id).any(1).tolist()
-    found = [text if end else None for text, end in zip(texts, ended, strict=True)]
-    return [found[i : i + TRIES] for i in range(0, len(found), TRIES)]
+    responses = [text if end else None for text, end in zip(texts, ended, strict=True)]
+    return [responses[i : i + TRIES] for i in range(0, len(responses), TRIES)]
 
 
 def pairs(model, tokenizer, rows, count):
-    found = []
+    found_pairs = []
     for i in range(0, len(rows), BATCH):
         for row, drawn in zip(rows[i : i + BATCH], samples(model, tokenizer, rows[i : i + BATCH]), strict=True):
             wrong = next((text for text in drawn if text and text != row["answer"]), None)
             if wrong is not None:
-                found.append({"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong})
-        if len(found) >= count:
-            return found[:count]
-    raise SystemExit(f"only {len(found)} pairs, where {count} are wanted: nothing was written; raise TRIES")
+                found_pairs.append({"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong})
+        if len(found_pairs) >= count:
+            return found_pairs[:count]
+    raise SystemExit(f"only {len(found_pairs)} of {count} pairs: nothing was written; raise TRIES")
 
 
 def main():
@@ -64,15 +63,15 @@ def main():
     torch.manual_seed(SEED)
     tokenizer = AutoTokenizer.from_pretrained(ARITHMETIC / "model", local_files_only=True)
     model = Qwen2ForCausalLM.from_pretrained(ARITHMETIC / "model").eval()
-    made = {}
+    pairs_by_file = {}
     for name, count in PAIRS.items():
         rows = [json.loads(line) for line in (ARITHMETIC / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-        made[name] = pairs(model, tokenizer, rows, count)
-    for name, some in made.items():
+        pairs_by_file[name] = pairs(model, tokenizer, rows, count)
+    for name, file_pairs in pairs_by_file.items():
         (HERE / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in some), encoding="utf-8", newline="\n"
+            "".join(json.dumps(row) + "\n" for row in file_pairs), encoding="utf-8", newline="\n"
         )
-        print(f"{name}.jsonl: {len(some)} pairs")
+        print(f"{name}.jsonl: {len(file_pairs)} pairs")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
-"""Make the reward model of the examples, reward_model/ beside this file: it scores a right sum above a wrong one.
+"""Create the examples' reward model: it scores a right sum above a wrong one.
 
-It begins as ../arithmetic/model with a head of one number beside its logits, and learns preference pairs of train.jsonl
-by the loss of Bradley and Terry, -log sigmoid(chosen - rejected) (arXiv:2009.01325, eq. 1). The chosen response is the
-right answer; the rejected one is a wrong sample of the start model, or the right answer with a digit changed, dropped
-or added, or without its end. Three terms beside make so small a model learn it in minutes: the same loss on the scores
-of every token from the first on in which the two differ, the log-likelihood of the chosen response (arXiv:2406.10216),
-and a small one that keeps the scores of a pair around zero. Training stops at the first check at which at least TARGET
-of the pairs of test.jsonl are in order: a reward model that is good and not perfect, as they are. Then its scores are
-divided by their standard deviation over these pairs, so that rewards are of the order of 1.
+It is written to reward_model/ next to this file. It begins as ../arithmetic/model with a head of one number next to its
+logits, and learns preference pairs of train.jsonl with the loss of Bradley and Terry, -log sigmoid(chosen - rejected)
+(arXiv:2009.01325, eq. 1). The chosen response is the right answer; the rejected one is a wrong sample of the start
+model, or the right answer with a digit changed, dropped or added, or without its end.
 
-Guarantees: one thread and one seed, so the same machine with the same library versions gives the same weights (others
-may differ in rounding, hence in the number of steps); the accuracy on held-out pairs, whose rejected responses are all
-samples of the start model, lies in ACCEPT, or nothing is written; a response's score is that of its last token, the end
-token included; the tokenizer is the policy's.
+Three additional terms make so small a model learn in minutes: the same loss on the scores of every token from the first
+one in which the two differ, the log-likelihood of the chosen response (arXiv:2406.10216), and a small one that keeps
+the scores of a pair around zero. Training stops at the first check at which at least TARGET of the pairs of test.jsonl
+are in order: a reward model that is good and not perfect, like real ones. Then its scores are divided by their standard
+deviation over these pairs, so that rewards are of the order of 1.
+
+Guarantees:
+
+- one thread and one seed: the same machine with the same library versions gives the same weights (others may differ in
+  rounding, hence in the number of steps)
+- the accuracy on held-out pairs, whose rejected responses are all samples of the start model, is within ACCEPT, or
+  nothing is written
+- a response's score is that of its last token, the end token included
+- the tokenizer is the policy's
 
 Needs ../arithmetic/model, its train.jsonl and test.jsonl, and torch, transformers, tokenizers, safetensors. Some
 minutes.
@@ -49,10 +55,13 @@ def read(name):
 
 @torch.no_grad()
 def samples(policy, tokenizer, rows):
-    """SAMPLES responses to each row's prompt, as token ids with the end token where one was drawn."""
+    """Return SAMPLES responses to each row's prompt, as token ids.
+
+    The end token is included where one was drawn.
+    """
     batch = tokenizer([row["prompt"] for row in rows], padding=True, padding_side="left", return_tensors="pt")
     out = policy.generate(
-        **{k: batch[k] for k in ("input_ids", "attention_mask")},
+        **{key: batch[key] for key in ("input_ids", "attention_mask")},
         max_new_tokens=NEW_TOKENS,
         do_sample=True,
         temperature=1.0,
@@ -60,80 +69,87 @@ def samples(policy, tokenizer, rows):
         num_return_sequences=SAMPLES,
     )
     drawn = [
-        [t for t in response if t != tokenizer.pad_token_id]
+        [token for token in response if token != tokenizer.pad_token_id]
         for response in out[:, batch["input_ids"].shape[1] :].tolist()
     ]
     return [drawn[i : i + SAMPLES] for i in range(0, len(drawn), SAMPLES)]
 
 
-def spoilt(right, draw, digits):
-    """The right response with one thing wrong."""
+def spoil(right, draw, digits):
+    """Return the right response with one error."""
     *body, end = right
-    at = draw.randrange(len(body))
+    position = draw.randrange(len(body))
     how = draw.randrange(4)
     if how == 0:
-        body[at] = draw.choice([d for d in digits if d != body[at]])
+        body[position] = draw.choice([digit for digit in digits if digit != body[position]])
     elif how == 1:
-        body.insert(at, draw.choice(digits))
+        body.insert(position, draw.choice(digits))
     elif how == 2:
-        del body[at]
+        del body[position]
     return [*body, end] if how < 3 else body + [draw.choice(digits) for _ in range(NEW_TOKENS - len(body))]
 
 
 def pairs(policy, tokenizer, rows, draw=None):
-    """(prompt, chosen, rejected) in token ids: every wrong sample of the policy; with `draw` as many spoilt answers
-    besides."""
+    """Return (prompt, chosen, rejected) in token ids.
+
+    Rejected are all wrong samples of the policy; with `draw` as many spoilt answers in addition.
+    """
     digits = tokenizer.convert_tokens_to_ids(list("0123456789"))
-    found = []
+    found_pairs = []
     for row, drawn in zip(rows, samples(policy, tokenizer, rows), strict=True):
-        prompt, right = tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id]
+        prompt = tokenizer.encode(row["prompt"])
+        right = [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id]
         for response in drawn:
             if response != right:
-                found.append((prompt, right, response))
+                found_pairs.append((prompt, right, response))
             if draw is not None:
-                found.append((prompt, right, spoilt(right, draw, digits)))
-    return found
+                found_pairs.append((prompt, right, spoil(right, draw, digits)))
+    return found_pairs
 
 
-def padded(sequences):
+def pad(sequences):
     width = max(map(len, sequences))
-    return torch.tensor([s + [0] * (width - len(s)) for s in sequences])
+    return torch.tensor([sequence + [0] * (width - len(sequence)) for sequence in sequences])
 
 
-def scores(model, head, some):
-    """The score of every token, chosen sequences first, then rejected ones; the hidden states; where each sequence
-    ends."""
-    sequences = [p + c for p, c, _ in some] + [p + r for p, _, r in some]
-    # What stands behind a sequence's end is not seen by what stands before it.
-    hidden = model(input_ids=padded(sequences)).last_hidden_state
-    return head(hidden)[..., 0], hidden, torch.tensor([len(s) - 1 for s in sequences])
+def scores(model, head, batch):
+    """Return the score of each token, the hidden states, and the sequences' ends.
+
+    Chosen sequences come first, then rejected ones.
+    """
+    sequences = [prompt + chosen for prompt, chosen, _ in batch] + [prompt + rejected for prompt, _, rejected in batch]
+    # Positions after a sequence's end do not affect those before it.
+    hidden = model(input_ids=pad(sequences)).last_hidden_state
+    return head(hidden)[..., 0], hidden, torch.tensor([len(sequence) - 1 for sequence in sequences])
 
 
-def of_pairs(model, head, some):
-    """The scores of the chosen and of the rejected responses."""
-    found, _, ends = scores(model, head, some)
-    return found[torch.arange(len(ends)), ends].split(len(some))
+def pair_scores(model, head, batch):
+    """Return the scores of the chosen and of the rejected responses."""
+    token_scores, _, ends = scores(model, head, batch)
+    return token_scores[torch.arange(len(ends)), ends].split(len(batch))
 
 
-def objective(policy, head, some):
-    every, hidden, ends = scores(policy.model, head, some)
-    n = len(some)
-    chosen, rejected = every[torch.arange(2 * n), ends].split(n)
-    differ = torch.zeros(n, every.shape[1], dtype=torch.bool)
-    written = torch.full((n, every.shape[1]), -100)
-    for i, (prompt, right, wrong) in enumerate(some):
+def objective(policy, head, batch):
+    token_scores, hidden, ends = scores(policy.model, head, batch)
+    count = len(batch)
+    chosen, rejected = token_scores[torch.arange(2 * count), ends].split(count)
+    differ = torch.zeros(count, token_scores.shape[1], dtype=torch.bool)
+    written = torch.full((count, token_scores.shape[1]), -100)
+    for i, (prompt, right, wrong) in enumerate(batch):
         both = min(len(right), len(wrong))
-        first = next((k for k in range(both) if right[k] != wrong[k]), both)
+        first = next((index for index in range(both) if right[index] != wrong[index]), both)
         differ[i, len(prompt) + first : len(prompt) + both] = True
         written[i, len(prompt) : len(prompt) + len(right)] = torch.tensor(right)
-    preference = F.softplus(rejected - chosen).mean() + F.softplus(every[n:] - every[:n])[differ].mean()
+    preference = (
+        F.softplus(rejected - chosen).mean() + F.softplus(token_scores[count:] - token_scores[:count])[differ].mean()
+    )
     language = F.cross_entropy(
-        policy.lm_head(hidden[:n, :-1]).flatten(0, 1), written[:, 1:].flatten(), ignore_index=-100
+        policy.lm_head(hidden[:count, :-1]).flatten(0, 1), written[:, 1:].flatten(), ignore_index=-100
     )
     return preference + language + CENTRE * (chosen + rejected).square().mean()
 
 
-def train(policy, head, there, held_out):
+def train(policy, head, train_pairs, held_out):
     optimizer = torch.optim.AdamW(
         [*policy.parameters(), *head.parameters()], lr=LR, betas=(0.9, 0.95), weight_decay=0.01
     )
@@ -142,10 +158,10 @@ def train(policy, head, there, held_out):
     reached = 0.0
     for step in range(1, MAX_STEPS + 1):
         if len(order) < BATCH:
-            order = torch.randperm(len(there)).tolist()
-        some = [there[i] for i in order[:BATCH]]
+            order = torch.randperm(len(train_pairs)).tolist()
+        batch = [train_pairs[i] for i in order[:BATCH]]
         order = order[BATCH:]
-        loss = objective(policy, head, some)
+        loss = objective(policy, head, batch)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
@@ -154,7 +170,7 @@ def train(policy, head, there, held_out):
         optimizer.step()
         if step % CHECK_EVERY == 0:
             with torch.no_grad():
-                chosen, rejected = of_pairs(policy.model, head, held_out)
+                chosen, rejected = pair_scores(policy.model, head, held_out)
             reached = (chosen > rejected).float().mean().item()
             print(
                 f"step {step}  loss {loss.item():.3f}  held out {reached:.3f}  {time.time() - start:.0f} s", flush=True
@@ -169,23 +185,26 @@ def main():
     torch.manual_seed(SEED)
     tokenizer = AutoTokenizer.from_pretrained(ARITHMETIC / "model", local_files_only=True)
     policy = Qwen2ForCausalLM.from_pretrained(ARITHMETIC / "model")
-    there = pairs(policy, tokenizer, read("train.jsonl"), random.Random(SEED))
+    train_pairs = pairs(policy, tokenizer, read("train.jsonl"), random.Random(SEED))
     held_out = pairs(policy, tokenizer, read("test.jsonl"))
     model = Qwen2ForSequenceClassification(Qwen2Config.from_pretrained(ARITHMETIC / "model", num_labels=1))
     model.model = policy.model
     torch.nn.init.zeros_(model.score.weight)
     print(
-        f"{len(there):,} pairs, {len(held_out):,} held out; {sum(p.numel() for p in model.parameters()):,} parameters",
+        (
+            f"{len(train_pairs):,} pairs, {len(held_out):,} held out; "
+            f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+        ),
         flush=True,
     )
-    reached = train(policy, model.score, there, held_out)
+    reached = train(policy, model.score, train_pairs, held_out)
     if not ACCEPT[0] <= reached <= ACCEPT[1]:
         sys.exit(
             f"accuracy on held-out pairs {reached:.3f} is outside {ACCEPT}: nothing was written; choose another SEED"
         )
     with torch.no_grad():
-        model.score.weight /= torch.cat(of_pairs(model.model, model.score, held_out)).std()
-        chosen, rejected = of_pairs(model.model, model.score, held_out)
+        model.score.weight /= torch.cat(pair_scores(model.model, model.score, held_out)).std()
+        chosen, rejected = pair_scores(model.model, model.score, held_out)
     print(
         f"held out: right answers {chosen.mean():.2f}, wrong ones {rejected.mean():.2f}, {reached:.3f} of the "
         "pairs in order"

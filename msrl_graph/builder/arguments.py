@@ -1,7 +1,7 @@
-"""The arguments of a statement that is said in Python, to parts of a syntax tree.
+"""Arguments of Python statements, converted to parts of a syntax tree.
 
-Invariant: a part is one that `parse` could have given, with the span of what it was made of; what the grammar would not
-take is a Fault, and so is any object whatever that has no place in a program.
+Invariant: a part is one that `parse` could have returned, with the span of its argument. Anything that the grammar
+rejects is a Fault, and so is any object that has no place in a program.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FUNCTION = re.compile(r'[^"\n]+\.py:\w+')
 STRINGS = {
     (statement, key)
-    for statement, said in STATEMENTS.items()
-    for key, kind in said.kinds().items()
+    for statement, options in STATEMENTS.items()
+    for key, kind in options.kinds().items()
     if isinstance(kind, StringKind)
 }
 
 
 class Arguments:
-    """The arguments of the call of a method, to parts of a syntax tree."""
+    """The arguments of a method call, as parts of a syntax tree."""
 
     def __init__(self, *parameters: str) -> None:
         self.site: CallSite = caller(Path(__file__).parent.parent, parameters)
 
     @property
     def span(self) -> Span:
-        """The place of the call."""
+        """Span of the call."""
         return self.site.span
 
     def argument(self, name: str, index: int = 0) -> CallArgument:
@@ -58,13 +58,13 @@ class Arguments:
         return self.word(name, self.site.key(name))
 
     def string(self, value: object, wants: str, span: Span) -> str:
-        """A str that a file can hold."""
+        """Return a str that a file can hold."""
         if not isinstance(value, str):
             self.refuse(value, wants, span)
         try:
             value.encode()
         except UnicodeEncodeError:
-            self.fail("the str is no UTF-8 text: it holds half of a surrogate pair", span, code="bad-value")
+            self.fail("the str is not UTF-8 text: it contains half of a surrogate pair", span, code="bad-value")
         return value
 
     def flag(self, parameter: str, value: object) -> bool:
@@ -73,90 +73,99 @@ class Arguments:
         return value
 
     def word(self, text: str, span: Span) -> ast.Name:
-        """A name, if it can be one."""
+        """Return a name, if the text can be one."""
         self.string(text, "a name is a str", span)
         if text in RESERVED:
             self.fail(f"`{text}` is a reserved word", span, "choose another name")
         if not NAME.fullmatch(text):
-            self.fail(f"`{text}` is not a name", span, "a name is letters, digits and `_`, and begins with no digit")
+            self.fail(
+                f"`{text}` is not a name", span, "a name is letters, digits and `_`, and does not begin with a digit"
+            )
         return ast.Name(text, span)
 
     def name(self, parameter: str, text: str) -> ast.Name:
         part = self.argument(parameter)
         self.string(text, f"`{parameter}` is a str", part.span)
-        return self.word(text, at(part, text, 0, len(text)))
+        return self.word(text, text_span(part, text, 0, len(text)))
 
-    def _each(self, parameter: str, names: Names, index: int = 0) -> Iterator[tuple[str, Span]]:
+    def _split_names(self, parameter: str, names: Names, index: int = 0) -> Iterator[tuple[str, Span]]:
         part = self.argument(parameter, index)
         wants = f"`{parameter}` takes names: a str with commas between them, or a list of str"
         if not isinstance(names, str | Sequence):
             self.refuse(names, wants, part.span)
-        given = [(names, part)] if isinstance(names, str) else [(n, part.item(i)) for i, n in enumerate(names)]
-        texts = [(self.string(text, wants, where.span), where) for text, where in given]
+        parts = (
+            [(names, part)]
+            if isinstance(names, str)
+            else [(listed, part.item(position)) for position, listed in enumerate(names)]
+        )
+        texts = [(self.string(text, wants, where.span), where) for text, where in parts]
         if not any(text.replace(",", "").strip() for text, _ in texts):
-            self.fail(f"`{parameter}` names nothing", part.span, "name at least one")
+            self.fail(f"`{parameter}` is empty", part.span, "name at least one")
         for text, where in texts:
             for match in re.finditer(r"[^,]+", text) if text.strip() else ():
                 name = match[0].strip()
                 start = match.start() + len(match[0]) - len(match[0].lstrip())
-                yield name, at(where, text, start, start + len(name))
+                yield name, text_span(where, text, start, start + len(name))
 
     def names(self, parameter: str, names: Names) -> tuple[ast.Name, ...]:
-        return tuple(self.word(text, span) for text, span in self._each(parameter, names))
+        return tuple(self.word(text, span) for text, span in self._split_names(parameter, names))
 
     def refs(self, parameter: str, names: Names, index: int = 0) -> tuple[ast.Ref, ...]:
-        return tuple(self.ref(text, span) for text, span in self._each(parameter, names, index))
+        return tuple(self.ref(text, span) for text, span in self._split_names(parameter, names, index))
 
     def ref(self, text: str, span: Span, parts: int = 2) -> ast.Ref:
-        """A name of so many parts at most."""
+        """Return a reference with at most `parts` names."""
         if text != "source":
             for word in text.split(".", parts - 1):
                 self.word(word, span)
         return ast.Ref(text, span)
 
     def edge(self, parameter: str, value: object, kind: str = "") -> ast.EdgeDecl | None:
-        """The edge of a str with an arrow, as it stands in a file; None for all else."""
+        """Return the edge of a str with an arrow, None for any other value."""
         if not isinstance(value, str) or not ("->" in value or "=>" in value):
             return None
         part = self.argument(parameter)
         edge = self.text(self.string(value, "", part.span), part, parse_edge)
         if kind == "sample" != edge.kind:
-            self.fail("a sample edge has `->`", edge.span, "the edge of `=>` is said by `reshard`")
+            self.fail("a sample edge has `->`", edge.span, "use `reshard` for an edge with `=>`")
         if kind == "reshard" != edge.kind:
-            self.fail("a resharding edge has `=>`", edge.span, "the edge of `->` is said by `edge`")
+            self.fail("a resharding edge has `=>`", edge.span, "use `edge` for an edge with `->`")
         return edge
 
     def sample_edge(self, groups: Sequence[Names], attributes: Mapping[str, Value]) -> ast.EdgeDecl:
-        """The edge of a text with arrows, or of the lists of states between them."""
+        """Return the edge of a text with arrows, or of the node lists between them."""
         attrs = self.attrs(("sample edge",), attributes)
         if len(groups) == 1 and (edge := self.edge("groups", groups[0], "sample")):
             return replace(edge, attrs=(*edge.attrs, *attrs))
         if len(groups) < 2:
             help = 'name both, as in `edge("source -> actor.generate")`'
-            self.fail("an edge leads from one state to another", self.span, help)
-        ends = tuple(self.refs("groups", group, i) for i, group in enumerate(groups))
+            self.fail("an edge needs two ends", self.span, help)
+        ends = tuple(self.refs("groups", group, position) for position, group in enumerate(groups))
         return ast.EdgeDecl("sample", ends, attrs, self.span)
 
     def resharding_edge(self, src: Names, dst: Names | None, attributes: Mapping[str, Value]) -> ast.EdgeDecl:
-        """The edge of a text with an arrow, or of its two ends."""
+        """Return the edge of a text with an arrow, or of its two ends."""
         attrs = self.attrs(("resharding edge",), attributes)
         if dst is None and (edge := self.edge("src", src, "reshard")):
             return replace(edge, attrs=(*edge.attrs, *attrs))
         if dst is None:
             help = 'name both, as in `reshard("actor.update => actor.generate")`'
-            self.fail("weights go from one state to another", self.span, help)
+            self.fail("a resharding edge needs two ends", self.span, help)
         return ast.EdgeDecl("reshard", (self.refs("src", src), self.refs("dst", dst)), attrs, self.span)
 
     def attrs(
         self, statements: tuple[str, ...], values: Mapping[str, Value], quoted: bool = False
     ) -> tuple[ast.Attr, ...]:
-        """The attributes; `quoted`: each value is a string, however the statement's table says it."""
-        found = []
+        """Return the attributes.
+
+        quoted: each value is a string, whatever the statement declares.
+        """
+        attributes = []
         for key, value in values.items():
             part = self.argument(key)
-            string = quoted or any((s, key) in STRINGS for s in statements)
-            found.append(ast.Attr(self.key(key), self.expr(value, part, string), self.site.key(key).to(part.span)))
-        return tuple(found)
+            string = quoted or any((statement, key) in STRINGS for statement in statements)
+            attributes.append(ast.Attr(self.key(key), self.expr(value, part, string), self.site.key(key).to(part.span)))
+        return tuple(attributes)
 
     def assignment(self, name: str, value: Value) -> tuple[ast.Name, ast.Expr, Span]:
         """Return the name, the value and the span of a keyword argument."""
@@ -180,18 +189,18 @@ class Arguments:
             return None
         span = self.argument(parameter).span
         pair = value if isinstance(value, tuple | list) else (value, value)
-        ends = [n for v in pair if (n := _whole(v)) is not None]
+        ends = [number for item in pair if (number := _as_integer(item)) is not None]
         if len(ends) != 2 or len(pair) != 2:
-            self.refuse(value, f"`{parameter}` takes a whole number, or a pair of them, the first and the last", span)
-        first, last = (self.integer(n, span) for n in ends)
+            self.refuse(value, f"`{parameter}` takes a whole number, or a pair with the first and the last", span)
+        first, last = (self.integer(end, span) for end in ends)
         if first < 0 or last < 0:
             self.fail(f"`{parameter}` are counted from 0", span, code="bad-value")
         return ast.Range(first, last, span)
 
-    def integer(self, whole: int, span: Span) -> int:
-        if abs(whole) >= 10**18:
+    def integer(self, number: int, span: Span) -> int:
+        if abs(number) >= 10**18:
             self.fail("the number is too large", span, code="bad-value")
-        return whole
+        return number
 
     def expr(self, value: Value, part: CallArgument, quoted: bool = False, depth: int = 0) -> ast.Expr:
         span = part.span
@@ -204,79 +213,88 @@ class Arguments:
             return self.text(value, part, parse_expr)
         if isinstance(value, bool):
             return ast.Literal_("bool", value, span)
-        if (whole := _whole(value)) is not None:
-            return _signed(ast.Literal_("int", abs(self.integer(whole, span)), span), whole < 0)
+        if (integer := _as_integer(value)) is not None:
+            return _signed(ast.Literal_("int", abs(self.integer(integer, span)), span), integer < 0)
         if isinstance(value, Real):
-            number = _float(value)
+            number = _as_float(value)
             if not math.isfinite(number):
-                self.fail(f"`{number}` is no number of the language", span, code="bad-value")
+                self.fail(f"`{number}` is not a number of the language", span, code="bad-value")
             return _signed(ast.Literal_("float", abs(number), span), math.copysign(1, number) < 0)
         if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-            return ast.List(tuple(self.expr(v, part.item(i), quoted, depth + 1) for i, v in enumerate(value)), span)
+            return ast.List(
+                tuple(self.expr(item, part.item(position), quoted, depth + 1) for position, item in enumerate(value)),
+                span,
+            )
         if callable(value):
-            return ast.Literal_("string", self._function(value, span), span)
+            return ast.Literal_("string", self._locate_function(value, span), span)
         self.refuse(value, "a value is a number, a bool, a str, a list or a function", span)
 
-    def _function(self, function: Callable[..., object], span: Span) -> str:
-        """`file.py:name`, relative to the Python file where the call stands."""
-        if (found := pickled_functions.home(function)) is None:
+    def _locate_function(self, function: Callable[..., object], span: Span) -> str:
+        """Return `file.py:name`, relative to the Python file of the call."""
+        if (home := pickled_functions.find_home(function)) is None:
             if not isinstance(function, pickled_functions.Given):
                 self.fail(
-                    f"`{_named(function)}` is no function that is written in Python",
+                    f"`{_display_name(function)}` is not a function written in Python",
                     span,
                     "wrap it in one, or in a lambda",
                     "unknown-function",
                 )
             try:
-                found = pickled_functions.ship(function)
+                home = pickled_functions.ship(function)
             except (TypeError, ValueError, OSError) as error:
-                help = "define it by `def` at the top level of a file; what it needs, it can open or import there"
-                what = (
-                    f"`{_named(function)}` stands at the top level of no file, and cannot be kept by its value: {error}"
+                help = "define it with `def` at the top level of a file; it can open or import what it needs there"
+                message = (
+                    f"`{_display_name(function)}` is not at the top level of a file and cannot be pickled: {error}"
                 )
-                self.fail(what, span, help, "unknown-function")
-        (path, name), folder = found, Path(span.file).resolve().parent
+                self.fail(message, span, help, "unknown-function")
+        path, name = home
+        folder = Path(span.file).resolve().parent
         return f"{path.relative_to(folder) if path.is_relative_to(folder) else path}:{name}"
 
     def text(self, value: str, part: CallArgument, read: Callable[[str, str], T]) -> T:
-        """The tree of a text of the language, its spans where the text stands in the Python file."""
+        """Parse a text of the language; its spans are those in the Python file."""
         try:
-            found = read(value, part.span.file)
+            tree = read(value, part.span.file)
         except Fault as fault:
-            (told,) = fault.diagnostics
+            (diagnostic,) = fault.diagnostics
             where = "" if part.shows(value) else f", in `{value}`"
-            related = tuple((part.inside(value, span), note) for span, note in told.related)
-            self._raise(
+            related = tuple((part.inside(value, span), note) for span, note in diagnostic.related)
+            self._raise_rendered(
                 Diagnostic(
-                    told.code, told.message + where, part.inside(value, told.span), told.help, told.severity, related
+                    diagnostic.code,
+                    diagnostic.message + where,
+                    part.inside(value, diagnostic.span),
+                    diagnostic.help,
+                    diagnostic.severity,
+                    related,
                 )
             )
-        return ast.moved(found, lambda span: part.inside(value, span))
+        return ast.moved(tree, lambda span: part.inside(value, span))
 
     def refuse(self, value: object, wants: str, span: Span) -> NoReturn:
-        """What is not of the kind that belongs here."""
+        """Raise a Fault for a value of the wrong kind."""
         self.fail(f"{wants}, not {kind_of(value)}", span, code="bad-value")
 
     def fail(self, message: str, span: Span, help: str = "", code: str = "syntax") -> NoReturn:
-        self._raise(Diagnostic(code, message, span, help))
+        self._raise_rendered(Diagnostic(code, message, span, help))
 
-    def refuse_all(self, fault: Fault) -> NoReturn:
+    def reraise(self, fault: Fault) -> NoReturn:
         """Raise a fault again, with the lines of Python that it is about."""
-        (told,) = fault.diagnostics
-        self._raise(told)
+        (diagnostic,) = fault.diagnostics
+        self._raise_rendered(diagnostic)
 
-    def _raise(self, told: Diagnostic) -> NoReturn:
-        fault = Fault(told)
-        files = {told.span.file, *(span.file for span, _ in told.related)}
-        fault.text = render(told, {file: "".join(linecache.getlines(file)) for file in files})
+    def _raise_rendered(self, diagnostic: Diagnostic) -> NoReturn:
+        fault = Fault(diagnostic)
+        files = {diagnostic.span.file, *(span.file for span, _ in diagnostic.related)}
+        fault.text = render(diagnostic, {file: "".join(linecache.getlines(file)) for file in files})
         raise fault from None
 
 
-def at(part: CallArgument, text: str, start: int, end: int) -> Span:
-    """Where characters of a text stand that an argument is."""
+def text_span(part: CallArgument, text: str, start: int, end: int) -> Span:
+    """Return the span of some characters of an argument's text."""
 
-    def place(at: int) -> tuple[int, int]:
-        return text.count("\n", 0, at) + 1, at - (text.rfind("\n", 0, at) + 1) + 1
+    def place(offset: int) -> tuple[int, int]:
+        return text.count("\n", 0, offset) + 1, offset - (text.rfind("\n", 0, offset) + 1) + 1
 
     return part.inside(text, Span(part.span.file, *place(start), *place(end)))
 
@@ -285,8 +303,11 @@ def _signed(literal: ast.Literal_, negative: bool) -> ast.Expr:
     return ast.Neg(literal, literal.span) if negative else literal
 
 
-def _whole(value: object) -> int | None:
-    """A whole number, if it is one; an array says that it might be, until it is asked."""
+def _as_integer(value: object) -> int | None:
+    """Return a whole number, or None.
+
+    An array has `__index__` but may still raise TypeError.
+    """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
@@ -295,13 +316,13 @@ def _whole(value: object) -> int | None:
         return None
 
 
-def _float(value: Real) -> float:
+def _as_float(value: Real) -> float:
     try:
         return float(value)
     except OverflowError:
         return math.inf
 
 
-def _named(function: object) -> str:
+def _display_name(function: object) -> str:
     name = getattr(function, "__qualname__", "")
     return name if isinstance(name, str) and name else type(function).__name__

@@ -1,9 +1,7 @@
-"""Where a call stands in its Python file, to the character, so that a mistake in an argument is underlined as one in a
-text is.
+"""Location of a call and its arguments in the Python file, for diagnostics.
 
-Invariant: there is always a span. Where the source is not at hand, or an argument is not written out (a variable,
-`**attributes`), it is that of the smallest part around it that can be found: the element, the argument, the call, the
-line.
+Invariant: there is always a span. If the source is not available, or an argument is not written out (a variable,
+`**attributes`), it is the span of the smallest enclosing part that can be found: element, argument, call or line.
 """
 
 from __future__ import annotations
@@ -24,22 +22,28 @@ QUOTES = ('"""', "'''", '"', "'")
 
 @dataclass(frozen=True)
 class CallArgument:
-    """A stretch of a call: an argument, or an element of one. `node` is None where nothing smaller can be told apart in
-    it."""
+    """A part of a call: an argument or an element of one.
+
+    `node` is None where no smaller part can be distinguished.
+    """
 
     span: Span
     source: _Source
     node: ast.expr | None = None
 
     def item(self, index: int) -> CallArgument:
-        """An element of a list or tuple that is written out, else the whole."""
-        if not isinstance(self.node, ast.List | ast.Tuple) or any(isinstance(e, ast.Starred) for e in self.node.elts):
+        """Return an element of a literal list or tuple, else the argument itself."""
+        if not isinstance(self.node, ast.List | ast.Tuple) or any(
+            isinstance(element, ast.Starred) for element in self.node.elts
+        ):
             return self
         return self.source.part(self.node.elts[index])
 
     def inside(self, value: str, span: Span) -> Span:
-        """The span in the Python file of a span in the text `value` that this argument is; the whole where it is not
-        written out."""
+        """Map a span in the text `value` of this argument to the Python file.
+
+        Returns the argument's span if the text is not a literal.
+        """
         if (quote := self._quote(value)) is None:
             return self.span
 
@@ -49,19 +53,21 @@ class CallArgument:
         return Span(self.span.file, *place(span.line, span.column), *place(span.end_line, span.end_column))
 
     def shows(self, value: str) -> bool:
-        """Whether the text stands in the file as it is."""
+        """Return whether the text is in the file as it is."""
         return self._quote(value) is not None
 
     def _quote(self, value: str) -> str | None:
         if not isinstance(self.node, ast.Constant) or not isinstance(self.node.value, str):
             return None
         written = self.source.text(self.span)
-        return next((q for q in QUOTES if written == f"{q}{value}{q}"), None)
+        return next((quote for quote in QUOTES if written == f"{quote}{value}{quote}"), None)
 
 
 class CallSite:
-    """A call: its span, and the parts of it that are arguments. `parameters` are the names of those that may be given
-    by position."""
+    """A call: its span and its arguments.
+
+    `parameters` are the names of the parameters that can be positional.
+    """
 
     def __init__(self, source: _Source, span: Span, call: ast.Call | None, parameters: tuple[str, ...]) -> None:
         self.span = span
@@ -70,18 +76,20 @@ class CallSite:
         self._parameters = parameters
 
     def argument(self, name: str, index: int = 0) -> CallArgument:
-        """The argument of that name; `index` counts those of a parameter such as `*groups`."""
+        """Return an argument by name; `index` counts those of `*groups` and the like."""
         if self._call is not None:
             for keyword in self._call.keywords:
                 if keyword.arg == name:
                     return self._source.part(keyword.value)
-            at = self._parameters.index(name) + index if name in self._parameters else len(self._call.args)
-            if at < len(self._call.args) and not any(isinstance(a, ast.Starred) for a in self._call.args[: at + 1]):
-                return self._source.part(self._call.args[at])
+            position = self._parameters.index(name) + index if name in self._parameters else len(self._call.args)
+            if position < len(self._call.args) and not any(
+                isinstance(arg, ast.Starred) for arg in self._call.args[: position + 1]
+            ):
+                return self._source.part(self._call.args[position])
         return CallArgument(self.span, self._source)
 
     def key(self, name: str) -> Span:
-        """The name of an argument that is given by name."""
+        """Return the span of a keyword argument's name."""
         for keyword in self._call.keywords if self._call is not None else ():
             if keyword.arg == name:
                 start = self._source.span(keyword)
@@ -90,13 +98,13 @@ class CallSite:
 
 
 def caller(inner: Path, parameters: tuple[str, ...]) -> CallSite:
-    """The call that led out of the user's code into the files under the folder `inner`."""
+    """Return the call that left the user's code for files under the folder `inner`."""
     frame = sys._getframe(1)
     while frame.f_back is not None and inner in Path(frame.f_code.co_filename).parents:
         frame = frame.f_back
     file = frame.f_code.co_filename
     source = _Source(file, tuple(line.rstrip("\n") for line in linecache.getlines(file, frame.f_globals)))
-    # The end of a call is its own; where a chain of calls begins depends on Python's version.
+    # The end of a call is unambiguous; the start of a chain of calls depends on Python's version.
     line, end_line, _, end = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     call = None if end_line is None or end is None else _calls(source.lines).get((end_line, end))
     if call is not None:
@@ -122,7 +130,7 @@ class _Source:
         return Span(self.file, node.lineno, start, node.end_lineno, end)
 
     def _column(self, line: int, offset: int) -> int:
-        """Python counts bytes, we count characters."""
+        """Return the column in characters; Python counts bytes."""
         return len(self.lines[line - 1].encode()[:offset].decode(errors="replace")) + 1
 
     def text(self, span: Span) -> str:
@@ -134,9 +142,11 @@ class _Source:
 
 @lru_cache(maxsize=16)
 def _calls(lines: tuple[str, ...]) -> dict[tuple[int, int], ast.Call]:
-    """The calls of a file by where they end."""
+    """Return the calls of a file by their ends."""
     try:
         tree = ast.parse("\n".join(lines))
     except (SyntaxError, ValueError, RecursionError):
         return {}
-    return {(n.end_lineno or 0, n.end_col_offset or 0): n for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    return {
+        (node.end_lineno or 0, node.end_col_offset or 0): node for node in ast.walk(tree) if isinstance(node, ast.Call)
+    }

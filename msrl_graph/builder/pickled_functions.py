@@ -1,9 +1,10 @@
-"""Functions that have no home in a file, kept by value: lambdas, those within functions or under an `if`, those of
-notebooks.
+"""Functions without a home in a file, stored by value.
 
-Invariant: what is given is a Python file like any other, whose signature the compiler reads and whose function the
-processes of a run load; beside it lies the function itself, as cloudpickle wrote it. A plan that names it runs as long
-as both lie there.
+These are lambdas, functions within functions or under an `if`, and those of notebooks.
+
+Invariant: the result is a Python file like any other. The compiler reads its signature and the processes of a run load
+its function. Next to it is the function itself, as cloudpickle wrote it. A plan that names it runs as long as both
+files exist.
 """
 
 from __future__ import annotations
@@ -37,35 +38,44 @@ def {name}{signature}: ...
 '''
 
 
-def home(function: Callable[..., object]) -> tuple[Path, str] | None:
-    """The file at whose top level a function stands, and its name there; None where processes could not find it so."""
+def find_home(function: Callable[..., object]) -> tuple[Path, str] | None:
+    """Return the file that defines a function at its top level, and its name there.
+
+    None if processes could not find it there.
+    """
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(str(getattr(function, "__module__", "")))
     path = Path(str(getattr(module, "__file__", None) or ""))
-    # A decorated function's code may stand elsewhere; its name is where it was put.
-    there = isinstance(name, str) and name.isidentifier() and getattr(module, name, None) is function
-    there = there and is_file(path) and path.suffix == ".py" and _stands(function, path, name)
-    return (path.resolve(), name) if there else None
+    # A decorated function's code may be elsewhere; its name is where it was assigned.
+    is_home = isinstance(name, str) and name.isidentifier() and getattr(module, name, None) is function
+    is_home = is_home and is_file(path) and path.suffix == ".py" and _is_defined_in(function, path, name)
+    return (path.resolve(), name) if is_home else None
 
 
-def _stands(function: Callable[..., object], path: Path, name: str) -> bool:
-    """Whether the file defines it at its top level. Under an `if`, as of `__main__`, neither the compiler nor a process
-    would find it."""
+def _is_defined_in(function: Callable[..., object], path: Path, name: str) -> bool:
+    """Return whether the file defines a function at its top level.
+
+    Neither the compiler nor a process would find a definition under an `if`, as of `__main__`.
+    """
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    found = [item for item in ast.parse(path.read_bytes()).body if isinstance(item, kinds) and item.name == name]
+    definitions = [item for item in ast.parse(path.read_bytes()).body if isinstance(item, kinds) and item.name == name]
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None or Path(code.co_filename).resolve() != path.resolve():
-        return bool(found)
-    # One of the same name under an `if` may have taken its place.
+        return bool(definitions)
+    # A function of the same name under an `if` may have replaced it.
     return any(
-        min(x.lineno for x in (i, *i.decorator_list)) <= code.co_firstlineno <= (i.end_lineno or i.lineno)
-        for i in found
+        min(node.lineno for node in (definition, *definition.decorator_list))
+        <= code.co_firstlineno
+        <= (definition.end_lineno or definition.lineno)
+        for definition in definitions
     )
 
 
 def ship(function: Given) -> tuple[Path, str]:
-    """Keeps a function by value: the file that stands for it, and its name there. TypeError, ValueError: it cannot be
-    kept, and why."""
+    """Store a function by value; return the file that defines it, and its name there.
+
+    Raises TypeError or ValueError with the reason if the function cannot be stored.
+    """
     import cloudpickle
 
     shown = getattr(function, "__qualname__", "") or type(function).__name__
@@ -73,9 +83,9 @@ def ship(function: Given) -> tuple[Path, str]:
     name = f"{name}_" if name in ("lambda", "partial") else name
     try:
         data = cloudpickle.dumps(function)
-    except Exception as error:  # whatever a reduction of the user's raises
+    except Exception as error:  # any error from user-defined pickling
         raise ValueError(str(error)) from None
-    text = TEXT.format(shown=shown, name=name, signature=_written(inspect.signature(function)))
+    text = TEXT.format(shown=shown, name=name, signature=_signature_text(inspect.signature(function)))
     try:
         folder = private.cache("functions")  # a pickle is loaded from there
         path = folder / f"{name}-{hashlib.sha256(text.encode() + data).hexdigest()[:16]}.py"
@@ -89,9 +99,11 @@ def ship(function: Given) -> tuple[Path, str]:
     return path, name
 
 
-def _written(signature: inspect.Signature) -> str:
-    """A signature as source: annotations as they were written, a default as `None`, since only that there is one
-    counts."""
+def _signature_text(signature: inspect.Signature) -> str:
+    """Return a signature as source.
+
+    Annotations are as written. A default is `None`, since only its presence counts.
+    """
 
     def annotation(value: object) -> object:
         if value is inspect.Parameter.empty:
@@ -100,14 +112,16 @@ def _written(signature: inspect.Signature) -> str:
 
     empty = inspect.Parameter.empty
     parameters = [
-        p.replace(annotation=annotation(p.annotation), default=empty if p.default is empty else None)
-        for p in signature.parameters.values()
+        parameter.replace(
+            annotation=annotation(parameter.annotation), default=empty if parameter.default is empty else None
+        )
+        for parameter in signature.parameters.values()
     ]
     return str(signature.replace(parameters=parameters, return_annotation=annotation(signature.return_annotation)))
 
 
 class _Raw:
-    """An annotation that is shown as its text."""
+    """An annotation whose repr is its text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -116,4 +130,4 @@ class _Raw:
         return self.text
 
 
-__all__ = ["Given", "home", "ship"]
+__all__ = ["Given", "find_home", "ship"]

@@ -1,12 +1,12 @@
-"""The Python API: what an `.rlg` file says, said in Python.
+"""The Python API: `.rlg` programs built in Python.
 
-Invariant: a program built here is a syntax tree that `parse` could have given, with spans that point into the Python
-file. Names, params and checks are the language's own, in the same code: nothing is known of them here. A method is a
-statement; its keyword arguments are the statement's attributes.
+Invariant: a program built here is a syntax tree that `parse` could have returned, with spans in the Python file. Names,
+params and checks are handled by the code of the language; this module does not know them. A method is a statement; its
+keyword arguments are the statement's attributes.
 
-A value is a Python number, bool, list, or function (a top-level one, called by its file), or a str. A str is what would
-stand in the file: an expression, a type, names with commas between them. Only where the language takes nothing but a
-string, as in `device`, a model or data, is a str that string, without quotes.
+A value is a Python number, bool, list or function (a top-level one, called by its file), or a str. A str is what a file
+would contain: an expression, a type, comma-separated names. Only where the language accepts nothing but a string, as in
+`device`, a model or data, the str is that string, without quotes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..dsl.format import format
 from ..dsl.parse import parse_undo
 from ..dsl.unparse import write
 from ..emit.humanize import many
-from .arguments import Arguments, Names, Value, at
+from .arguments import Arguments, Names, Value, text_span
 from .statements import S, Statements
 
 NODE = ("function", "generate", "infer", "update")
@@ -32,7 +32,7 @@ class Program:
     """An algorithm, a cluster or a deploy, with all that it needs."""
 
     def __init_subclass__(cls) -> None:
-        """Each statement of ours is `public`; a subclass of the user's keeps its own frames in a traceback."""
+        """Make each statement here `public`, but not those of a user's subclass."""
         super().__init_subclass__()
         for name, method in list(vars(cls).items()) if cls.__module__ == __name__ else ():
             if isinstance(method, FunctionType) and (name == "__init__" or not name.startswith("_")):
@@ -44,22 +44,21 @@ class Program:
         self._span = span
 
     def tree(self) -> ast.File:
-        """The syntax tree of the program, which `compile` takes as it takes this object."""
+        """Return the program's syntax tree, which `compile` also accepts."""
         return tree(self)
 
     def to_rlg(self) -> str:
-        """The program as the text of an `.rlg` file."""
+        """Return the program as the text of an `.rlg` file."""
         return to_rlg(self)
 
     def __str__(self) -> str:
         return self.to_rlg()
 
     def __repr__(self) -> str:
-        """In a line, as a notebook shows what a statement returned: the text is long."""
         return f"<{type(self).__name__} {self.name}>"
 
     def _needs(self) -> tuple[Program, ...]:
-        """What must stand before it in a file."""
+        """Return the programs that must come before this one in a file."""
         return ()
 
     def _item(self) -> ast.Item:
@@ -67,8 +66,7 @@ class Program:
 
 
 class Imported(Program):
-    """An algorithm of the package, or an algorithm or cluster of an `.rlg` file, whose path is relative to this Python
-    file."""
+    """A package algorithm, or an item of an `.rlg` file relative to this Python file."""
 
     def __init__(self, name: str, file: str | os.PathLike[str] | None = None) -> None:
         call = Arguments("name", "file")
@@ -81,8 +79,6 @@ class Imported(Program):
 
 
 class _OfPackage(Imported):
-    """An algorithm of the package that stands as a bare name in the call of another."""
-
     def __init__(self, name: str, span: Span) -> None:
         Program.__init__(self, span)
         self.name = name
@@ -90,7 +86,7 @@ class _OfPackage(Imported):
 
 
 class StatementBuilder(Program, Generic[S]):
-    """A program of statements: a method adds one, or replaces the one that states the same, and returns the object."""
+    """A program of statements; a method adds or replaces one and returns the object."""
 
     def __init__(self, span: Span) -> None:
         super().__init__(span)
@@ -100,17 +96,16 @@ class StatementBuilder(Program, Generic[S]):
         return f"<{type(self).__name__} {self.name}: {many(len(self._body), 'statement')}>"
 
     def _state(self, call: Arguments, *statements: S) -> Self:
-        """Add all of these statements, or none where one is refused."""
+        """Add all statements, or none if one is rejected."""
         try:
             self._body.add(statements)
         except Fault as fault:
-            call.refuse_all(fault)
+            call.reraise(fault)
         return self
 
 
 class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
-    """`algorithm NAME { … }`; with `extends`, what differs from another algorithm: one built here, imported, or the
-    package's by name."""
+    """`algorithm NAME { … }`; `extends` is an object or a package algorithm's name."""
 
     def __init__(self, name: str, extends: Algorithm | Imported | str | None = None) -> None:
         call = Arguments("name", "extends")
@@ -121,12 +116,12 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         self._extends = None if self._base is None else ast.Name(self._base.name, call.argument("extends").span)
 
     def param(self, /, **values: Value) -> Self:
-        """`param NAME = VALUE`, for each."""
+        """State `param NAME = VALUE` for each value."""
         call = Arguments()
         return self._state(call, *(ast.ParamDecl(*call.assignment(name, value)) for name, value in values.items()))
 
     def columns(self, /, **types: str) -> Self:
-        """`columns { NAME : TYPE … }`: `columns(prompt="i32[<= prompt_len]", reward="f32")`."""
+        """State columns: `columns(prompt="i32[<= prompt_len]", reward="f32")`."""
         call = Arguments()
         columns = [call.column(name, name, kind) for name, kind in types.items()]
         return self._state(call, *(ast.ColumnsDecl((column,), call.span) for column in columns))
@@ -140,7 +135,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         return self._state(call, ast.StateDecl(declared, call.expr(value, call.argument("value")), call.span))
 
     def worker(self, name: str, kind: str, /, *, frozen: bool = False, **attributes: Value) -> str:
-        """`worker NAME : KIND [frozen]`; gives the name."""
+        """State `worker NAME : KIND [frozen]`; return the name."""
         call = Arguments("name", "kind")
         named = call.name("name", name), call.name("kind", kind)
         self._state(
@@ -149,7 +144,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         return name
 
     def source(self, count: Value, writes: Names, **attributes: Value) -> str:
-        """`source(COUNT) -> writes`; gives the node's name."""
+        """State `source(COUNT) -> writes`; return the node's name."""
         call = Arguments("count", "writes")
         attrs = call.attrs(("source",), attributes)
         value = call.expr(count, call.argument("count"))
@@ -157,46 +152,50 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         return "source"
 
     def node(self, name: str, reads: Names | None = None, writes: Names | None = None, **attributes: Value) -> str:
-        """`node [LABEL:] WORKER.VERB(reads) -> writes { attributes }`; gives the node's name. Without `reads`, the
-        attributes are changed of the node that `extends` took over."""
+        """State `node [LABEL:] WORKER.VERB(reads) -> writes { … }`; return its name.
+
+        Without `reads`, change the attributes of a node of the algorithm that `extends` names.
+        """
         call = Arguments("name", "reads", "writes")
         part = call.argument("name")
         call.string(name, 'a node is a str, as in "actor.generate"', part.span)
         match = re.fullmatch(r"\s*(?:(\w+)\s*:\s*)?(\w+)\.(\w+)\s*", name)
         if match is None:
-            call.fail(f"`{name}` is no node", part.span, "a node is `worker.verb`, or `label: worker.verb`")
+            call.fail(f"`{name}` is not a node", part.span, "a node is `worker.verb`, or `label: worker.verb`")
         if reads is None and writes is not None:
-            call.fail(f"`{name}` says nowhere what it reads", part.span, "add `reads = …`")
+            call.fail(f"`{name}` has no `reads`", part.span, "add `reads = …`")
         label, worker, verb = (
-            None if match[i] is None else call.word(match[i], at(part, name, *match.span(i))) for i in (1, 2, 3)
+            None if match[i] is None else call.word(match[i], text_span(part, name, *match.span(i))) for i in (1, 2, 3)
         )
         assert worker is not None and verb is not None
         read = None if reads is None else call.names("reads", reads)
         written = () if writes is None else call.names("writes", writes)
-        last = max([part.span, *(n.span for n in (*(read or ()), *written))], key=lambda s: (s.end_line, s.end_column))
-        head = call.span.to(last)
+        last = max(
+            [part.span, *(part_name.span for part_name in (*(read or ()), *written))],
+            key=lambda span: (span.end_line, span.end_column),
+        )
+        head_span = call.span.to(last)
         self._state(
-            call, ast.NodeDecl(label, worker, verb, read, written, call.attrs(NODE, attributes), call.span, head)
+            call, ast.NodeDecl(label, worker, verb, read, written, call.attrs(NODE, attributes), call.span, head_span)
         )
         return label.text if label else f"{worker.text}.{verb.text}"
 
     def edge(self, *groups: Names, **attributes: Value) -> Self:
-        """`A -> B, C -> D`: sample edges, as `edge("A -> B, C -> D")` or `edge("A", ["B", "C"], "D")`."""
+        """State sample edges: `edge("A -> B, C -> D")` or `edge("A", ["B", "C"], "D")`."""
         call = Arguments("groups")
         return self._state(call, call.sample_edge(groups, attributes))
 
     def reshard(self, src: Names, dst: Names | None = None, **attributes: Value) -> Self:
-        """`A => B`: the weights of A's worker go to B; as `reshard("A => B")` or `reshard("A", "B")`."""
+        """State a resharding edge: `reshard("A => B")` or `reshard("A", "B")`."""
         call = Arguments("src", "dst")
         return self._state(call, call.resharding_edge(src, dst, attributes))
 
     def drop(self, name: str) -> Self:
-        """`drop NAME`, of a worker, node, column, param or state that `extends` took over; of an attribute, as
-        `drop("actor.update.mini_batch")`; or of an edge, as `drop("A -> B")`."""
+        """Drop an inherited name, attribute (`"actor.update.mini_batch"`) or edge."""
         call = Arguments("name")
         part = call.argument("name")
         call.string(name, "`name` is a str", part.span)
-        target = call.edge("name", name) or call.ref(name, at(part, name, 0, len(name)), parts=3)
+        target = call.edge("name", name) or call.ref(name, text_span(part, name, 0, len(name)), parts=3)
         return self._state(call, ast.DropDecl(target, call.span))
 
     def drop_edge(self, *groups: Names) -> Self:
@@ -231,9 +230,11 @@ class Cluster(Program):
 
 
 class Deploy(StatementBuilder[ast.DeployStatement]):
-    """`deploy ALGORITHM on CLUSTER [as NAME] { … }`; an algorithm of the package may be given by its name. Of a deploy
-    in place of the algorithm, one built here or imported as `extends`, what differs from it: `deploy NAME extends OTHER
-    [on CLUSTER] { … }`."""
+    """`deploy ALGORITHM on CLUSTER [as NAME] { … }`.
+
+    An algorithm of the package is given by its name. With `extends`, the statements change another deploy:
+    `deploy NAME extends OTHER [on CLUSTER] { … }`.
+    """
 
     def __init__(
         self,
@@ -247,17 +248,15 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         super().__init__(call.span)
         if (algorithm is None) == (extends is None):
             call.fail(
-                "a deploy is of an algorithm, or extends another deploy",
-                call.span,
-                "give one of `algorithm` and `extends`",
+                "a deploy needs an algorithm or a base deploy", call.span, "give one of `algorithm` and `extends`"
             )
         if extends is not None and not isinstance(extends, Deploy | Imported):
             call.refuse(extends, "`extends` takes a Deploy, or an Imported one", call.argument("extends").span)
         if extends is not None and name is None:
-            call.fail("a deploy that extends another has a name of its own", call.span, 'add `name="…"`', "bad-value")
+            call.fail("a deploy that extends another needs its own name", call.span, 'add `name="…"`', "bad-value")
         if not isinstance(on, Cluster | Imported) and (on is not None or extends is None):
-            at = call.span if on is None else call.argument("on").span
-            call.refuse(on, '`on` takes a Cluster, as in `Cluster("laptop", device="cpu")`, or an Imported one', at)
+            span = call.span if on is None else call.argument("on").span
+            call.refuse(on, '`on` takes a Cluster, as in `Cluster("laptop", device="cpu")`, or an Imported one', span)
         self._algorithm = None if algorithm is None else _algorithm(call, "algorithm", algorithm)
         self._base = extends
         self._on = on
@@ -270,22 +269,24 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         self.name: str = (self._alias or self._named or ast.Name("", call.span)).text
 
     def set(self, /, **values: Value) -> Self:
-        """`set NAME = VALUE`, for each: values of params."""
+        """State `set NAME = VALUE` for each param."""
         call = Arguments()
         return self._state(call, *(ast.SetDecl(*call.assignment(name, value)) for name, value in values.items()))
 
     def model(self, name: str, target: str | os.PathLike[str], /, **attributes: Value) -> Self:
-        """`model NAME = "preset or folder"`."""
+        """State `model NAME = "preset or folder"`."""
         call = Arguments("name", "target")
         attrs = call.attrs(("model",), attributes)
         return self._state(call, ast.ModelDecl(call.name("name", name), call.path("target", target), attrs, call.span))
 
     def data(self, name: str, target: str | os.PathLike[str], /, **fields: str) -> Self:
-        """`data NAME = "file.jsonl" { column = "field" }`; the name is `source` for the data to train on."""
+        """State `data NAME = "file" { column = "field" }`; `source` is the training data."""
         call = Arguments("name", "target")
-        # `source` is a reserved word that stands for a name here.
+        # `source` is a reserved word, but is allowed as a name here.
         source = isinstance(name, str) and name == "source"
-        named = ast.Name(name, at(call.argument("name"), name, 0, len(name))) if source else call.name("name", name)
+        named = (
+            ast.Name(name, text_span(call.argument("name"), name, 0, len(name))) if source else call.name("name", name)
+        )
         return self._state(
             call, ast.DataDecl(named, call.path("target", target), call.attrs((), fields, quoted=True), call.span)
         )
@@ -309,11 +310,11 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         nodes: int | tuple[int, int] | None = None,
         devices: int | tuple[int, int] | None = None,
     ) -> Self:
-        """`place WORKER|NODE, … [together] [on nodes 0..1 [devices 0..7]]`: a pair is the first and the last."""
+        """State `place A, B [together] [on nodes 0..1 [devices 0..7]]`; pairs are ranges."""
         call = Arguments("targets")
         call.flag("together", together)
         if devices is not None and nodes is None:
-            call.fail("`devices` without `nodes`", call.site.key("devices"), "add `nodes = 0`")
+            call.fail("`devices` needs `nodes`", call.site.key("devices"), "add `nodes = 0`")
         stretch = call.range("nodes", nodes), call.range("devices", devices)
         return self._state(call, ast.PlaceDecl(call.refs("targets", targets), together, *stretch, call.span))
 
@@ -321,8 +322,8 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         """`apart A, B`."""
         call = Arguments("targets")
         if not targets:
-            call.fail("`apart` names nothing", call.span, "name at least one")
-        refs = tuple(r for i, group in enumerate(targets) for r in call.refs("targets", group, i))
+            call.fail("`apart` needs a name", call.span, "name at least one")
+        refs = tuple(ref for index, group in enumerate(targets) for ref in call.refs("targets", group, index))
         return self._state(call, ast.ApartDecl(refs, call.span))
 
     def dock(self, /, **attributes: Value) -> Self:
@@ -348,37 +349,36 @@ class Deploy(StatementBuilder[ast.DeployStatement]):
         )
 
     def edge(self, *groups: Names, **attributes: Value) -> Self:
-        """`A -> B { stream = … }`: how rows move on an edge that the algorithm has."""
+        """State `A -> B { stream = … }`: how rows move on an edge of the algorithm."""
         call = Arguments("groups")
         return self._state(call, call.sample_edge(groups, attributes))
 
     def drop(self, *statements: str) -> Self:
-        """`drop layout NODE`, `drop data NAME`, `drop run`, `drop A -> B` …: what the deploy that it extends states."""
+        """Drop statements of the base deploy: `layout NODE`, `run`, `A -> B` …"""
         call = Arguments("statements")
         if not statements:
-            call.fail("`drop` names nothing", call.span, "name at least one")
+            call.fail("`drop` needs a name", call.span, "name at least one")
         drops = []
-        for i, statement in enumerate(statements):
-            part = call.argument("statements", i)
+        for index, statement in enumerate(statements):
+            part = call.argument("statements", index)
             drops.append(call.text(call.string(statement, "`drop` takes a str", part.span), part, parse_undo))
         if self._base is not None:
             return self._state(call, *drops)
         try:
             self._body.take_back(drops, self.name)
         except Fault as fault:
-            call.refuse_all(fault)
+            call.reraise(fault)
         return self
 
     def _needs(self) -> tuple[Program, ...]:
-        return tuple(p for p in (self._base, self._algorithm, self._on) if p is not None)
+        return tuple(program for program in (self._base, self._algorithm, self._on) if program is not None)
 
     def _item(self) -> ast.Item:
         return ast.DeployDecl(self._named, self._cluster, self._alias, tuple(self._body), self._span, self._extends)
 
 
 def tree(*programs: Program) -> ast.File:
-    """The syntax tree of a file with all of these, and what they need; it is named by the Python file of the last
-    one."""
+    """Return the tree of programs and their needs, named by the last one's file."""
     order: dict[int, Program] = {}
 
     def add(program: Program) -> None:
@@ -392,20 +392,19 @@ def tree(*programs: Program) -> ast.File:
             call.refuse(program, "a program is an Algorithm, a Cluster or a Deploy", call.span)
         add(program)
     items: list[ast.Item] = []
-    for item in (p._item() for p in order.values()):
+    for item in (ordered._item() for ordered in order.values()):
         again = isinstance(item, ast.ImportDecl) and any(
-            isinstance(i, ast.ImportDecl) and i.target == item.target for i in items
+            isinstance(other_item, ast.ImportDecl) and other_item.target == item.target for other_item in items
         )
         items += [] if again else [item]
-    items.sort(key=lambda i: not isinstance(i, ast.ImportDecl))
+    items.sort(key=lambda item: not isinstance(item, ast.ImportDecl))
     span = programs[-1]._span
     return ast.File(span.file, tuple(items), span)
 
 
 @public
 def to_rlg(program: Program | ast.File, *more: Program) -> str:
-    """The text, in the layout of msrl-fmt, of a program that was built here, or parsed; several that were built here
-    make one file."""
+    """Return the text of programs, or of a parsed file, in the layout of msrl-fmt."""
     file = program if isinstance(program, ast.File) else tree(program, *more)
     return format(write(file), file.path)
 
@@ -416,6 +415,6 @@ def _algorithm(call: Arguments, parameter: str, value: Algorithm | Imported | st
         return _OfPackage(call.word(value, part.span).text, part.span)
     if not isinstance(value, Algorithm | Imported):
         call.refuse(
-            value, f"`{parameter}` takes an Algorithm, an Imported one, or the name of one of the package", part.span
+            value, f"`{parameter}` takes an Algorithm, an Imported one, or a package algorithm's name", part.span
         )
     return value

@@ -1,7 +1,7 @@
-"""The statements of a program that is built in Python, where stating again replaces.
+"""The statements of a program built in Python; restating replaces.
 
-Invariant: a name is stated once. What is stated again has the place of the first and the content of the last, so that a
-cell of a notebook that runs twice makes the same program. A statement that cannot be made changes nothing.
+Invariant: a name is stated once. A restated statement has the position of the first and the content of the last, so
+that running a notebook cell twice gives the same program. A statement that fails changes nothing.
 """
 
 from __future__ import annotations
@@ -17,35 +17,44 @@ from ..dsl.variants import check_dropped, dropped_keys, split_statement, stateme
 
 Statement = ast.AlgorithmStatement | ast.DeployStatement
 S = TypeVar("S", ast.AlgorithmStatement, ast.DeployStatement)
-Key = tuple[str, str]  # what is stated, and its name
+Key = tuple[str, str]  # kind of statement, and its name
 KINDS = {ast.ParamDecl: "param", ast.ColumnsDecl: "column", ast.StateDecl: "state", ast.WorkerDecl: "worker"}
 
 
 @dataclass(frozen=True)
 class StatementSlot:
-    """A place in a program: the keys that it was made for, and the statements that are there, none once they were
-    replaced elsewhere or dropped."""
+    """A position in a program.
+
+    - keys: what it was created for
+    - statements: its current statements; empty once they were replaced elsewhere or dropped
+    """
 
     keys: frozenset[Key]
     statements: tuple[Statement, ...]
 
     @property
     def present(self) -> frozenset[Key]:
-        """Return the keys of all statements."""
-        return frozenset(key for s in self.statements for key in keys_of(s))
+        """Keys of all statements."""
+        return frozenset(key for statement in self.statements for key in keys_of(statement))
 
     @property
     def drop(self) -> ast.DropDecl | ast.UndoDecl | None:
-        """The `drop` that is there."""
-        return next((s for s in self.statements if isinstance(s, ast.DropDecl | ast.UndoDecl)), None)
+        """The `drop` at this position, if any."""
+        return next(
+            (statement for statement in self.statements if isinstance(statement, ast.DropDecl | ast.UndoDecl)), None
+        )
 
-    def less(self, keys: frozenset[Key]) -> StatementSlot:
-        """The entry without what these keys name."""
-        return replace(self, statements=tuple(left for s in self.statements for left in _without(s, keys)))
+    def without_keys(self, keys: frozenset[Key]) -> StatementSlot:
+        """Return the slot without what these keys name."""
+        return replace(
+            self, statements=tuple(rest for statement in self.statements for rest in _without(statement, keys))
+        )
 
-    def after(self, drop: ast.DropDecl | ast.UndoDecl) -> StatementSlot:
-        """The entry without what a drop takes away."""
-        return replace(self, statements=tuple(left for s in self.statements for left in _left(drop, s)))
+    def after_drop(self, drop: ast.DropDecl | ast.UndoDecl) -> StatementSlot:
+        """Return the slot without what a drop removes."""
+        return replace(
+            self, statements=tuple(rest for statement in self.statements for rest in _apply_drop(drop, statement))
+        )
 
 
 class Statements(Generic[S]):
@@ -55,23 +64,23 @@ class Statements(Generic[S]):
         self._entries: list[StatementSlot] = []
 
     def __iter__(self) -> Iterator[S]:
-        """All statements; columns that follow each other are one."""
-        found: list[Statement] = []
+        """Yield all statements; consecutive columns are one statement."""
+        statements: list[Statement] = []
         columns: list[ast.ColumnsDecl] = []
-        for statement in (s for entry in self._entries for s in entry.statements):
+        for statement in (stated for entry in self._entries for stated in entry.statements):
             if isinstance(statement, ast.ColumnsDecl):
                 columns.append(statement)
                 continue
-            found += _joined(columns)
+            statements += _join_columns(columns)
             columns = []
-            found.append(statement)
-        return cast(Iterator[S], iter([*found, *_joined(columns)]))
+            statements.append(statement)
+        return cast(Iterator[S], iter([*statements, *_join_columns(columns)]))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def add(self, statements: Iterable[S]) -> None:
-        """State all of these, or raise a Fault and state none."""
+        """Add all statements, or raise a Fault and add none."""
         entries = list(self._entries)
         for statement in statements:
             if isinstance(statement, ast.DropDecl | ast.UndoDecl):
@@ -83,22 +92,24 @@ class Statements(Generic[S]):
         self._entries = entries
 
     def take_back(self, drops: Iterable[ast.UndoDecl], name: str) -> None:
-        """Remove the statements that these drops name, of a deploy that extends none."""
+        """Remove the statements that these drops name, for a deploy without a base."""
         entries = list(self._entries)
         for drop in drops:
-            there = {key: s for entry in entries for s in entry.statements for key in keys_of(s)}
-            check_dropped(cast(dict[Key, ast.DeployStatement], there), drop, name)
-            entries = [entry.after(drop) for entry in entries]
+            stated = {
+                key: statement for entry in entries for statement in entry.statements for key in keys_of(statement)
+            }
+            check_dropped(cast(dict[Key, ast.DeployStatement], stated), drop, name)
+            entries = [entry.after_drop(drop) for entry in entries]
         self._entries = entries
 
 
-def _joined(columns: Sequence[ast.ColumnsDecl]) -> list[ast.ColumnsDecl]:
-    """One statement of all columns, where there are any."""
-    return [replace(columns[0], columns=tuple(c for one in columns for c in one.columns))] if columns else []
+def _join_columns(columns: Sequence[ast.ColumnsDecl]) -> list[ast.ColumnsDecl]:
+    """Join columns to one statement, if there are any."""
+    return [replace(columns[0], columns=tuple(column for one in columns for column in one.columns))] if columns else []
 
 
 def keys_of(statement: Statement) -> frozenset[Key]:
-    """Return what a statement states: a key for each name, node, pair of an edge."""
+    """Return the keys of a statement: one for each name, node or pair of an edge."""
     match statement:
         case ast.ParamDecl() | ast.WorkerDecl():
             return frozenset({("name", statement.name.text)})
@@ -115,9 +126,9 @@ def keys_of(statement: Statement) -> frozenset[Key]:
         case ast.DropDecl(target=ast.Ref() as ref):
             return frozenset({("drop", ref.text)})
         case ast.UndoDecl():
-            return frozenset(("drop", f"{what} {name}") for what, name in dropped_keys(statement))
+            return frozenset(("drop", f"{kind} {name}") for kind, name in dropped_keys(statement))
         case ast.PlaceDecl() | ast.ApartDecl():
-            # Which states are together and which ones are placed may be said of the same states.
+            # `place` and `apart` can both be stated for the same nodes.
             names = ", ".join(sorted(ref.text for ref in statement.targets))
             return frozenset({(ast.word(statement).lower(), names)})
     return frozenset(statement_key(one, 0) for one in split_statement(cast(ast.DeployStatement, statement)))
@@ -125,44 +136,46 @@ def keys_of(statement: Statement) -> frozenset[Key]:
 
 def _add(entries: list[StatementSlot], statement: Statement) -> None:
     keys = keys_of(statement)
-    there = [i for i, entry in enumerate(entries) if (entry.present or entry.keys) & keys]
-    for i in there:
+    present = [i for i, entry in enumerate(entries) if (entry.present or entry.keys) & keys]
+    for i in present:
         for old in entries[i].statements:
-            if not any(_left(drop, old) == () for _, drop in _drops(entries, i)):
+            if not any(_apply_drop(drop, old) == () for _, drop in _find_drops(entries, i)):
                 _check_kind(old, statement)
-    made = [i for i, entry in enumerate(entries) if entry.keys & keys]
-    if made:
-        # What is stated again after it was dropped is there again.
-        _cancel_drops(entries, made[0], statement)
-    if isinstance(statement, ast.NodeDecl) and there:
+    places = [i for i, entry in enumerate(entries) if entry.keys & keys]
+    if places:
+        # What was dropped and is stated again is present again.
+        _cancel_drops(entries, places[0], statement)
+    if isinstance(statement, ast.NodeDecl) and present:
         changed = frozenset({("change", node_name(statement))})
-        entries[there[0] :] = [entry.less(changed) for entry in entries[there[0] :]]
-    begin = max((i + 1 for i, drop in _drops(entries) if _left(drop, statement) != (statement,)), default=0)
-    _put(entries, StatementSlot(keys, (statement,)), begin)
+        entries[present[0] :] = [entry.without_keys(changed) for entry in entries[present[0] :]]
+    begin = max((i + 1 for i, drop in _find_drops(entries) if _apply_drop(drop, statement) != (statement,)), default=0)
+    _place_slot(entries, StatementSlot(keys, (statement,)), begin)
 
 
 def _add_change(entries: list[StatementSlot], change: ast.NodeDecl) -> None:
-    """Add a change of a node's attributes to the changes of it so far, since the node was last stated whole."""
+    """Merge a change of a node's attributes with its changes since it was stated."""
     keys = keys_of(change)
-    whole = frozenset({("node", node_name(change))})
-    begin = max((i + 1 for i, entry in enumerate(entries) if entry.present & whole), default=0)
+    node_key = frozenset({("node", node_name(change))})
+    begin = max((i + 1 for i, entry in enumerate(entries) if entry.present & node_key), default=0)
     places = [i for i in range(begin, len(entries)) if entries[i].keys == keys]
     if places:
         _cancel_drops(entries, places[0], change)
     for place in reversed(places):
         old = entries[place].statements
-        dropped = [i + 1 for i, drop in _drops(entries, place) if any(_left(drop, one) != (one,) for one in old)]
-        if dropped:  # it stays before the drop of what it states, and this change comes after it
+        dropped = [
+            i + 1 for i, drop in _find_drops(entries, place) if any(_apply_drop(drop, one) != (one,) for one in old)
+        ]
+        if dropped:  # the old change stays before the drop of its content, the new one comes after it
             begin = max(begin, *dropped)
             break
         for one in old:
             assert isinstance(one, ast.NodeDecl)
             stated = {attr.key.text: attr for attr in change.attrs}
-            kept = [stated.pop(attr.key.text, attr) for attr in one.attrs]
-            change = replace(change, attrs=(*kept, *stated.values()))
+            attrs = [stated.pop(attr.key.text, attr) for attr in one.attrs]
+            change = replace(change, attrs=(*attrs, *stated.values()))
         entries[place] = replace(entries[place], statements=())
-    drops = [i + 1 for i, drop in _drops(entries) if _left(drop, change) != (change,)]
-    _put(entries, StatementSlot(keys, (change,)), max([begin, *drops]))
+    drops = [i + 1 for i, drop in _find_drops(entries) if _apply_drop(drop, change) != (change,)]
+    _place_slot(entries, StatementSlot(keys, (change,)), max([begin, *drops]))
 
 
 def _add_drop(entries: list[StatementSlot], drop: ast.DropDecl | ast.UndoDecl) -> None:
@@ -172,37 +185,37 @@ def _add_drop(entries: list[StatementSlot], drop: ast.DropDecl | ast.UndoDecl) -
         entries.append(StatementSlot(keys, (drop,)))
         return
     entries[place] = StatementSlot(keys, (drop,))
-    entries[place + 1 :] = [entry.after(drop) for entry in entries[place + 1 :]]
+    entries[place + 1 :] = [entry.after_drop(drop) for entry in entries[place + 1 :]]
 
 
-def _put(entries: list[StatementSlot], new: StatementSlot, begin: int) -> None:
-    """Put an entry at the first place, from `begin` on, of those that it replaces, else at the end."""
+def _place_slot(entries: list[StatementSlot], new: StatementSlot, begin: int) -> None:
+    """Put a slot at the first position from `begin` that it replaces, or at the end."""
     places = [
         i
         for i, entry in enumerate(entries)
         if i >= begin and (entry.keys <= new.keys or (entry.present and entry.present <= new.keys))
     ]
-    entries[begin:] = [entry.less(new.keys) for entry in entries[begin:]]
+    entries[begin:] = [entry.without_keys(new.keys) for entry in entries[begin:]]
     if places:
         entries[places[0]] = new
     else:
         entries.append(new)
 
 
-def _drops(entries: Sequence[StatementSlot], after: int = -1) -> list[tuple[int, ast.DropDecl | ast.UndoDecl]]:
-    """The drops that stand after a place."""
+def _find_drops(entries: Sequence[StatementSlot], after: int = -1) -> list[tuple[int, ast.DropDecl | ast.UndoDecl]]:
+    """Return the drops after a position."""
     return [(i, entry.drop) for i, entry in enumerate(entries) if i > after and entry.drop is not None]
 
 
 def _cancel_drops(entries: list[StatementSlot], after: int, statement: Statement) -> None:
-    """Take back the drops of what is stated again at a place before them."""
-    for i, drop in _drops(entries, after):
-        if _left(drop, statement) != (statement,):
+    """Remove later drops of a statement that is stated again."""
+    for i, drop in _find_drops(entries, after):
+        if _apply_drop(drop, statement) != (statement,):
             entries[i] = replace(entries[i], statements=())
 
 
 def _check_kind(old: Statement, new: Statement) -> None:
-    """Refuse a name that is of something else: that is a mistake more often than a change of mind."""
+    """Reject a name already used for another kind: usually a mistake."""
     before = KINDS.get(type(old))
     now = KINDS.get(type(new))
     if before == now or before is None or now is None:
@@ -211,15 +224,15 @@ def _check_kind(old: Statement, new: Statement) -> None:
     raise Fault(
         Diagnostic(
             "duplicate-name",
-            f"`{name}` is a {before} already",
-            _name_of(new),
+            f"`{name}` is already a {before}",
+            _name_span(new),
             f'give the {now} another name, or drop the {before} first: `drop("{name}")`',
-            related=((_name_of(old), f"the {before} `{name}` is declared here"),),
+            related=((_name_span(old), f"the {before} `{name}` is declared here"),),
         )
     )
 
 
-def _name_of(statement: Statement) -> Span:
+def _name_span(statement: Statement) -> Span:
     match statement:
         case ast.ColumnsDecl():
             return statement.columns[0].name.span
@@ -231,29 +244,29 @@ def _name_of(statement: Statement) -> Span:
 
 
 def _without(statement: Statement, keys: frozenset[Key]) -> tuple[Statement, ...]:
-    """What is left of a statement without what some keys name."""
+    """Return a statement without what the keys name."""
     own = keys_of(statement)
     if not own & keys:
         return (statement,)
     match statement:
         case ast.LayoutDecl() | ast.EngineDecl():
-            left = tuple(one for one in split_statement(statement) if not keys_of(one) & keys)
-            nodes = tuple(ref for one in left if isinstance(one, ast.LayoutDecl | ast.EngineDecl) for ref in one.nodes)
+            rest = tuple(one for one in split_statement(statement) if not keys_of(one) & keys)
+            nodes = tuple(ref for one in rest if isinstance(one, ast.LayoutDecl | ast.EngineDecl) for ref in one.nodes)
             return (replace(statement, nodes=nodes),) if nodes else ()
         case ast.EdgeDecl():
             return tuple(one for one in split_edge(statement) if not keys_of(one) & keys)
     return ()
 
 
-def _left(drop: ast.DropDecl | ast.UndoDecl, statement: Statement) -> tuple[Statement, ...]:
-    """What is left of a statement after a drop."""
+def _apply_drop(drop: ast.DropDecl | ast.UndoDecl, statement: Statement) -> tuple[Statement, ...]:
+    """Return what a drop leaves of a statement."""
     if isinstance(statement, ast.DropDecl | ast.UndoDecl):
         return (statement,)
     own = keys_of(statement)
     if isinstance(drop, ast.UndoDecl):
         gone = frozenset(dropped_keys(drop))
-        whole = {kind for kind, name in gone if not name}
-        return _without(statement, gone | {key for key in own if key[0] in whole})
+        whole_kinds = {kind for kind, name in gone if not name}
+        return _without(statement, gone | {key for key in own if key[0] in whole_kinds})
     if isinstance(drop.target, ast.EdgeDecl):
         return _without(statement, keys_of(drop.target))
     name = drop.target.text
@@ -267,7 +280,9 @@ def _left(drop: ast.DropDecl | ast.UndoDecl, statement: Statement) -> tuple[Stat
         return (replace(statement, attrs=attrs),) if attrs or statement.reads is not None else ()
     if isinstance(statement, ast.EdgeDecl):
         ends = ((single_edge, _ends(single_edge)) for single_edge in split_edge(statement))
-        gone = frozenset(key for one, pair in ends for key in keys_of(one) if any(_is_of(end, name) for end in pair))
+        gone = frozenset(
+            key for one, pair in ends for key in keys_of(one) if any(_is_end_of(end, name) for end in pair)
+        )
         return _without(statement, gone)
     return () if ("name", name) in own else (statement,)
 
@@ -277,6 +292,6 @@ def _ends(edge: ast.EdgeDecl) -> tuple[str, str]:
     return source.text, target.text
 
 
-def _is_of(end: str, name: str) -> bool:
+def _is_end_of(end: str, name: str) -> bool:
     """Return whether an end of an edge is this node or a node of this worker."""
     return end == name or end.startswith(f"{name}.")

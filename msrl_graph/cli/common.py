@@ -1,6 +1,8 @@
-"""What the commands share: diagnostics go to stderr, a plan comes from its file, a mistake of our own becomes one line.
+"""Shared parts of the commands.
 
-Invariant: whatever happens in a command, its user sees no traceback, unless MSRL_DEBUG=1 asks for it.
+Diagnostics go to stderr, a plan is loaded from its file, and an internal error becomes one line.
+
+Invariant: a command never shows a traceback unless MSRL_DEBUG=1 is set.
 """
 
 from __future__ import annotations
@@ -27,8 +29,10 @@ COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "hint": "\x1b[1;36m"}
 
 
 def load_plan(name: str, run: bool = False) -> Plan:
-    """The plan that msrl-compile wrote into a file; `run`: it is to be run. Raises Fault: there is none, or none of
-    this version."""
+    """Load a plan from a file that msrl-compile wrote.
+
+    run: whether the plan is for a run. Raises a Fault if there is no plan or it has another version.
+    """
     from ..compiler.loading import load
 
     try:
@@ -39,46 +43,55 @@ def load_plan(name: str, run: bool = False) -> Plan:
 
 
 def natural(text: str) -> int:
-    """A flag's whole number."""
+    """Parse a flag's whole number."""
     if not text.isdecimal() or int(text) > 2**53:
-        raise argparse.ArgumentTypeError(f"a whole number from 0 to 2^53 belongs here, not `{text}`")
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^53, not `{text}`")
     return int(text)
 
 
 def tell(diagnostics: Sequence[Diagnostic], source: ProgramSource | None, options: argparse.Namespace) -> None:
-    """Diagnostics to stderr, in the order of the text."""
+    """Print diagnostics to stderr, in the order of the text."""
     from ..compiler.sources import texts
 
-    found = sorted(diagnostics, key=lambda d: (d.span.file, d.span.line, d.span.column, d.code, d.message))
+    sorted_diagnostics = sorted(
+        diagnostics,
+        key=lambda diagnostic: (
+            diagnostic.span.file,
+            diagnostic.span.line,
+            diagnostic.span.column,
+            diagnostic.code,
+            diagnostic.message,
+        ),
+    )
     if options.diagnostics == "json":
-        # A reader of JSON finds a list, even an empty one.
-        print(render_json(found), file=sys.stderr)
+        # A JSON reader always gets a list, even an empty one.
+        print(render_json(sorted_diagnostics), file=sys.stderr)
         return
-    sources = texts(source, found)
+    sources = texts(source, sorted_diagnostics)
     colour = options.color == "always" or (
         options.color == "auto" and sys.stderr.isatty() and "NO_COLOR" not in os.environ
     )
     separator = "\n" if options.diagnostics == "concise" else "\n\n"
-    shown = [render(d, sources, options.diagnostics) for d in found]
+    rendered = [render(diagnostic, sources, options.diagnostics) for diagnostic in sorted_diagnostics]
     if colour:
-        heads = [f"{d.severity}[{d.code}]" for d in found]
-        shown = [
-            s.replace(h, f"{COLOURS[d.severity]}{h}\x1b[0m", 1) for s, h, d in zip(shown, heads, found, strict=True)
+        titles = [f"{diagnostic.severity}[{diagnostic.code}]" for diagnostic in sorted_diagnostics]
+        rendered = [
+            text.replace(title, f"{COLOURS[diagnostic.severity]}{title}\x1b[0m", 1)
+            for text, title, diagnostic in zip(rendered, titles, sorted_diagnostics, strict=True)
         ]
-    if shown:
-        print(separator.join(shown), file=sys.stderr)
+    if rendered:
+        print(separator.join(rendered), file=sys.stderr)
 
 
 def guarded(program: str, main: object, argv: list[str]) -> int:
-    """Runs a command; a mistake of our own becomes one line and a folder with what reproduces it."""
+    """Run a command; report an internal error as a line and a folder to reproduce it."""
     assert callable(main)
     try:
         code = main(argv)
         assert isinstance(code, int)
         return code
     except BrokenPipeError:
-        # Whoever read has seen enough. stdout is closed towards nothing, so that Python's own flush at exit does not
-        # complain.
+        # The reader has closed the pipe. stdout is redirected to devnull, so that Python's flush at exit does not fail.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -89,7 +102,10 @@ def guarded(program: str, main: object, argv: list[str]) -> int:
             raise
         where = _reproducer(program, argv)
         print(
-            f"{program}: internal error: {type(error).__name__}: {shown(str(error))}; what reproduces it is in {where}",
+            (
+                f"{program}: internal error: {type(error).__name__}: {shown(str(error))}; files that "
+                f"reproduce it are in {where}"
+            ),
             file=sys.stderr,
         )
         return 2

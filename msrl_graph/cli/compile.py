@@ -1,7 +1,8 @@
 """msrl-compile: flags in, exit code out.
 
-Invariant: the result goes to stdout, diagnostics to stderr. Exit status 0: fine; 1: a fault in the input; 2: bad usage,
-or a mistake of our own (one line and where to find what reproduces it; MSRL_DEBUG=1 gives the traceback).
+Invariant: the result goes to stdout, diagnostics go to stderr. The exit status is 0 for success, 1 for a fault in the
+input, 2 for bad usage or an internal error (one line with the folder that reproduces it; MSRL_DEBUG=1 shows the
+traceback).
 """
 
 from __future__ import annotations
@@ -31,95 +32,98 @@ def compile_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="msrl-compile",
         description="Compile an .rlg program: check it, place it on a cluster, show or write the plan.",
         epilog="exit status: 0 fine, 1 a fault in the program, 2 bad usage",
         allow_abbrev=False,
     )
-    p.add_argument(
+    parser.add_argument(
         "file",
         nargs="?",
         metavar="FILE",
-        help="a program; `-` reads stdin; a NAME is an algorithm of the package, as grpo",
+        help="a program; `-` reads stdin; a NAME is an algorithm of the package, such as grpo",
     )
-    p.add_argument("--deploy", metavar="NAME", help="which deploy of the file")
-    p.add_argument(
-        "--model", metavar="PRESET", help="the policy's model where the file has no deploy, on the machine at hand"
+    parser.add_argument("--deploy", metavar="NAME", help="deploy of the file to use")
+    parser.add_argument(
+        "--model", metavar="PRESET", help="model of the policy if the file has no deploy; plans for this machine"
     )
-    p.add_argument(
+    parser.add_argument(
         "--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated"
     )
-    p.add_argument("--check", action="store_true", help="only check: print nothing if all is well")
-    p.add_argument(
+    parser.add_argument("--check", action="store_true", help="only check; print nothing if there is no error")
+    parser.add_argument(
         "--emit",
         choices=("ast", "graph", "placed", "plan", "ray"),
         help="what to show (default: plan; graph without a deploy)",
     )
-    p.add_argument(
+    parser.add_argument(
         "--format", choices=("text", "json", *PICTURES), default="text", help="how to show it; dot: for Graphviz"
     )
-    p.add_argument("-o", metavar="FILE", dest="output", help="write the result to a file instead of stdout")
-    p.add_argument(
-        "--simulate", metavar="N", type=_count, help="show what N iterations take when rows differ, instead of the plan"
+    parser.add_argument("-o", metavar="FILE", dest="output", help="write the result to a file instead of stdout")
+    parser.add_argument(
+        "--simulate",
+        metavar="N",
+        type=_count,
+        help="show the time of N iterations with varying rows, instead of the plan",
     )
-    p.add_argument(
+    parser.add_argument(
         "--lengths",
         metavar="SPEC",
         action="append",
         help="with --simulate: tokens, `[COLUMN=]lognormal(600, 0.8)` or a FILE",
     )
-    p.add_argument(
+    parser.add_argument(
         "--stragglers",
         metavar="SPEC",
-        help="with --simulate: which share of the devices is how many times slower, `1%% x3`",
+        help="with --simulate: slow devices, as their share and slowdown: `1%% x3`",
     )
-    p.add_argument(
+    parser.add_argument(
         "--function",
         metavar="NAME=SECONDS",
         action="append",
-        help="with --simulate: what a function node takes of a row",
+        help="with --simulate: seconds per row of a function node",
     )
-    p.add_argument("--trace", metavar="FILE", help="with --simulate: write who works when, for Perfetto")
-    p.add_argument(
+    parser.add_argument("--trace", metavar="FILE", help="with --simulate: write a timeline for Perfetto")
+    parser.add_argument(
         "--diff", metavar="OLD.json", help="show what changed from a plan that `--format json -o OLD.json` wrote"
     )
-    p.add_argument(
+    parser.add_argument(
         "--why",
         action="store_true",
-        help="show why these layouts: what the search took, the runners-up, what each loses by",
+        help="show why these layouts were chosen: the search's effort and the runners-up with their losses",
     )
-    p.add_argument(
+    parser.add_argument(
         "--budget",
         metavar="SECONDS",
         type=_seconds,
-        help="how long the search for layouts may take; then the best so far",
+        help="time limit of the layout search; it then uses the best so far",
     )
-    p.add_argument("--print-after", metavar="PASS", help="show the plan as it is after a pass, on stderr")
-    p.add_argument("--time-passes", action="store_true", help="show how long each pass took, on stderr")
-    p.add_argument("--list-passes", action="store_true", help="list the passes and end")
-    p.add_argument(
-        "--explain", metavar="NAME", help="show what a code, a statement, an attribute or a function is, and end"
+    parser.add_argument("--print-after", metavar="PASS", help="show the plan after a pass, on stderr")
+    parser.add_argument("--time-passes", action="store_true", help="show how long each pass took, on stderr")
+    parser.add_argument("--list-passes", action="store_true", help="list the passes and exit")
+    parser.add_argument(
+        "--explain", metavar="NAME", help="explain a code, a statement, an attribute or a function, and exit"
     )
-    p.add_argument(
+    parser.add_argument(
         "--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown"
     )
-    p.add_argument(
+    parser.add_argument(
         "--color", choices=("auto", "always", "never"), default="auto", help="colour in text and diagnostics"
     )
-    return p
+    return parser
 
 
 def _compile(argv: Sequence[str]) -> int:
     parser = _parser()
-    if "--explain" in argv[:-1]:  # its name may be `->`, which no other flag is
-        at = argv.index("--explain")
-        argv = [*argv[:at], f"--explain={argv[at + 1]}", *argv[at + 2 :]]
+    if "--explain" in argv[:-1]:  # the name may be `->`, which argparse would take for a flag
+        index = argv.index("--explain")
+        argv = [*argv[:index], f"--explain={argv[index + 1]}", *argv[index + 2 :]]
     options = parser.parse_args(argv)
     if options.explain is not None:
-        page = _page(options.explain)
+        page = _find_page(options.explain)
         print(
-            codes.shown(page, *_screen(options)) if page else shown(_unknown(options.explain)),
+            codes.shown(page, *_screen_size(options)) if page else shown(_unknown_name_text(options.explain)),
             end="",
             file=sys.stdout if page else sys.stderr,
         )
@@ -128,7 +132,7 @@ def _compile(argv: Sequence[str]) -> int:
     from ..compiler.sources import read
     from ..files.program_text import decoded
 
-    names = [p.name for p in PASSES]
+    names = [pass_.name for pass_ in PASSES]
     if options.list_passes:
         print("\n".join(names))
         return 0
@@ -137,17 +141,19 @@ def _compile(argv: Sequence[str]) -> int:
     if options.file is None:
         parser.error("a FILE is needed")
     if options.check and options.output is not None:
-        parser.error("`--check` shows nothing, so there is nothing to write: leave out `-o`")
+        parser.error("`--check` has no output: leave out `-o`")
     if options.why and (options.check or options.format != "text" or options.emit not in (None, "plan")):
-        parser.error("`--why` shows the search as text: it goes with no other stage, format or check")
+        parser.error(
+            "`--why` shows the search as text: it cannot be combined with another stage or format or `--check`"
+        )
     if options.emit == "ray" and options.format != "text":
         parser.error(f"`--emit ray` is a script; `--format {options.format}` does not apply")
-    if options.diff is not None and (other := _beside_diff(options)):
+    if options.diff is not None and (other := _flag_against_diff(options)):
         parser.error(f"`--diff` compares plans, as text or JSON: leave out `{other}`")
     if options.format in PICTURES and (options.emit == "ast" or options.simulate):
         parser.error(
-            f"`--format {options.format}` draws graph, placed and plan; "
-            f"`{'--simulate' if options.simulate else '--emit ast'}` is none"
+            f"`--format {options.format}` draws graph, placed and plan, "
+            f"not `{'--simulate' if options.simulate else '--emit ast'}`"
         )
     more = [
         f"--{name}" for name in ("lengths", "stragglers", "function", "trace") if getattr(options, name) is not None
@@ -155,11 +161,13 @@ def _compile(argv: Sequence[str]) -> int:
     if more and not options.simulate:
         parser.error(f"`{more[0]}` goes with `--simulate N`")
     if options.simulate and (options.emit or options.check):
-        parser.error(f"`--simulate` shows what iterations take: leave out `{'--emit' if options.emit else '--check'}`")
-    if any("=" not in f for f in options.function or ()):
+        parser.error(
+            f"`--simulate` shows the time of iterations: leave out `{'--emit' if options.emit else '--check'}`"
+        )
+    if any("=" not in function for function in options.function or ()):
         parser.error("`--function` takes NAME=SECONDS")
-    sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}
-    if any("=" not in s for s in options.sets):
+    sets = {key.strip(): value for key, _, value in (setting.partition("=") for setting in options.sets)}
+    if any("=" not in setting for setting in options.sets):
         parser.error("`--set` takes PARAM=VALUE")
 
     times: list[tuple[str, float]] = []
@@ -173,15 +181,21 @@ def _compile(argv: Sequence[str]) -> int:
 
     source = None
     try:
-        # A program from stdin is named as an editor would name it.
+        # stdin is named as editors name it.
         source = (
             read("<stdin>", decoded(sys.stdin.buffer.read(), "<stdin>")) if options.file == "-" else read(options.file)
         )
         until = {"ast": "ast", "graph": "graph", "placed": "placed"}.get(options.emit or "plan", "plan")
         until = "plan" if options.check else until
-        asked = {"deploy": options.deploy, "model": options.model, "sets": sets, "budget": options.budget}
-        result = translate(source, until=until, after=after, **asked)
-        output = "" if options.check else _simulated(result, options) if options.simulate else _result(result, options)
+        arguments = {"deploy": options.deploy, "model": options.model, "sets": sets, "budget": options.budget}
+        result = translate(source, until=until, after=after, **arguments)
+        output = (
+            ""
+            if options.check
+            else _simulation_text(result, options)
+            if options.simulate
+            else _result_text(result, options)
+        )
     except Fault as fault:
         tell(fault.diagnostics, source, options)
         return 1
@@ -207,8 +221,8 @@ def _compile(argv: Sequence[str]) -> int:
     return 0
 
 
-def _page(name: str) -> str:
-    """The page of a code, or the entry of the reference with that name; nothing where there is neither."""
+def _find_page(name: str) -> str:
+    """Return the page of a code, or the entry of the reference, or ""."""
     if name in codes.known():
         return codes.page(name)
     from .. import reference
@@ -216,25 +230,25 @@ def _page(name: str) -> str:
     return reference.entry(name) if name in reference.names() else ""
 
 
-def _unknown(name: str) -> str:
+def _unknown_name_text(name: str) -> str:
     from .. import reference
 
     known = nearest(name, {*codes.known(), *reference.names()})
-    near = known if known.startswith("did") else "codes stand in brackets"
+    near = known if known.startswith("did") else "codes are shown in brackets"
     return f"msrl-compile: no code, statement, attribute or function is called `{name}`; {near}\n"
 
 
-def _simulated(result: Compilation, options: argparse.Namespace) -> str:
+def _simulation_text(result: Compilation, options: argparse.Namespace) -> str:
     from ..compiler.pipeline import no_deploy
     from ..simulation.flags import simulated
 
     if result.plan is None:
         raise no_deploy()
-    return simulated(result.plan, options, *_screen(options))
+    return simulated(result.plan, options, *_screen_size(options))
 
 
-def _result(result: Compilation, options: argparse.Namespace) -> str:
-    """The text of the stage that was asked for."""
+def _result_text(result: Compilation, options: argparse.Namespace) -> str:
+    """Return the text of the requested stage."""
     from ..compiler.pipeline import no_deploy
 
     stage = options.emit or ("plan" if result.plan is not None or options.diff else "graph")
@@ -242,7 +256,7 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
         raise no_deploy()
     if options.diff is not None:
         assert result.plan is not None
-        return _diff(result.plan, options)
+        return _diff_text(result.plan, options)
     if options.format == "json":
         from ..emit import json
 
@@ -257,7 +271,7 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
         assert result.plan is not None
         return result.plan.to_json()
     if options.format in PICTURES:
-        return _picture(result, stage, options.format)
+        return _picture_text(result, stage, options.format)
     if stage == "ast":
         from ..dsl.tree_text import show
 
@@ -269,7 +283,7 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
         return ray_script(result.plan)
     from ..emit import text
 
-    width, colour = _screen(options)
+    width, colour = _screen_size(options)
     if stage == "graph":
         assert result.graph is not None
         graph = text.graph_text(result.graph, width, colour)
@@ -291,28 +305,28 @@ def _result(result: Compilation, options: argparse.Namespace) -> str:
     return text.plan_text(result.plan, width, colour)
 
 
-def _beside_diff(options: argparse.Namespace) -> str:
-    """The flag that asks for something else than a comparison of plans."""
-    asked = {"--check": options.check, "--why": options.why, "--simulate": options.simulate}
-    asked[f"--emit {options.emit}"] = options.emit not in (None, "plan")
-    asked[f"--format {options.format}"] = options.format in PICTURES
-    return next((flag for flag, there in asked.items() if there), "")
+def _flag_against_diff(options: argparse.Namespace) -> str:
+    """Return a flag that cannot be combined with `--diff`, or ""."""
+    flags = {"--check": options.check, "--why": options.why, "--simulate": options.simulate}
+    flags[f"--emit {options.emit}"] = options.emit not in (None, "plan")
+    flags[f"--format {options.format}"] = options.format in PICTURES
+    return next((flag for flag, is_given in flags.items() if is_given), "")
 
 
-def _diff(plan: Plan, options: argparse.Namespace) -> str:
+def _diff_text(plan: Plan, options: argparse.Namespace) -> str:
     from ..emit.diff import diff_json, diff_text, difference
     from ..ir.plan_paths import located
 
-    changes = difference(load_plan(options.diff), located(plan))  # a plan that was written has its files' places
+    changes = difference(load_plan(options.diff), located(plan))  # a plan from a file has paths relative to it
     return (
         diff_json(changes, options.diff)
         if options.format == "json"
-        else diff_text(changes, options.diff, *_screen(options))
+        else diff_text(changes, options.diff, *_screen_size(options))
     )
 
 
-def _picture(result: Compilation, stage: str, form: str) -> str:
-    """Graphviz text or a page of a stage."""
+def _picture_text(result: Compilation, stage: str, form: str) -> str:
+    """Return a stage as Graphviz text or as a page."""
     graph = result.graph
     plan = result.placed if stage == "placed" else result.plan
     assert graph is not None
@@ -336,8 +350,8 @@ def _picture(result: Compilation, stage: str, form: str) -> str:
     return html.plan_html(plan, timeline(plan))
 
 
-def _screen(options: argparse.Namespace) -> tuple[int, bool]:
-    """How wide a text is, and whether it has colour."""
+def _screen_size(options: argparse.Namespace) -> tuple[int, bool]:
+    """Return the width of text, and whether it has colour."""
     from ..emit.text_page import WIDTH
 
     to_terminal = options.output is None and sys.stdout.isatty()
@@ -347,11 +361,11 @@ def _screen(options: argparse.Namespace) -> tuple[int, bool]:
 
 def _seconds(text: str) -> float:
     if not text.replace(".", "", 1).isdecimal():
-        raise argparse.ArgumentTypeError(f"a number of seconds belongs here, not `{text}`")
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, not `{text}`")
     return float(text)
 
 
 def _count(text: str) -> int:
     if not (number := natural(text)):
-        raise argparse.ArgumentTypeError("a whole number of 1 or more belongs here, not `0`")
+        raise argparse.ArgumentTypeError("expected a whole number of 1 or more, not `0`")
     return number

@@ -1,8 +1,8 @@
-"""msrl-doctor: what is wrong with this machine, or the hosts of a Ray cluster, and the next step; and how fast it is.
+"""msrl-doctor: problems and speed of this machine or of a Ray cluster.
 
-Invariant: looking changes nothing and loads no heavy package here; `--calibrate` alone starts processes that last, all
-of which have ended when it ends. Exit status 0: nothing is wrong, or measured; 1: something is that a run would fail
-of; 2: bad usage; 3: measuring failed.
+Invariant: examining changes nothing and loads no heavy package here. Only `--calibrate` starts processes that persist,
+and all of them have ended when it ends. The exit status is 0 if nothing is wrong or the measurement succeeded, 1 if a
+run would fail, 2 for bad usage, 3 if measuring failed.
 """
 
 from __future__ import annotations
@@ -32,51 +32,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="msrl-doctor",
-        description="Say what is wrong with this machine, or with the hosts of the Ray cluster that RAY_ADDRESS names, "
+        description="Report what is wrong with this machine, or with the hosts of the Ray "
+        "cluster that RAY_ADDRESS names, "
         "and the next step; measure how fast it is.",
-        epilog="exit status: 0 nothing is wrong, or measured, 1 a run would fail of something, 2 bad usage, "
-        "3 measuring failed",
+        epilog="exit status: 0 nothing is wrong, or measured, 1 a run would fail, 2 bad usage, 3 measuring failed",
         allow_abbrev=False,
     )
-    p.add_argument("--json", action="store_true", help="show what is found as JSON: docs/clusters.md has its keys")
-    p.add_argument(
-        "--program", metavar="FILE", help="say too whether it has what this program takes, or a plan (.json) of one"
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON (keys: docs/clusters.md)")
+    parser.add_argument(
+        "--program", metavar="FILE", help="also check that it has what this program or plan (.json) needs"
     )
-    p.add_argument("--deploy", metavar="NAME", help="which deploy of the program")
-    p.add_argument("--model", metavar="PRESET", help="the policy's model where the program has no deploy")
-    p.add_argument(
+    parser.add_argument("--deploy", metavar="NAME", help="deploy of the program to use")
+    parser.add_argument("--model", metavar="PRESET", help="model of the policy if the program has no deploy")
+    parser.add_argument(
         "--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated"
     )
-    measures = 'measure this machine, for `device = "here"` and what runs on its CPUs (a minute)'
-    where = "where what was measured goes (default: MSRL_HERE, else here.json among the user's settings)"
-    p.add_argument("--calibrate", action="store_true", help=measures)
-    p.add_argument("--out", metavar="FILE", help=where)
-    return p
+    measures = 'measure this machine, for `device = "here"` and functions on its CPUs (a minute)'
+    where = "file for the measurements (default: MSRL_HERE, else here.json in the user's settings)"
+    parser.add_argument("--calibrate", action="store_true", help=measures)
+    parser.add_argument("--out", metavar="FILE", help=where)
+    return parser
 
 
 def _doctor(argv: Sequence[str]) -> int:
-    p = _parser()
-    options = p.parse_args(argv)
+    parser = _parser()
+    options = parser.parse_args(argv)
     options.diagnostics = "json" if options.json else "full"
     options.color = "auto"
     if options.out and not options.calibrate:
-        p.error("`--out` goes with `--calibrate`")
+        parser.error("`--out` goes with `--calibrate`")
     if options.calibrate and (options.json or options.program):
-        p.error(f"`--calibrate` measures: leave out `{'--json' if options.json else '--program'}`")
+        parser.error(f"`--calibrate` measures: leave out `{'--json' if options.json else '--program'}`")
     if (options.sets or options.deploy or options.model) and not options.program:
-        p.error("`--set`, `--deploy` and `--model` go with `--program`")
-    if any("=" not in s for s in options.sets):
-        p.error("`--set` takes PARAM=VALUE")
+        parser.error("`--set`, `--deploy` and `--model` go with `--program`")
+    if any("=" not in setting for setting in options.sets):
+        parser.error("`--set` takes PARAM=VALUE")
     path = Path(options.out) if options.out else calibration.location()[0]
     if options.calibrate:
         if path is None:
-            p.error("MSRL_HERE is empty: say with `--out` where what is measured goes")
+            parser.error("MSRL_HERE is empty: name a file for the measurements with `--out`")
         return _calibrate(path)
     source: list[ProgramSource] = []
     try:
-        plan = _plan(options, p, source) if options.program else None
+        plan = _plan(options, parser, source) if options.program else None
     except Fault as fault:
         tell(fault.diagnostics, source[0] if source else None, options)
         return 1
@@ -84,7 +84,10 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser, source: list[ProgramSource]) -> Plan:
-    """The plan of the program; `source` is given what it was read from. Raises Fault."""
+    """Compile or load the plan of the program; `source` receives the program's text.
+
+    Raises a Fault.
+    """
     if options.program.endswith(".json"):
         if options.sets or options.deploy or options.model:
             parser.error("a plan is compiled already: `--set`, `--deploy` and `--model` go with a program")
@@ -93,7 +96,7 @@ def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser, source: 
     from ..compiler.sources import read
 
     source.append(read(options.program))
-    sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}
+    sets = {key.strip(): value for key, _, value in (setting.partition("=") for setting in options.sets)}
     plan = translate(source[0], deploy=options.deploy, model=options.model, sets=sets).plan
     if plan is None:
         raise no_deploy()
@@ -106,30 +109,30 @@ def _examine(path: Path | None, plan: Plan | None, as_json: bool) -> int:
 
     address = os.environ.get("RAY_ADDRESS", "")
     findings, hosts = examine(address, plan)
-    found = calibration.read(path) if path is not None and path.is_file() else None
+    calibrated = calibration.read(path) if path is not None and path.is_file() else None
     if not address:
-        findings.append(_speed(found))
+        findings.append(_speed_finding(calibrated))
     if as_json:
         sys.stdout.write(report.document(findings, hosts))
         return report.status(findings)
     on_screen = sys.stdout.isatty()
     width = shutil.get_terminal_size().columns if on_screen or "COLUMNS" in os.environ else 120
     sys.stdout.write(report.table(findings, hosts, width, on_screen and "NO_COLOR" not in os.environ))
-    if path is not None and isinstance(found, Calibration) and not address:
+    if path is not None and isinstance(calibrated, Calibration) and not address:
         print()
-        _show(found, path)
+        _show(calibrated, path)
     return report.status(findings)
 
 
-def _speed(found: Calibration | Diagnostic | None) -> Finding:
+def _speed_finding(calibrated: Calibration | Diagnostic | None) -> Finding:
     from ..runtime.doctor.findings import Finding
 
     measure = "msrl-doctor --calibrate"
-    if found is None:
+    if calibrated is None:
         return Finding("speed", f"not measured: seconds are predicted from assumed figures ({measure})")
-    if isinstance(found, Diagnostic):
-        return Finding("speed", found.message, "warning", measure)
-    return Finding("speed", f"measured {found.date}, within {found.noise:.1%}; see below")
+    if isinstance(calibrated, Diagnostic):
+        return Finding("speed", calibrated.message, "warning", measure)
+    return Finding("speed", f"measured {calibrated.date}, within {calibrated.noise:.1%}; see below")
 
 
 def _calibrate(path: Path) -> int:
@@ -140,22 +143,22 @@ def _calibrate(path: Path) -> int:
         return 2
     from ..compiler.pipeline import compile
 
-    # A small program whose dock is tried; nothing of it is generated or trained.
+    # A small program whose dock is measured; nothing is generated or trained.
     sizes = {"prompts": "64", "group": "8", "prompt_len": "16", "response_len": "16"}
-    print("measuring this machine, about a minute; leave it alone meanwhile", file=sys.stderr)
+    print("measuring this machine for about a minute; do not use it meanwhile", file=sys.stderr)
     try:
         measure(compile("grpo", model="tiny", sets=sizes), path)
     except (CalibrationError, OSError) as error:
         print(f"msrl-doctor: measuring failed: {error}", file=sys.stderr)
         return 3
-    found = calibration.read(path)
-    assert isinstance(found, Calibration)
-    _show(found, path)
+    calibrated = calibration.read(path)
+    assert isinstance(calibrated, Calibration)
+    _show(calibrated, path)
     return 0
 
 
-def _show(found: Calibration, path: Path) -> None:
-    """What was measured."""
+def _show(calibrated: Calibration, path: Path) -> None:
+    """Print a table of what was measured."""
     from rich.console import Console
     from rich.table import Table
 
@@ -165,43 +168,51 @@ def _show(found: Calibration, path: Path) -> None:
     )
     table.add_column(no_wrap=True)
     table.add_column()
-    for name, what in _figures(found, path):
-        table.add_row(name, what)
+    for name, value in _figure_rows(calibrated, path):
+        table.add_row(name, value)
     console.print(table)
 
 
-def _figures(found: Calibration, path: Path) -> list[tuple[str, str]]:
+def _figure_rows(calibrated: Calibration, path: Path) -> list[tuple[str, str]]:
     return [
         ("file", str(path)),
         (
             "measured",
-            f"{found.date}, in {found.seconds:.0f} s, with {', '.join(f'{k} {v}' for k, v in found.versions.items())}",
+            (
+                f"{calibrated.date}, in {calibrated.seconds:.0f} s, with "
+                f"{', '.join(f'{package} {version}' for package, version in calibrated.versions.items())}"
+            ),
         ),
-        ("noise", f"{found.noise:.1%} between measurements of the same figure"),
-        ("an iteration", f"{found.turn * 1e3:.1f} ms to begin and end"),
+        ("noise", f"{calibrated.noise:.1%} between measurements of the same figure"),
+        ("an iteration", f"{calibrated.turn * 1e3:.1f} ms to begin and end"),
         (
             "the dock",
-            f"{found.handover * 1e3:.1f} ms from state to state, {found.share * 1e3:.1f} ms of a processor a share",
+            (
+                f"{calibrated.handover * 1e3:.1f} ms from node to node, {calibrated.share * 1e3:.1f} "
+                "ms of a processor per share"
+            ),
         ),
-        ("a Python function", f"{found.function * 1e6:.0f} us a row at least"),
-        *_ranks(found),
+        ("a Python function", f"{calibrated.function * 1e6:.0f} us per row at least"),
+        *_rank_rows(calibrated),
     ]
 
 
-def _ranks(found: Calibration) -> list[tuple[str, str]]:
-    """What each of so many ranks reaches while all are busy."""
+def _rank_rows(calibrated: Calibration) -> list[tuple[str, str]]:
+    """Return what each rank reaches while all ranks are busy, by the number of ranks."""
     rows = []
-    for ranks, busy in sorted(found.busy.items()):
-        device = calibration.device(found, "here", ranks)
-        told = f"{device.flops['f32'].value / 1e9:.0f} GFLOP/s f32, {device.flops['bf16'].value / 1e9:.0f} bf16, "
-        told += (
-            f"{device.memory_bandwidth.value / 1e9:.1f} GB/s, {busy.launch * 1e6:.1f} us an operator, "
-            f"{busy.row * 1e6:.0f} us a row"
+    for ranks, busy in sorted(calibrated.busy.items()):
+        device = calibration.device(calibrated, "here", ranks)
+        text = f"{device.flops['f32'].value / 1e9:.0f} GFLOP/s f32, {device.flops['bf16'].value / 1e9:.0f} bf16, "
+        text += (
+            f"{device.memory_bandwidth.value / 1e9:.1f} GB/s, {busy.launch * 1e6:.1f} us per operator, "
+            f"{busy.row * 1e6:.0f} us per row"
         )
         if busy.collectives:
-            told += f", {device.latency.value * 1e6:.0f} us and {device.device_link.value / 1e9:.2f} GB/s a collective"
+            text += (
+                f", {device.latency.value * 1e6:.0f} us and {device.device_link.value / 1e9:.2f} GB/s per collective"
+            )
         threads = f"{busy.threads} thread{'s' * (busy.threads > 1)}"
-        rows.append((f"{ranks} rank{'s' * (ranks > 1)} of {threads}", told))
+        rows.append((f"{ranks} rank{'s' * (ranks > 1)} of {threads}", text))
     return rows
 
 

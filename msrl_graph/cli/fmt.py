@@ -1,8 +1,8 @@
-"""msrl-fmt: programs in their one layout.
+"""msrl-fmt: programs in their canonical layout.
 
-Invariant: a file is replaced whole or not at all, and only by a layout that `dsl.format` vouches for; one with a
-mistake stays as it is. Exit status 0: fine; 1: a fault in a file, or one that `--check` or `--diff` would have changed;
-2: bad usage, or a file that cannot be written.
+Invariant: a file is replaced completely or not at all, and only by a layout that `dsl.format` has checked. A file with
+a mistake stays unchanged. The exit status is 0 for success, 1 for a fault in a file or a file that `--check` or
+`--diff` would have changed, 2 for bad usage or a file that cannot be written.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fmt(argv: Sequence[str]) -> int:
-    p = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="msrl-fmt",
-        description="Give .rlg programs their one layout, in place. Comments stay, and so does what a program means.",
+        description="Format .rlg programs in place. Comments and the meaning of a program do not change.",
         epilog=(
             "exit status: 0 fine, 1 a fault in a file, or one that --check or --diff would change, 2 bad usage or "
-            "a file not writable"
+            "a file that cannot be written"
         ),
         allow_abbrev=False,
     )
-    p.add_argument("files", nargs="+", metavar="FILE", help="a program; `-` reads stdin and writes stdout")
-    p.add_argument("--check", action="store_true", help="write nothing, list the files that would change")
-    p.add_argument("--diff", action="store_true", help="write nothing, show what would change")
-    p.add_argument(
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a program; `-` reads stdin and writes stdout")
+    parser.add_argument("--check", action="store_true", help="write nothing, list the files that would change")
+    parser.add_argument("--diff", action="store_true", help="write nothing, show what would change")
+    parser.add_argument(
         "--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown"
     )
-    p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics")
-    options = p.parse_args(argv)
-    told: list[Diagnostic] = []
+    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics")
+    options = parser.parse_args(argv)
+    diagnostics: list[Diagnostic] = []
     source = None
     differ = unwritten = False
     for file in options.files:
         name = STDIN if file == "-" else file
         try:
             old = _read(file)
-            # As the compiler reads it, whatever the file's line ends are.
+            # Line ends are normalized, as the compiler reads them.
             text = old.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
             source = ProgramSource(name, text, Path()) if file == "-" else source
             new = format(text, name)
         except Fault as fault:
-            told += fault.diagnostics
+            diagnostics += fault.diagnostics
             continue
         differ |= new != old
         if options.diff:
-            sys.stdout.write(_diff(old, new, name))
+            sys.stdout.write(_diff_text(old, new, name))
         elif options.check:
             sys.stdout.write(f"{name}\n" if new != old else "")
         elif file == "-":
@@ -76,12 +76,12 @@ def _fmt(argv: Sequence[str]) -> int:
             except OSError as error:
                 print(f"msrl-fmt: cannot write `{shown(str(file))}`: {error.strerror}", file=sys.stderr)
                 unwritten = True
-    tell(told, source, options)
-    return 2 if unwritten else int(bool(told) or (differ and (options.check or options.diff)))
+    tell(diagnostics, source, options)
+    return 2 if unwritten else int(bool(diagnostics) or (differ and (options.check or options.diff)))
 
 
 def _read(file: str) -> str:
-    """The text with its line ends and its mark, as it is."""
+    """Return the text with its original line ends and byte order mark."""
     try:
         return (sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()).decode()
     except UnicodeDecodeError:
@@ -93,10 +93,12 @@ def _read(file: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replaces a file, which is there whole at each moment and keeps its mode; a link stays a link. OSError where that
-    cannot be."""
+    """Replace a file atomically and keep its mode; a link stays a link.
+
+    Raises OSError if it cannot be written.
+    """
     path = path.resolve()
-    # A new file in its place would not ask whether the old one may be written.
+    # Replacing a file does not check its own permission, so open it for writing first.
     with path.open("ab"):
         pass
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -113,12 +115,12 @@ def _write(path: Path, text: str) -> None:
         raise
 
 
-def _diff(old: str, new: str, name: str) -> str:
-    """A unified diff, empty where the texts are equal."""
-    # As the file's lines end, and nowhere else.
+def _diff_text(old: str, new: str, name: str) -> str:
+    """Return a unified diff, empty if the texts are equal."""
+    # Split only at LF, as the files' lines end.
     before, after = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (old, new))
-    told = difflib.unified_diff(before, after, name, name)
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in told)
+    lines = difflib.unified_diff(before, after, name, name)
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """msrl-run: flags in, exit code out.
 
-Invariant: nothing of the runtime is loaded before the plan stands. Exit status as msrl-compile's, and 3: a run that
-failed, 130: one that was ended.
+Invariant: nothing of the runtime is loaded before the plan is complete. The exit status is as for msrl-compile, and 3
+for a failed run, 130 for an interrupted one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def run_main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What msrl-run takes; `run` of the Python API takes the same by keyword."""
-    p = argparse.ArgumentParser(
+    """Create the parser of msrl-run; `run` of the Python API has the same options."""
+    command_line = argparse.ArgumentParser(
         prog="msrl-run",
         description="Compile an .rlg program, or take a plan, and run it on Ray.",
         epilog="exit status: 0 fine, 1 a fault in the program or its data, 2 bad usage, 3 a process died or "
@@ -36,180 +36,202 @@ def parser() -> argparse.ArgumentParser:
         "130 ended by Ctrl-C (once: after the iteration, with a checkpoint; twice: at once)",
         allow_abbrev=False,
     )
-    p.add_argument("file", metavar="FILE", nargs="?", help="a program, or a plan that msrl-compile wrote (.json)")
-    p.add_argument("--deploy", metavar="NAME", help="which deploy of the file")
-    p.add_argument(
+    command_line.add_argument(
+        "file", metavar="FILE", nargs="?", help="a program, or a plan that msrl-compile wrote (.json)"
+    )
+    command_line.add_argument("--deploy", metavar="NAME", help="deploy of the file to use")
+    command_line.add_argument(
         "--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated"
     )
-    p.add_argument("--iterations", metavar="N", type=natural, help="override the number of iterations")
-    p.add_argument("--seed", metavar="N", type=natural, help="override the seed")
-    p.add_argument(
+    command_line.add_argument("--iterations", metavar="N", type=natural, help="override the number of iterations")
+    command_line.add_argument("--seed", metavar="N", type=natural, help="override the seed")
+    command_line.add_argument(
         "--out",
         metavar="DIR",
-        help="where metrics, curve, trace and weights go, a folder or a URL (default: a new folder under runs/)",
+        help="folder or URL for metrics, curve, trace and weights (default: a new folder under runs/)",
     )
-    p.add_argument(
+    command_line.add_argument(
         "--resume",
         metavar="DIR",
-        help="go on with a run, or from a checkpoint, in a folder or at a URL; without --out, in the run's folder",
+        help="resume a run or a checkpoint from a folder or URL; without --out, write to the run's folder",
     )
-    p.add_argument(
+    command_line.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the results of a run that --out holds, or checkpoints newer than --resume's",
+        help="replace the results of a run in --out, or checkpoints newer than --resume's",
     )
-    p.add_argument(
+    command_line.add_argument(
         "--record",
         action="store_true",
-        help="write the rows of each iteration and evaluation into the run's folder, as Parquet under rows/ and "
+        help="write the rows of each iteration and evaluation to the run's folder, as Parquet under rows/ and "
         "evaluation_rows/",
     )
-    p.add_argument(
-        "--replay", metavar="DIR", help="train on the responses of a run that was recorded, in place of generated ones"
+    command_line.add_argument(
+        "--replay", metavar="DIR", help="train on the responses of a recorded run instead of generated ones"
     )
-    p.add_argument(
+    command_line.add_argument(
         "--evaluate",
         action="store_true",
-        help="do the program's evaluations once and train nothing, with the models' own weights or, with --resume, "
+        help="run the program's evaluations once without training, with the models' own weights or, with --resume, "
         "those of a checkpoint; results go to a folder of their own",
     )
-    p.add_argument(
+    command_line.add_argument(
         "--export",
         metavar="DIR",
-        help="write the weights of a checkpoint, or of a run's newest one, as Hugging Face folders, and start nothing; "
-        "FILE is only needed where the run's folder is not there or the model was moved",
+        help="write the weights of a checkpoint, or of a run's newest one, as Hugging Face folders, without a run; "
+        "FILE is only needed if the run's folder is missing or the model was moved",
     )
-    p.add_argument(
+    command_line.add_argument(
         "--to",
         metavar="DIR",
-        help="where --export writes a folder for each worker, or, with --worker, that worker's (default: below "
+        help="folder for --export, with a folder for each worker or, with --worker, that "
+        "worker's files (default: under "
         "exported/ in the run's folder)",
     )
-    p.add_argument("--worker", metavar="NAME", help="the worker whose weights --export writes (default: all)")
-    p.add_argument(
-        "--dry-run", action="store_true", help="check all that can be checked, say what would run, and start nothing"
+    command_line.add_argument(
+        "--worker", metavar="NAME", help="the worker whose weights --export writes (default: all)"
     )
-    p.add_argument(
-        "--verbose", action="store_true", help="show what the processes print, each line with its process in front"
+    command_line.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check everything that can be checked and show what would run, without starting it",
     )
-    p.add_argument(
+    command_line.add_argument(
+        "--verbose", action="store_true", help="show the output of the processes, each line prefixed with its process"
+    )
+    command_line.add_argument(
         "--watch",
         action="store_true",
-        help="serve a page on which the run can be watched, at an address that is printed; on a terminal show more too",
+        help="serve a page that shows the run and print its address; also show more on the terminal",
     )
-    p.add_argument(
+    command_line.add_argument(
         "--metrics-port",
         metavar="N",
         type=natural,
-        help="serve metrics for Prometheus at this port of 127.0.0.1; 0: a free one, which is printed",
+        help="serve metrics for Prometheus on this port of 127.0.0.1; 0: use a free port and print it",
     )
-    p.add_argument(
+    command_line.add_argument(
         "--nice",
         metavar="N",
         type=natural,
         choices=range(20),
         default=0,
-        help="let what computes be nicer than msrl-run is, by N",
+        help="add N to the niceness of compute processes",
     )
-    p.add_argument(
+    command_line.add_argument(
         "--measure-memory",
         action="store_true",
-        help="measure what a rank's tensors take, at each instruction of an iteration",
+        help="measure the memory of a rank's tensors at each instruction of an iteration",
     )
-    p.add_argument(
+    command_line.add_argument(
         "--diagnostics", choices=("full", "concise", "json"), default="full", help="how diagnostics are shown"
     )
-    p.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics")
-    return p
+    command_line.add_argument(
+        "--color", choices=("auto", "always", "never"), default="auto", help="colour in diagnostics"
+    )
+    return command_line
 
 
 def _run(argv: Sequence[str]) -> int:
-    p = parser()
-    options = p.parse_args(argv)
-    if any("=" not in s for s in options.sets):
-        p.error("`--set` takes PARAM=VALUE")
-    _go_together(p, options)
+    command_line = parser()
+    options = command_line.parse_args(argv)
+    if any("=" not in setting for setting in options.sets):
+        command_line.error("`--set` takes PARAM=VALUE")
+    _check_flags(command_line, options)
     program = _Program(options)
     try:
         if options.export:
             return _export(program, options)
-        plan = program.plan(p)
-        stated = {k: v for k, v in (("iterations", options.iterations), ("seed", options.seed)) if v is not None}
+        plan = program.plan(command_line)
+        stated = {
+            key: value
+            for key, value in (("iterations", options.iterations), ("seed", options.seed))
+            if value is not None
+        }
         plan = replace(plan, deploy=replace(plan.deploy, run=replace(plan.deploy.run, **stated)))
         return _execute(plan, options)
     except Fault as fault:
         tell(fault.diagnostics, program.source, options)
-        return 3 if any(d.code in UNFIT for d in fault.diagnostics) else 1
+        return 3 if any(diagnostic.code in UNFIT for diagnostic in fault.diagnostics) else 1
 
 
-# The flags that go with --export; all others are of a run.
-_OF_EXPORT = {"file", "export", "to", "worker", "deploy", "sets", "diagnostics", "color"}
+# The flags that go with --export; all others belong to a run.
+_EXPORT_FLAGS = {"file", "export", "to", "worker", "deploy", "sets", "diagnostics", "color"}
 
-_OF_TRAINING = {"iterations", "replay", "measure_memory"}
+_TRAINING_FLAGS = {"iterations", "replay", "measure_memory"}
 
 
-def _go_together(p: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with bad usage where flags of a run and of an export are mixed."""
-    stated = {a.dest: a.option_strings[0] for a in p._actions if a.option_strings and a.dest != "help"}
-    stated = {dest: flag for dest, flag in stated.items() if getattr(options, dest) != p.get_default(dest)}
+def _check_flags(command_line: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit with bad usage if flags of a run and of an export are mixed."""
+    stated = {
+        action.dest: action.option_strings[0]
+        for action in command_line._actions
+        if action.option_strings and action.dest != "help"
+    }
+    stated = {dest: flag for dest, flag in stated.items() if getattr(options, dest) != command_line.get_default(dest)}
     if not options.export:
         if alone := [flag for dest, flag in stated.items() if dest in ("to", "worker")]:
-            p.error(f"`{alone[0]}` goes with `--export`")
+            command_line.error(f"`{alone[0]}` goes with `--export`")
         if options.file is None:
-            p.error("the following arguments are required: FILE")
-        if options.evaluate and (other := [f for d, f in stated.items() if d in _OF_TRAINING]):
-            p.error(f"`--evaluate` trains nothing: `{other[0]}` does not go with it")
+            command_line.error("the following arguments are required: FILE")
+        if options.evaluate and (
+            other := [option_string for name, option_string in stated.items() if name in _TRAINING_FLAGS]
+        ):
+            command_line.error(f"`--evaluate` trains nothing: leave out `{other[0]}`")
         return
-    if of_run := [flag for dest, flag in stated.items() if dest not in _OF_EXPORT]:
-        p.error(f"`--export` starts no run: `{of_run[0]}` does not go with it")
+    if of_run := [flag for dest, flag in stated.items() if dest not in _EXPORT_FLAGS]:
+        command_line.error(f"`--export` starts no run: leave out `{of_run[0]}`")
     if options.file is None and (options.sets or options.deploy):
-        p.error("`--set` and `--deploy` go with a program")
+        command_line.error("`--set` and `--deploy` go with a program")
 
 
 class _Program:
-    """Compile the program of FILE; `source` is its text, for messages."""
+    """The program of FILE; `source` is its text, for messages."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.source: ProgramSource | None = None
 
-    def plan(self, p: argparse.ArgumentParser) -> Plan:
-        """Compile it, or load it. Raises Fault."""
+    def plan(self, command_line: argparse.ArgumentParser) -> Plan:
+        """Compile or load the plan. Raises a Fault."""
         options = self.options
         if options.file.endswith(".json"):
             if options.sets or options.deploy:
-                p.error("a plan is compiled already: `--set` and `--deploy` go with a program")
+                command_line.error("a plan is compiled already: `--set` and `--deploy` go with a program")
             return load_plan(options.file, run=True)
         from ..compiler.pipeline import no_deploy, translate
         from ..compiler.sources import read
 
         self.source = read(options.file)
-        sets = {key.strip(): value for key, _, value in (s.partition("=") for s in options.sets)}
+        sets = {key.strip(): value for key, _, value in (setting.partition("=") for setting in options.sets)}
         result = translate(self.source, deploy=options.deploy, sets=sets)
-        # Of data its own check tells more: that they are not there is an error of the run.
+        # The run's own checks report missing data in more detail, and as an error.
         own = ("missing-file", "no-data", "few-rows", "not-installed")
-        tell([w for w in result.warnings if w.code not in own], self.source, options)
+        tell([warning for warning in result.warnings if warning.code not in own], self.source, options)
         if result.plan is None:
             raise no_deploy()
         return result.plan
 
 
 def _export(program: _Program, options: argparse.Namespace) -> int:
-    """`--export`."""
+    """Run `--export`."""
     plan = program.plan(parser()) if options.file else None
     try:
         from ..runtime.driver.export import export
     except ModuleNotFoundError as error:
-        return _not_installed(error)
-    found = export(options.export, plan, options.worker or "", options.to or "")
-    tell(found.warnings, program.source, options)
-    for name, folder in found.folders.items():
+        return _report_missing_package(error)
+    exported = export(options.export, plan, options.worker or "", options.to or "")
+    tell(exported.warnings, program.source, options)
+    for name, folder in exported.folders.items():
         print(shown(f"{name}: {folder}"))
     return 0
 
 
 def run_plan(text: str, out: str | None) -> int:
-    """Runs the JSON text of a plan as `msrl-run` would: what the script of `--emit ray` calls. The exit status."""
+    """Run the JSON text of a plan as `msrl-run` would; return the exit status.
+
+    The script of `--emit ray` calls this.
+    """
     from ..compiler.loading import load
 
     def main(_: list[str]) -> int:
@@ -233,12 +255,12 @@ def run_plan(text: str, out: str | None) -> int:
             return _execute(load(text.encode(), "the plan of this script", run=True), options)
         except Fault as fault:
             tell(fault.diagnostics, None, options)
-            return 3 if any(d.code in UNFIT for d in fault.diagnostics) else 1
+            return 3 if any(diagnostic.code in UNFIT for diagnostic in fault.diagnostics) else 1
 
     return guarded("msrl-run", main, sys.argv[1:])
 
 
-def _not_installed(error: ModuleNotFoundError) -> int:
+def _report_missing_package(error: ModuleNotFoundError) -> int:
     print(f"msrl-run: {error.name} is not installed; to run plans: pip install 'msrl-graph[run]'", file=sys.stderr)
     return 2
 
@@ -248,9 +270,9 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         from ..runtime.driver import supervisor
         from ..runtime.driver.outcome import Interrupted, RunFailed
     except ModuleNotFoundError as error:
-        return _not_installed(error)
+        return _report_missing_package(error)
     resume = options.resume or ""
-    watched = supervisor.WatchOptions(
+    watch_options = supervisor.WatchOptions(
         options.measure_memory,
         options.verbose,
         options.record,
@@ -262,13 +284,13 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         options.evaluate,
     )
     if options.dry_run:
-        made = supervisor.prepare(plan, options.out, resume, watched)
-        tell(made.warnings, None, options)
-        made.drop()
-        print(shown("\n".join(made.lines())))
+        attempt = supervisor.prepare(plan, options.out, resume, watch_options)
+        tell(attempt.warnings, None, options)
+        attempt.drop()
+        print(shown("\n".join(attempt.lines())))
         return 0
     try:
-        outcome = supervisor.run(plan, options.out, resume, watched)
+        outcome = supervisor.run(plan, options.out, resume, watch_options)
     except RunFailed as error:
         tell([Diagnostic("run-failed", str(error))], None, options)
         return 3

@@ -1,4 +1,4 @@
-"""Prints the catalogue of codes, docs/codes.md."""
+"""Print the catalogue of codes, docs/codes.md."""
 
 from . import catalogue
 

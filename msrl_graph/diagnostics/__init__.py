@@ -1,8 +1,8 @@
-"""What the compiler says to its user.
+"""Diagnostics: the compiler's messages to its user.
 
-Invariant: a user's mistake is a `Diagnostic` with a code of the package `codes`, never an exception's text; `Fault`
-carries one or more of them up to the command line. A message is lower case, without a final full stop, in the user's
-words; the fix stands in `help`.
+Invariant: a user's mistake is a `Diagnostic` with a code of the package `codes`, never an exception's text. `Fault`
+carries one or more of them to the command line. A message is lower case, without a final full stop, in the user's
+words; the fix is in `help`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Literal, ParamSpec, TypeVar
 from .. import codes
 from .terminal_text import SIGNS, shown
 
-# What is wrong is not the program but the machines: the exit status is 3.
+# Faults of the machines, not of the program: the exit status is 3.
 UNFIT = frozenset({"no-resources", "host-differs", "port-taken"})
-# Of a longer line an excerpt shows this many characters.
+# Longest excerpt of a line, in characters.
 LONGEST = 240
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -30,8 +30,10 @@ Severity = Literal["error", "warning", "hint"]
 
 @dataclass(frozen=True, order=True)
 class Span:
-    """A stretch of source text: 1-based lines and columns, the end exclusive. A column is a character, also a tab or a
-    wide one."""
+    """A range of source text: 1-based lines and columns, the end exclusive.
+
+    A column is a character, including a tab or a wide one.
+    """
 
     file: str
     line: int
@@ -41,12 +43,12 @@ class Span:
 
     @property
     def place(self) -> str:
-        """Where it is, for running text."""
+        """The position, for running text."""
         name = PurePath(self.file).name
         return f"line {self.line} of {name}" if name else f"line {self.line}"
 
     def to(self, other: Span) -> Span:
-        """From the start of this span to the end of `other`."""
+        """Return the span from the start of this one to the end of `other`."""
         return Span(self.file, self.line, self.column, other.end_line, other.end_column)
 
 
@@ -55,7 +57,7 @@ NOWHERE = Span("", 0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One thing to tell: what is wrong, where, and what to do about it."""
+    """A message: what is wrong, where, and what to do about it."""
 
     code: str
     message: str
@@ -70,25 +72,29 @@ class Diagnostic:
 
 
 class Fault(Exception):
-    """Ends a compilation or refuses a run; holds what to tell. Its str is `text`, the rendered diagnostics, where they
-    were rendered."""
+    """The end of a compilation or the rejection of a run, with its diagnostics.
+
+    Its str is `text`, the rendered diagnostics, if they were rendered.
+    """
 
     text = ""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
-        super().__init__("; ".join(f"[{d.code}] {d.message}" for d in diagnostics))
+        super().__init__("; ".join(f"[{diagnostic.code}] {diagnostic.message}" for diagnostic in diagnostics))
         self.diagnostics = diagnostics
 
     def __str__(self) -> str:
         return self.text or super().__str__()
 
     def __reduce__(self) -> tuple[type[Fault], tuple[Diagnostic, ...]]:
-        return type(self), self.diagnostics  # from one process to another
+        return type(self), self.diagnostics  # for pickling between processes
 
 
 def public(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the Python API: the traceback of its Fault ends at the call. With MSRL_DEBUG=1 it shows where it
-    was raised, too."""
+    """Decorate a Python API function: the traceback of its Fault ends at the call.
+
+    With MSRL_DEBUG=1 the traceback also shows where the Fault was raised.
+    """
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -104,41 +110,48 @@ def public(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class ProgramWarning(UserWarning):
-    """What there is to tell of a program that can be compiled, to who compiles it in Python; its text is the rendered
-    diagnostic."""
+    """A warning about a program that compiles, for Python callers.
+
+    Its text is the rendered diagnostic.
+    """
 
 
 def kind_of(value: object) -> str:
-    """What a value of Python's is, in words: `None`, `an int`."""
+    """Return what a Python value is, in words: `None`, `an int`."""
     kind = type(value).__name__
     return "None" if value is None else f"{'an' if kind[:1].lower() in tuple('aeiou') else 'a'} {kind}"
 
 
 def nearest(name: str, known: Iterable[str], lead: str = "did you mean") -> str:
-    """A help line with the known name that is nearest to `name`, or with all of them when none is near and they are
-    few."""
+    """Return a help line with the known name that is nearest to `name`.
+
+    If none is near and there are few, the line lists all of them.
+    """
     names = sorted(set(known))
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"{lead} `{close[0]}`?"
-    # `910c` of `ascend-910c`, where no other has it but those that begin so too.
-    whole = [n for n in names if len(name) > 2 and name.lower() in n.lower()]
-    if whole and all(n.startswith(whole[0]) for n in whole):
-        return f"{lead} `{whole[0]}`?"
+    # `910c` matches `ascend-910c` if all names that contain it begin with the shortest match.
+    containing = [known_name for known_name in names if len(name) > 2 and name.lower() in known_name.lower()]
+    if containing and all(known_name.startswith(containing[0]) for known_name in containing):
+        return f"{lead} `{containing[0]}`?"
     if names and len(names) <= 12:
-        return "known here: " + ", ".join(f"`{n}`" for n in names)
+        return "known here: " + ", ".join(f"`{known_name}`" for known_name in names)
     return ""
 
 
 def render(diagnostic: Diagnostic, sources: Mapping[str, str], style: str = "full") -> str:
-    """The text of one diagnostic; `sources` maps a file's name to its text, for the underlined line."""
-    head = f"{diagnostic.severity}[{diagnostic.code}]: {diagnostic.message}"
+    """Return the text of a diagnostic.
+
+    `sources` maps a file's name to its text, for the underlined line.
+    """
+    title = f"{diagnostic.severity}[{diagnostic.code}]: {diagnostic.message}"
     span = diagnostic.span
     if style == "concise":
         where = f"{span.file}:{span.line}:{span.column}: " if span.line else ""
-        return shown(where + head + (f" (help: {diagnostic.help})" if diagnostic.help else ""))
-    margin = " " * len(str(max([span.line, *(s.line for s, _ in diagnostic.related)])))
-    lines = [head]
+        return shown(where + title + (f" (help: {diagnostic.help})" if diagnostic.help else ""))
+    margin = " " * len(str(max([span.line, *(related_span.line for related_span, _ in diagnostic.related)])))
+    lines = [title]
     if span.line:
         lines += _excerpt(span, sources, margin)
     for other, note in diagnostic.related:
@@ -156,8 +169,8 @@ def _excerpt(span: Span, sources: Mapping[str, str], margin: str) -> list[str]:
         source = text[span.line - 1].rstrip("\r")
         start = span.column - 1
         end = span.end_column - 1 if span.end_line == span.line else len(source)
-        part, start, end = _window(source.translate(SIGNS), start, end)
-        under = _blank(part[:start]) + (_blank(part[start:end], "^") or "^")
+        part, start, end = _cut_line(source.translate(SIGNS), start, end)
+        under = _padding(part[:start]) + (_padding(part[start:end], "^") or "^")
         number = str(span.line).rjust(len(margin))
         lines += [f"{margin} |", f"{number} | {part}", f"{margin} | {under}"]
     return lines
@@ -165,13 +178,15 @@ def _excerpt(span: Span, sources: Mapping[str, str], margin: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _lines(text: str) -> list[str]:
-    """The lines of a text, once for all that is told of it."""
+    """Return the lines of a text, cached for all its diagnostics."""
     return text.split("\n")
 
 
-def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
-    """What is shown of a line, and where its part from `start` to `end` stands there: of a long one only what is
-    near."""
+def _cut_line(line: str, start: int, end: int) -> tuple[str, int, int]:
+    """Return the shown part of a line, and the position of `start` to `end` in it.
+
+    A long line is cut to the part near `start`.
+    """
     if len(line) <= LONGEST:
         return line, start, end
     first = max(0, min(start - LONGEST // 4, len(line) - LONGEST))
@@ -181,9 +196,11 @@ def _window(line: str, start: int, end: int) -> tuple[str, int, int]:
     return part, start - first + len(before), min(end, last) - first + len(before)
 
 
-def _blank(text: str, sign: str = " ") -> str:
-    """As wide as the text: tabs keep their place, so that an underline meets the text in any terminal; wide characters
-    take two columns, combining ones none."""
+def _padding(text: str, sign: str = " ") -> str:
+    """Return a string as wide as the text.
+
+    Tabs stay, so that an underline matches in any terminal. Wide characters take two columns, combining ones none.
+    """
     if text.isascii():
         return sign * len(text) if "\t" not in text else "\t".join(sign * len(part) for part in text.split("\t"))
     from rich.cells import cell_len
@@ -192,7 +209,10 @@ def _blank(text: str, sign: str = " ") -> str:
 
 
 def render_json(diagnostics: Iterable[Diagnostic]) -> str:
-    """A JSON list of {code, severity, message, span, help, related}; positions are 1-based, ends exclusive."""
+    """Return a JSON list of {code, severity, message, span, help, related}.
+
+    Positions are 1-based, ends exclusive.
+    """
 
     def place(span: Span) -> dict[str, object] | None:
         if not span.line:
@@ -206,14 +226,16 @@ def render_json(diagnostics: Iterable[Diagnostic]) -> str:
     return json.dumps(
         [
             {
-                "code": d.code,
-                "severity": d.severity,
-                "message": d.message,
-                "span": place(d.span),
-                "help": d.help,
-                "related": [{"span": place(s), "message": m} for s, m in d.related],
+                "code": diagnostic.code,
+                "severity": diagnostic.severity,
+                "message": diagnostic.message,
+                "span": place(diagnostic.span),
+                "help": diagnostic.help,
+                "related": [
+                    {"span": place(related_span), "message": note} for related_span, note in diagnostic.related
+                ],
             }
-            for d in diagnostics
+            for diagnostic in diagnostics
         ],
         indent=2,
     )

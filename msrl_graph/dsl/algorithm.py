@@ -251,7 +251,7 @@ class _Algorithm(Declarations):
                 help = nearest(name.text, known)
                 if stateful and not kind and not help.startswith("did"):
                     state = f"`state {name.text} : f32 = 0`"
-                    declare = f"declare it as a column, or as a state if it outlives an iteration: {state}"
+                    declare = f"declare it as a column or, if it outlives an iteration, as a state: {state}"
                     help = "; ".join(filter(None, (help, declare)))
                 if kind == "param":
                     help = (

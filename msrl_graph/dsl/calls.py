@@ -74,7 +74,7 @@ class CallingNode:
     """A node that calls functions.
 
     - reads: the columns and states that the node reads; `states` are the states among them
-    - beside: further columns, bound only by a parameter of the same name or an argument that names them
+    - extra_columns: further columns, bound only by a parameter of the same name or an argument that names them
     - folder: the folder of the node's program
     - kinds: readers of options that take more than a plain value, by their kind
     - used: collects the signatures of user functions
@@ -87,7 +87,7 @@ class CallingNode:
     folder: Folder
     problems: Problems
     states: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    extra_columns: tuple[str, ...] = ()
     kinds: Mapping[str, FormReader] = field(default_factory=dict)
     used: dict[tuple[CallKind, str], tuple[Signature, str]] = field(default_factory=dict)
 
@@ -161,7 +161,9 @@ class CallingNode:
         a column takes the one state that no other parameter takes.
         """
         named = [
-            parameter for parameter in signature.columns if parameter in self.beside and parameter not in call.keys
+            parameter
+            for parameter in signature.columns
+            if parameter in self.extra_columns and parameter not in call.keys
         ]
         call = replace(
             call,
@@ -171,7 +173,7 @@ class CallingNode:
         columns = call.columns()
         binds = {parameter: columns.get(parameter, parameter) for parameter in signature.columns}
         required = [parameter for parameter in signature.columns if parameter not in signature.optional]
-        missing = [parameter for parameter in required if binds[parameter] not in (*self.reads, *self.beside)]
+        missing = [parameter for parameter in required if binds[parameter] not in (*self.reads, *self.extra_columns)]
         if signature.kind != "function" or len(missing) != 1:
             return call
         unbound = [column for column in self.reads if column not in binds.values()]
@@ -304,12 +306,12 @@ class CallingNode:
             raise mistake(
                 "unknown-column", f"no column is called `{expr.text}`", expr.span, nearest(expr.text, self.columns)
             )
-        if expr.text not in (*self.reads, *self.beside):
+        if expr.text not in (*self.reads, *self.extra_columns):
             help = f"add `{expr.text}` to what `{self.node}` reads"
-            if self.beside:
+            if self.extra_columns:
                 help = (
                     "row weights can use columns that the source fills, "
-                    f"{', '.join(f'`{column}`' for column in self.beside)}, and states"
+                    f"{', '.join(f'`{column}`' for column in self.extra_columns)}, and states"
                 )
             raise mistake("term-column", f"`{self.node}` does not read `{expr.text}`", expr.span, help)
         return Expr("column", expr.text, span=expr.span)

@@ -172,8 +172,8 @@ def _check_best(evaluation: Evaluation, attributes: Mapping[str, Expr], problems
         return
     span = attributes["best"].span
     known = evaluation.figures
-    parted = evaluation.by and evaluation.best.rpartition(f"/{evaluation.by}=")[0]
-    if evaluation.best not in known and parted not in known:
+    ungrouped = evaluation.by and evaluation.best.rpartition(f"/{evaluation.by}=")[0]
+    if evaluation.best not in known and ungrouped not in known:
         message = f"`evaluate {evaluation.task}` has no figure `{evaluation.best}`"
         help = nearest(evaluation.best, known) or f"it has {', '.join(f'`{figure}`' for figure in known)}"
         problems.report("bad-value", message, span, help)

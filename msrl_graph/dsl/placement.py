@@ -24,7 +24,7 @@ class _Group:
 
     members: set[str]
     span: Span
-    stretch: tuple[int, int, int] | None = (
+    device_span: tuple[int, int, int] | None = (
         None  # first device, number of devices, and devices of each node (0: consecutive)
     )
     apart: ast.Ref | None = None
@@ -51,10 +51,10 @@ def lower_pools(
                 lowering.apart(statement)
     order = [node.name for node in graph.nodes]
     groups = sorted(lowering.groups, key=lambda group: (group.apart or group).span)
-    parted = [group for group in groups if group.stretch or group.apart]
+    pool_groups = [group for group in groups if group.device_span or group.apart]
     pools = []
-    for group in parted:
-        first, devices, per_node = group.stretch or (0, 0, 0)
+    for group in pool_groups:
+        first, devices, per_node = group.device_span or (0, 0, 0)
         pools.append(
             Pool(
                 tuple(sorted(group.members, key=order.index)),
@@ -64,7 +64,9 @@ def lower_pools(
                 each=per_node,
             )
         )
-    return tuple(pools), tuple(tuple(sorted(group.members, key=order.index)) for group in groups if group not in parted)
+    return tuple(pools), tuple(
+        tuple(sorted(group.members, key=order.index)) for group in groups if group not in pool_groups
+    )
 
 
 class _Pools:
@@ -129,42 +131,42 @@ class _Pools:
             raise mistake("bad-place", f"`{ref.text}` has no nodes, so it takes no devices", ref.span, "leave it out")
         return {member.name for member in members}
 
-    def _join_groups(self, members: set[str], span: Span, stretch: tuple[int, int, int] | None) -> _Group:
+    def _join_groups(self, members: set[str], span: Span, device_span: tuple[int, int, int] | None) -> _Group:
         """Add a group, merged with the groups that share a member or the range."""
         old = [
             known
             for known in self.groups
-            if known.members & members or (stretch is not None and known.stretch == stretch)
+            if known.members & members or (device_span is not None and known.device_span == device_span)
         ]
-        group = _Group(set(members), old[0].span if old else span, stretch)
+        group = _Group(set(members), old[0].span if old else span, device_span)
         for other in old:
-            if group.stretch and other.stretch and group.stretch != other.stretch:
+            if group.device_span and other.device_span and group.device_span != other.device_span:
                 shared = min(members & other.members)
                 message = (
-                    f"`{shared}` cannot be on {self._format_range(group.stretch)} and on "
-                    f"{self._format_range(other.stretch)}"
+                    f"`{shared}` cannot be on {self._format_range(group.device_span)} and on "
+                    f"{self._format_range(other.device_span)}"
                 )
                 raise mistake(
                     "bad-place", message, span, "a state is in one pool", ((other.span, "placed here first"),)
                 )
             group.members |= other.members
-            group.stretch = group.stretch or other.stretch
+            group.device_span = group.device_span or other.device_span
         others = [known for known in self.groups if known not in old]
         for other in others:
             if (
-                stretch
-                and other.stretch
+                device_span
+                and other.device_span
                 and self.cluster
-                and meet(stretch, other.stretch, self.cluster.devices_per_node)
+                and meet(device_span, other.device_span, self.cluster.devices_per_node)
             ):
-                message = f"{self._format_range(stretch)} and {self._format_range(other.stretch)} overlap"
-                related = ((other.span, self._format_range(other.stretch)),)
+                message = f"{self._format_range(device_span)} and {self._format_range(other.device_span)} overlap"
+                related = ((other.span, self._format_range(other.device_span)),)
                 raise mistake("bad-place", message, span, "pools have the same devices, or none in common", related)
         self.groups = [*others, group]
         return group
 
-    def _format_range(self, stretch: tuple[int, int, int]) -> str:
-        return device_range(*stretch, self.cluster.devices_per_node if self.cluster else 1)
+    def _format_range(self, device_span: tuple[int, int, int]) -> str:
+        return device_range(*device_span, self.cluster.devices_per_node if self.cluster else 1)
 
     def _device_range(self, statement: ast.PlaceDecl) -> tuple[int, int, int]:
         """Return the first device, the number of devices, and the devices of each node.

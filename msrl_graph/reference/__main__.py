@@ -1,4 +1,4 @@
-"""Prints the language reference, docs/language.md."""
+"""Print the language reference, docs/language.md."""
 
 from . import document
 

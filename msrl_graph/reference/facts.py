@@ -1,7 +1,8 @@
-"""What the reference takes from the sources: types and bounds of attributes, functions, presets, engines, as tables of
-Markdown.
+"""Tables of the reference, made from the sources.
 
-Invariant: nothing here is a second list of names; what is not in the source of a thing is not in its table.
+They show types and bounds of attributes, functions, presets and engines, as Markdown.
+
+Invariant: nothing here is a second list of names; a table contains only what its source contains.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from ..ir.signatures import CallKind, Option, Signature
 from ..model import models, presets
 from . import syntax
 
-# What runs on a machine with another memory or clock says something else there: the document says where it comes from
-# instead.
+# These figures differ between machines, so the document states their origin instead.
 MACHINES = ("cpu", "here")
 
 
@@ -37,8 +37,7 @@ MACHINES = ("cpu", "here")
 
 @dataclass(frozen=True)
 class AttributeRow:
-    """An attribute: what it takes, what it is without being stated, what it means; `note` says what this version cannot
-    do with it."""
+    """An attribute in words; `note` is its limits in this version."""
 
     name: str
     takes: str
@@ -46,23 +45,26 @@ class AttributeRow:
     meaning: str
     note: str = ""
 
-    def text(self, of: str) -> str:
-        """As an entry of its own."""
+    def text(self, statement: str) -> str:
+        """Return the attribute as an entry of its own."""
         default = f", by default {self.default}" if self.default else ""
-        return f"An attribute of `{of}`: {self.takes}{default}.\n\n{self.meaning}{self.note and ' ' + self.note}"
+        return f"An attribute of `{statement}`: {self.takes}{default}.\n\n{self.meaning}{self.note and ' ' + self.note}"
 
 
-def attributes(of: str) -> list[AttributeRow]:
-    """The rows of a statement."""
-    declared = STATEMENTS[of].declared()
-    return [AttributeRow(name, str(a.kind), default(a), a.doc, _note(of, name)) for name, a in declared.items()]
+def attributes(statement: str) -> list[AttributeRow]:
+    """Return the rows of a statement."""
+    declared = STATEMENTS[statement].declared()
+    return [
+        AttributeRow(name, str(attribute.kind), default(attribute), attribute.doc, _note(statement, name))
+        for name, attribute in declared.items()
+    ]
 
 
 def default(attribute: Attribute) -> str:
-    """What an attribute is without being stated, as a program would state it, or in words."""
+    """Return an attribute's default as a program would state it, or in words."""
     value = attribute.default
     if attribute.must:
-        return "must be given"
+        return "required"
     if attribute.shown is not None:
         return attribute.shown
     match attribute.kind:
@@ -83,21 +85,21 @@ def table(rows: list[AttributeRow]) -> str:
     if not rows:
         return "It has no attributes."
     lines = [
-        f"| `{r.name}` | {_cell(r.takes)} | {_cell(r.default)} | {_cell(f'{r.meaning} {r.note}'.strip())} |"
-        for r in rows
+        f"| `{row.name}` | {_cell(row.takes)} | {_cell(row.default)} | {_cell(f'{row.meaning} {row.note}'.strip())} |"
+        for row in rows
     ]
     return "\n".join(["| attribute | takes | default | meaning |", "|---|---|---|---|", *lines])
 
 
-def _note(of: str, name: str) -> str:
-    return f"*{_nature(name, SHARES[name])}*" if of == "cluster" and name in SHARES else ""
+def _note(statement: str, name: str) -> str:
+    return f"*{_peak_note(name, SHARES[name])}*" if statement == "cluster" and name in SHARES else ""
 
 
-def _nature(name: str, share: Figure) -> str:
-    """Whether a figure of a cluster is a peak or what is reached, by the presets."""
-    peak = [d.name for d in DEVICES.values() if name in d.peaks]
-    other = [d.name for d in DEVICES.values() if name not in d.peaks]
-    counts = f"A peak, of which {100 * share.value:.0f} % count"
+def _peak_note(name: str, share: Figure) -> str:
+    """Return whether a figure of a cluster is a peak or an achieved value, by preset."""
+    peak = [device.name for device in DEVICES.values() if name in device.peaks]
+    other = [device.name for device in DEVICES.values() if name not in device.peaks]
+    counts = f"A peak, of which {100 * share.value:.0f} % is used"
     if not other:
         return f"{counts}."
     few, many, rest = (
@@ -113,20 +115,20 @@ def _nature(name: str, share: Figure) -> str:
 
 @functools.cache
 def _functions() -> dict[str, ast.FunctionDef]:
-    """The package's functions as they are written, by name."""
-    found = {}
+    """Return the definitions of the package's functions, by name."""
+    functions = {}
     for module in {module for _, module in algorithms.library().values()}:
         for item in ast.parse((algorithms.FOLDER / f"{module}.py").read_text(encoding="utf-8")).body:
             if isinstance(item, ast.FunctionDef):
-                found[item.name] = item
-    return found
+                functions[item.name] = item
+    return functions
 
 
 def _call(signature: Signature) -> str:
-    """How a program writes a call: its options with their defaults."""
+    """Return a call as a program writes it, with the options' defaults."""
     args = _functions()[signature.name].args
-    defaults = {a.arg: d for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)}
-    return f"{signature.name}({', '.join(_option(o, defaults[o.name]) for o in signature.options)})"
+    defaults = {arg.arg: value for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True)}
+    return f"{signature.name}({', '.join(_option(option, defaults[option.name]) for option in signature.options)})"
 
 
 def _option(option: Option, default: ast.expr | None) -> str:
@@ -139,34 +141,47 @@ def _option(option: Option, default: ast.expr | None) -> str:
 
 
 def _function_text(signature: Signature) -> str:
-    """Of a function: what it reads, the words of its options, whom it needs, and its own first words."""
+    """Return what a function reads and needs, its options' words, and its docstring."""
     first, _, rest = (ast.get_docstring(_functions()[signature.name]) or "").partition("\n\n")
-    reads = ", ".join(f"`{c}`{' (if there)' if c in signature.optional else ''}" for c in signature.columns)
+    reads = ", ".join(
+        f"`{column}`{' (if there)' if column in signature.optional else ''}" for column in signature.columns
+    )
     reads += f"{', ' * bool(reads)}all columns of the node that are left" if signature.rest else ""
-    facts = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind in ("function", "loss") else []
-    facts += [f"All or none of {either(signature.together, ' and ')}."] if signature.together else []
-    filled = either(tuple(f for f in signature.fills if f != "rng" and not f.endswith("lengths")), " and ")
-    facts += [f"The update gives it {filled}."] if filled and signature.kind == "loss" else []
+    sentences = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind in ("function", "loss") else []
+    sentences += [f"All or none of {either(signature.together, ' and ')}."] if signature.together else []
+    filled = either(
+        tuple(
+            filled_name
+            for filled_name in signature.fills
+            if filled_name != "rng" and not filled_name.endswith("lengths")
+        ),
+        " and ",
+    )
+    sentences += [f"The update gives it {filled}."] if filled and signature.kind == "loss" else []
     tokens = tuple(sorted(signature.logps | signature.scores))
-    facts += [f"{either(tokens, ' and ')} stand for columns of tokens."] if tokens else []
-    facts += [
-        f"`{o.name}`: {either((*o.words, *(f'{c}(…)' for c in o.calls)))}."
-        for o in signature.options
-        if o.words or o.calls
+    sentences += [f"{either(tokens, ' and ')} are columns of tokens."] if tokens else []
+    sentences += [
+        f"`{option.name}`: {either((*option.words, *(f'{call}(…)' for call in option.calls)))}."
+        for option in signature.options
+        if option.words or option.calls
     ]
     needs = {
-        "group": "whole groups or the batch: `per`",
+        "group": "whole groups or the batch: set `per`",
         "batch": "`per = batch`",
-        "mini_batch": "all rows of the mini-batch, and gets them",
+        "mini_batch": "all rows of the mini-batch (the update passes them)",
     }
-    facts += [f"Needs {needs[signature.scope]}."] if signature.scope in needs else []
-    facts += ["Draws at random, by the run's seed."] if signature.rng else []
-    return "\n\n".join(part for part in (" ".join(first.split()), " ".join(facts), rest) if part)
+    sentences += [f"Needs {needs[signature.scope]}."] if signature.scope in needs else []
+    sentences += ["Draws at random, by the run's seed."] if signature.rng else []
+    return "\n\n".join(part for part in (" ".join(first.split()), " ".join(sentences), rest) if part)
 
 
-def _listed(kind: str) -> str:
-    found = [_function(s) for (k, _), (s, _) in sorted(algorithms.library().items()) if k == kind]
-    return "\n\n".join(found)
+def _list_functions(kind: str) -> str:
+    texts = [
+        _function(signature)
+        for (function_kind, _), (signature, _) in sorted(algorithms.library().items())
+        if function_kind == kind
+    ]
+    return "\n\n".join(texts)
 
 
 def _function(signature: Signature) -> str:
@@ -178,7 +193,7 @@ def _algorithms() -> str:
 
 
 def _params(algorithm: str) -> str:
-    """The params of an algorithm of the package with their defaults, on a line of their own."""
+    """Return a line with the params of a package algorithm and their defaults."""
     from ..compiler.pipeline import check
 
     return f"\n  Params: {', '.join(f'`{name} = {value}`' for name, value in check(algorithm).params.items())}."
@@ -186,12 +201,12 @@ def _params(algorithm: str) -> str:
 
 @functools.cache
 def _files() -> dict[str, str]:
-    """The package's algorithms: what the comment at the head of each file says."""
-    found = {}
+    """Return the package's algorithms with the comment at the top of each file."""
+    descriptions = {}
     for path in sorted(algorithms.FOLDER.glob("*.rlg")):
-        head = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
-        found[path.stem] = " ".join(line.removeprefix("#").strip() for line in head)
-    return found
+        comment = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        descriptions[path.stem] = " ".join(line.removeprefix("#").strip() for line in comment)
+    return descriptions
 
 
 # Presets
@@ -203,17 +218,19 @@ def _figure(figure: Figure, unit: str, share: float) -> str:
 
 
 def quantity(value: float, unit: str) -> str:
-    """A figure as a program writes it: `64 GB`, `10 us`."""
+    """Return a figure as a program writes it: `64 GB`, `10 us`."""
     if unit == "s":
         sizes = (("min", 60), ("s", 1), ("ms", 1e-3), ("us", 1e-6))
-        name, size = next(((n, s) for n, s in sizes if value >= s), ("us", 1e-6))
+        name, size = next(((unit_name, seconds) for unit_name, seconds in sizes if value >= seconds), ("us", 1e-6))
     else:
-        name, size = next(((p, s) for p, s in reversed(expressions.PREFIXES.items()) if value >= s), ("", 1))
+        name, size = next(
+            ((prefix, factor) for prefix, factor in reversed(expressions.PREFIXES.items()) if value >= factor), ("", 1)
+        )
     return f"{value / size:.6g} {name}{unit if unit != 's' else ''}"
 
 
 def figures(device: Device) -> Iterator[tuple[str, str]]:
-    """The attributes of `cluster` that a preset sets, each with its figure."""
+    """Yield the attributes of `cluster` that a preset sets, each with its figure."""
     for name, kind in ClusterOptions.kinds().items():
         if isinstance(kind, QuantityKind) and name != "network":
             figure = device.figure(name)
@@ -222,20 +239,24 @@ def figures(device: Device) -> Iterator[tuple[str, str]]:
 
 def _device(device: Device) -> str:
     if device.name in MACHINES:
-        return "The memory is this machine's, the other figures are assumed for one core, a rank."
+        return "The memory is this machine's; the other figures are assumptions for one core per rank."
     return "\n".join(
-        ["| figure | value and source |", "|---|---|", *(f"| `{n}` | {f} |" for n, f in figures(device) if f)]
+        [
+            "| figure | value and source |",
+            "|---|---|",
+            *(f"| `{name}` | {text} |" for name, text in figures(device) if text),
+        ]
     )
 
 
 def _devices() -> str:
-    """The presets, one table: a line for each figure of those that share it and its source."""
+    """Return a table of the presets, with a line for each distinct figure and source."""
     lines = ["| figure | preset | value | source |", "|---|---|---|---|"]
-    every = {d.name: dict(figures(d)) for d in DEVICES.values() if d.name not in MACHINES}
-    for name in next(iter(every.values())):
+    by_device = {device_.name: dict(figures(device_)) for device_ in DEVICES.values() if device_.name not in MACHINES}
+    for name in next(iter(by_device.values())):
         by_text: dict[str, list[str]] = {}
-        for device, found in every.items():
-            by_text.setdefault(found[name], []).append(device)
+        for device, figure_texts in by_device.items():
+            by_text.setdefault(figure_texts[name], []).append(device)
         for text, devices in by_text.items():
             value, _, basis = text.partition(" (")
             if text:
@@ -248,10 +269,10 @@ def _devices() -> str:
 def _models() -> str:
     lines = ["| preset | family | parameters | layers | hidden | tokenizer |", "|---|---|---|---|---|---|"]
     for name in presets.PRESETS:
-        m = models.load(name, Path())
-        size = sum(t.elements for t in m.tensors)
+        model = models.load(name, Path())
+        size = sum(tensor.elements for tensor in model.tensors)
         lines.append(
-            f"| `{name}` | {m.family} | {size / 1e9:.3g} B | {m.layers} | {m.hidden} | "
+            f"| `{name}` | {model.family} | {size / 1e9:.3g} B | {model.layers} | {model.hidden} | "
             f"{presets.tokenizer(name) or 'its own'} |"
         )
     return "\n".join(lines)
@@ -259,29 +280,34 @@ def _models() -> str:
 
 def _engines() -> str:
     lines = [
-        "| engine | verbs | divides along | zero | options | families | runs here |",
+        "| engine | verbs | shards along | zero | options | families | runs here |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, e in ENGINES.items():
-        zero = ", ".join(map(str, e.zero)) if "update" in e.verbs else ""
+    for name, engine in ENGINES.items():
+        zero = ", ".join(map(str, engine.zero)) if "update" in engine.verbs else ""
         here = "yes" if runs(name) else "no: planned and simulated"
-        verbs = ", ".join(e.verbs)
-        families = ", ".join(e.families)
-        cells = (verbs, either(e.axes, ", "), zero, either(e.options, ", "), families, here)
+        verbs = ", ".join(engine.verbs)
+        families = ", ".join(engine.families)
+        cells = (verbs, either(engine.axes, ", "), zero, either(engine.options, ", "), families, here)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    host, other = (either(tuple(n for n, e in ENGINES.items() if w in e.chosen), ", ") for w in get_args(Where))
+    host, other = (
+        either(tuple(engine_name for engine_name, spec in ENGINES.items() if where in spec.chosen), ", ")
+        for where in get_args(Where)
+    )
     return "\n".join(
         [
             *lines,
             "",
-            "Of a layer's experts, `ep` and `etp` divide:",
+            "How `ep` and `etp` shard the experts of a layer:",
             "",
-            *(f"- `{name}`: {e.spread.words}." for name, e in ENGINES.items()),
+            *(f"- `{name}`: {spec.spread.words}." for name, spec in ENGINES.items()),
             "",
             (
-                f"Where the file names no engine, the plan chooses among those that can: on CPUs {host}, on other "
-                f"devices {other}; where none of these has the model's family, or divides it as the layout says, among "
-                "the others. Of several it takes the one of the quickest iteration that fits."
+                f"If the file names no engine, the planner chooses one: on CPUs among {host}, on "
+                f"other devices among {other}; if "
+                "none of these supports the model's family or the layout, among the others. If "
+                "several fit, it takes the one with "
+                "the fastest iteration."
             ),
         ]
     )
@@ -298,11 +324,11 @@ def _kinds() -> str:
 def _units() -> str:
     decimal = expressions.PREFIXES
     binary = expressions.BINARY
-    sizes = (either(tuple(f"{p}B" for p in powers), ", ") for powers in (decimal, binary))
+    sizes = (either(tuple(f"{prefix}B" for prefix in powers), ", ") for powers in (decimal, binary))
     lines = [
         f"| bytes | {' (powers of 1000), '.join(sizes)} (powers of 1024) |",
-        f"| work | {either(tuple(f'{p}FLOP' for p in decimal), ', ')} |",
-        "| rates | each of these a second, as `MB/s` or `TFLOP/s` |",
+        f"| work | {either(tuple(f'{prefix}FLOP' for prefix in decimal), ', ')} |",
+        "| rates | each of these per second, as `MB/s` or `TFLOP/s` |",
         f"| time | {either(tuple(expressions.SECONDS), ', ')} |",
     ]
     return "\n".join(["| of | units |", "|---|---|", *lines])
@@ -316,11 +342,11 @@ LISTS: dict[str, Callable[[], str]] = {
     "reserved": lambda: either(tuple(syntax.reserved()), ", "),
     "units": _units,
     "algorithms": _algorithms,
-    "functions": lambda: _listed("function"),
-    "terms": lambda: _listed("loss"),
-    "optimizers": lambda: _listed("optimizer"),
-    "schedules": lambda: _listed("schedule"),
-    "values": lambda: _listed("option"),
+    "functions": lambda: _list_functions("function"),
+    "terms": lambda: _list_functions("loss"),
+    "optimizers": lambda: _list_functions("optimizer"),
+    "schedules": lambda: _list_functions("schedule"),
+    "values": lambda: _list_functions("option"),
     "devices": _devices,
     "models": _models,
     "engines": _engines,
@@ -339,22 +365,27 @@ _KINDS: dict[CallKind, str] = {
 
 
 def entries() -> Iterator[tuple[str, str]]:
-    """Name and text of what is no attribute: functions, loss terms, devices, models, engines."""
+    """Yield name and text of all entries other than attributes.
+
+    These are functions, loss terms, devices, models and engines.
+    """
     for (kind, name), (signature, _) in sorted(algorithms.library().items()):
-        what = _KINDS[kind]
-        yield name, f"{what}: {_function(signature)}"
+        kind_text = _KINDS[kind]
+        yield name, f"{kind_text}: {_function(signature)}"
     for name, text in _files().items():
         yield name, f"An algorithm of the package, `import {name}`: {text}"
     for name, device in DEVICES.items():
         yield name, f"A preset of `device`.\n\n{_device(device)}"
-    for of, found in (("model", _models()), ("engine", _engines())):
-        head = found.splitlines()[:2]
-        rows = found.splitlines()[2:]
+    for kind_of_row, table_text in (("model", _models()), ("engine", _engines())):
+        header = table_text.splitlines()[:2]
+        rows = table_text.splitlines()[2:]
         for row in rows:
             if row.startswith("| `"):
                 yield (
                     row.split("`")[1],
-                    "\n".join([f"A preset of `{of}`.\n" if of == "model" else "An engine.\n", *head, row]),
+                    "\n".join(
+                        [f"A preset of `{kind_of_row}`.\n" if kind_of_row == "model" else "An engine.\n", *header, row]
+                    ),
                 )
 
 

@@ -1,7 +1,7 @@
-"""The rules of the grammar in EBNF, as a person reads them.
+"""The rules of the grammar in EBNF, for readers.
 
-Invariant: what is shown is `dsl/grammar.lark` itself, with what only the parser needs taken off and each keyword and
-sign in quotes.
+Invariant: the text is `dsl/grammar.lark` itself, without what only the parser needs, and with each keyword and sign in
+quotes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .. import dsl
 GRAMMAR = Path(dsl.__path__[0]) / "grammar.lark"
 _RULE = re.compile(r"^[?!]?(_?[a-z_]+): *((?:.+(?:\n +\|.*)*))$", re.MULTILINE)
 _TERMINAL = re.compile(r"^(_?[A-Z_]+)(?:\.\d+)?: (.+)$", re.MULTILINE)
-# Terminals whose patterns say less than their names: the page on words says what they are.
+# Terminals whose patterns say less than their names; the page on words explains them.
 NAMED = ("NAME", "STRING", "INT", "FLOAT", "QUANTITY")
 
 
 @functools.cache
 def known() -> dict[str, str]:
-    """The body of each rule, by its name, in the order of the grammar."""
+    """Return the body of each rule, by its name, in the order of the grammar."""
     text = GRAMMAR.read_text(encoding="utf-8")
     terminals = {name: _shown(body) for name, body in _TERMINAL.findall(text)}
 
-    def word(found: re.Match[str]) -> str:
-        name = found[0]
+    def word(match: re.Match[str]) -> str:
+        name = match[0]
         if name in NAMED or name.startswith('"'):
             return name
         return terminals[name] if name.isupper() else _plain(name)
@@ -40,14 +40,14 @@ def known() -> dict[str, str]:
 
 
 def reserved() -> list[str]:
-    """The words that no name may be."""
-    found = re.search(r"^NAME: /\(\?!\(([a-z|]+)\)", GRAMMAR.read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None
-    return found[1].split("|")
+    """Return the reserved words."""
+    match = re.search(r"^NAME: /\(\?!\(([a-z|]+)\)", GRAMMAR.read_text(encoding="utf-8"), re.MULTILINE)
+    assert match is not None
+    return match[1].split("|")
 
 
 def rules(names: Iterable[str]) -> str:
-    """Some rules, a line each; KeyError where there is no such."""
+    """Return some rules, one per line. Raises KeyError for an unknown name."""
     chosen = {name: known()[name] for name in names}
     width = max(map(len, chosen))
     return "\n".join(f"{name:<{width}} = {body}" for name, body in chosen.items())
@@ -58,6 +58,6 @@ def _plain(rule: str) -> str:
 
 
 def _shown(pattern: str) -> str:
-    """A terminal's pattern: a keyword in quotes, signs as they are."""
+    """Return a terminal's pattern: a keyword in quotes, signs as they are."""
     keyword = re.fullmatch(r"/(\w+)\\b/", pattern)
     return f'"{keyword[1]}"' if keyword else f"({pattern})" if "|" in pattern else pattern
