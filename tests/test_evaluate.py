@@ -61,7 +61,7 @@ def test_an_evaluation_is_not_written_into_its_run(tmp_path, capsys, overwrite):
 def test_flags_of_training_do_not_go_with_it(more, capsys):
     with pytest.raises(SystemExit) as ended:
         run_main(["a.rlg", "--evaluate", *more])
-    assert ended.value.code == 2 and f"`{more[0]}` does not go with it" in capsys.readouterr().err
+    assert ended.value.code == 2 and f"leave out `{more[0]}`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [{"iterations": 0}, {"replay": "x"}, {"measure_memory": True}])

@@ -58,7 +58,7 @@ def test_a_pass_that_breaks_its_promise_ends_an_optimised_compile(name):
 def test_a_layout_that_changes_the_program_ends_an_optimised_format():
     code = """
 from msrl_graph.dsl import format
-format._joined = lambda lines: "cluster other { }"
+format._join_lines = lambda lines: "cluster other { }"
 format.format("cluster here { nodes = 1 }", "p.rlg")
 """
     ran = optimised(code)

@@ -162,7 +162,7 @@ def test_what_is_no_program_is_refused(program: Any, text: Any) -> None:
 
 
 def test_a_text_of_commas_names_nothing() -> None:
-    with pytest.raises(Fault, match="`targets` names nothing"):
+    with pytest.raises(Fault, match="`targets` is empty"):
         Deploy("grpo", on=POD).apart(", ,")
 
 

@@ -42,14 +42,16 @@ def load_plan(name: str, run: bool = False) -> Plan:
         raise Fault(Diagnostic("missing-file", f"the plan {name} cannot be read: {why}")) from None
 
 
-def natural(text: str) -> int:
+def parse_natural(text: str) -> int:
     """Parse a flag's whole number."""
     if not text.isdecimal() or int(text) > 2**53:
         raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2^53, not `{text}`")
     return int(text)
 
 
-def tell(diagnostics: Sequence[Diagnostic], source: ProgramSource | None, options: argparse.Namespace) -> None:
+def print_diagnostics(
+    diagnostics: Sequence[Diagnostic], source: ProgramSource | None, options: argparse.Namespace
+) -> None:
     """Print diagnostics to stderr, in the order of the text."""
     from ..compiler.sources import texts
 
@@ -83,7 +85,7 @@ def tell(diagnostics: Sequence[Diagnostic], source: ProgramSource | None, option
         print(separator.join(rendered), file=sys.stderr)
 
 
-def guarded(program: str, main: object, argv: list[str]) -> int:
+def run_guarded(program: str, main: object, argv: list[str]) -> int:
     """Run a command; report an internal error as a line and a folder to reproduce it."""
     assert callable(main)
     try:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from .. import codes
 from ..diagnostics import Fault, nearest
 from ..diagnostics.terminal_text import shown
-from .common import guarded, load_plan, natural, tell
+from .common import load_plan, parse_natural, print_diagnostics, run_guarded
 
 if TYPE_CHECKING:
     from ..compiler.pipeline import Compilation
@@ -28,14 +28,14 @@ PICTURES = ("dot", "html")
 
 def compile_main(argv: Sequence[str] | None = None) -> int:
     """`msrl-compile`."""
-    return guarded("msrl-compile", _compile, list(sys.argv[1:] if argv is None else argv))
+    return run_guarded("msrl-compile", _compile, list(sys.argv[1:] if argv is None else argv))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="msrl-compile",
         description="Compile an .rlg program: check it, place it on a cluster, show or write the plan.",
-        epilog="exit status: 0 fine, 1 a fault in the program, 2 bad usage",
+        epilog="exit status: 0 success, 1 a fault in the program, 2 bad usage",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -197,9 +197,9 @@ def _compile(argv: Sequence[str]) -> int:
             else _result_text(result, options)
         )
     except Fault as fault:
-        tell(fault.diagnostics, source, options)
+        print_diagnostics(fault.diagnostics, source, options)
         return 1
-    tell(result.warnings, source, options)
+    print_diagnostics(result.warnings, source, options)
     if options.time_passes:
         for name, seconds in times:
             print(f"{name:<10} {seconds * 1e3:8.2f} ms", file=sys.stderr)
@@ -366,6 +366,6 @@ def _seconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not (number := natural(text)):
+    if not (number := parse_natural(text)):
         raise argparse.ArgumentTypeError("expected a whole number of 1 or more, not `0`")
     return number

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..diagnostics import Diagnostic, Fault
 from ..hardware import calibration
 from ..hardware.calibration import Calibration
-from .common import guarded, load_plan, tell
+from .common import load_plan, print_diagnostics, run_guarded
 
 if TYPE_CHECKING:
     from ..compiler.sources import ProgramSource
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`msrl-doctor`."""
-    return guarded("msrl-doctor", _doctor, list(sys.argv[1:] if argv is None else argv))
+    return run_guarded("msrl-doctor", _doctor, list(sys.argv[1:] if argv is None else argv))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -78,7 +78,7 @@ def _doctor(argv: Sequence[str]) -> int:
     try:
         plan = _plan(options, parser, source) if options.program else None
     except Fault as fault:
-        tell(fault.diagnostics, source[0] if source else None, options)
+        print_diagnostics(fault.diagnostics, source[0] if source else None, options)
         return 1
     return _examine(path, plan, options.json)
 

@@ -21,14 +21,14 @@ from ..compiler.sources import ProgramSource
 from ..diagnostics import Diagnostic, Fault
 from ..diagnostics.terminal_text import shown
 from ..dsl.format import format
-from .common import guarded, tell
+from .common import print_diagnostics, run_guarded
 
 STDIN = "<stdin>"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`msrl-fmt`."""
-    return guarded("msrl-fmt", _fmt, list(sys.argv[1:] if argv is None else argv))
+    return run_guarded("msrl-fmt", _fmt, list(sys.argv[1:] if argv is None else argv))
 
 
 def _fmt(argv: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def _fmt(argv: Sequence[str]) -> int:
         prog="msrl-fmt",
         description="Format .rlg programs in place. Comments and the meaning of a program do not change.",
         epilog=(
-            "exit status: 0 fine, 1 a fault in a file, or one that --check or --diff would change, 2 bad usage or "
+            "exit status: 0 success, 1 a fault in a file, or one that --check or --diff would change, 2 bad usage or "
             "a file that cannot be written"
         ),
         allow_abbrev=False,
@@ -76,7 +76,7 @@ def _fmt(argv: Sequence[str]) -> int:
             except OSError as error:
                 print(f"msrl-fmt: cannot write `{shown(str(file))}`: {error.strerror}", file=sys.stderr)
                 unwritten = True
-    tell(diagnostics, source, options)
+    print_diagnostics(diagnostics, source, options)
     return 2 if unwritten else int(bool(diagnostics) or (differ and (options.check or options.diff)))
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..diagnostics import UNFIT, Diagnostic, Fault
 from ..diagnostics.terminal_text import shown
-from .common import guarded, load_plan, natural, tell
+from .common import load_plan, parse_natural, print_diagnostics, run_guarded
 
 if TYPE_CHECKING:
     from ..compiler.sources import ProgramSource
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def run_main(argv: Sequence[str] | None = None) -> int:
     """`msrl-run`."""
-    return guarded("msrl-run", _run, list(sys.argv[1:] if argv is None else argv))
+    return run_guarded("msrl-run", _run, list(sys.argv[1:] if argv is None else argv))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     command_line = argparse.ArgumentParser(
         prog="msrl-run",
         description="Compile an .rlg program, or take a plan, and run it on Ray.",
-        epilog="exit status: 0 fine, 1 a fault in the program or its data, 2 bad usage, 3 a process died or "
+        epilog="exit status: 0 success, 1 a fault in the program or its data, 2 bad usage, 3 a process died or "
         "resources are missing, "
         "130 ended by Ctrl-C (once: after the iteration, with a checkpoint; twice: at once)",
         allow_abbrev=False,
@@ -43,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_argument(
         "--set", metavar="K=V", action="append", default=[], dest="sets", help="override a param; may be repeated"
     )
-    command_line.add_argument("--iterations", metavar="N", type=natural, help="override the number of iterations")
-    command_line.add_argument("--seed", metavar="N", type=natural, help="override the seed")
+    command_line.add_argument("--iterations", metavar="N", type=parse_natural, help="override the number of iterations")
+    command_line.add_argument("--seed", metavar="N", type=parse_natural, help="override the seed")
     command_line.add_argument(
         "--out",
         metavar="DIR",
@@ -107,13 +107,13 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_argument(
         "--metrics-port",
         metavar="N",
-        type=natural,
+        type=parse_natural,
         help="serve metrics for Prometheus on this port of 127.0.0.1; 0: use a free port and print it",
     )
     command_line.add_argument(
         "--nice",
         metavar="N",
-        type=natural,
+        type=parse_natural,
         choices=range(20),
         default=0,
         help="add N to the niceness of compute processes",
@@ -151,7 +151,7 @@ def _run(argv: Sequence[str]) -> int:
         plan = replace(plan, deploy=replace(plan.deploy, run=replace(plan.deploy.run, **stated)))
         return _execute(plan, options)
     except Fault as fault:
-        tell(fault.diagnostics, program.source, options)
+        print_diagnostics(fault.diagnostics, program.source, options)
         return 3 if any(diagnostic.code in UNFIT for diagnostic in fault.diagnostics) else 1
 
 
@@ -207,7 +207,7 @@ class _Program:
         result = translate(self.source, deploy=options.deploy, sets=sets)
         # The run's own checks report missing data in more detail, and as an error.
         own = ("missing-file", "no-data", "few-rows", "not-installed")
-        tell([warning for warning in result.warnings if warning.code not in own], self.source, options)
+        print_diagnostics([warning for warning in result.warnings if warning.code not in own], self.source, options)
         if result.plan is None:
             raise no_deploy()
         return result.plan
@@ -221,7 +221,7 @@ def _export(program: _Program, options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         return _report_missing_package(error)
     exported = export(options.export, plan, options.worker or "", options.to or "")
-    tell(exported.warnings, program.source, options)
+    print_diagnostics(exported.warnings, program.source, options)
     for name, folder in exported.folders.items():
         print(shown(f"{name}: {folder}"))
     return 0
@@ -254,10 +254,10 @@ def run_plan(text: str, out: str | None) -> int:
         try:
             return _execute(load(text.encode(), "the plan of this script", run=True), options)
         except Fault as fault:
-            tell(fault.diagnostics, None, options)
+            print_diagnostics(fault.diagnostics, None, options)
             return 3 if any(diagnostic.code in UNFIT for diagnostic in fault.diagnostics) else 1
 
-    return guarded("msrl-run", main, sys.argv[1:])
+    return run_guarded("msrl-run", main, sys.argv[1:])
 
 
 def _report_missing_package(error: ModuleNotFoundError) -> int:
@@ -285,14 +285,14 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
     )
     if options.dry_run:
         attempt = supervisor.prepare(plan, options.out, resume, watch_options)
-        tell(attempt.warnings, None, options)
+        print_diagnostics(attempt.warnings, None, options)
         attempt.drop()
         print(shown("\n".join(attempt.lines())))
         return 0
     try:
         outcome = supervisor.run(plan, options.out, resume, watch_options)
     except RunFailed as error:
-        tell([Diagnostic("run-failed", str(error))], None, options)
+        print_diagnostics([Diagnostic("run-failed", str(error))], None, options)
         return 3
     except Interrupted as ended:
         return ended.status

@@ -144,9 +144,9 @@ def _function_text(signature: Signature) -> str:
     """Return what a function reads and needs, its options' words, and its docstring."""
     first, _, rest = (ast.get_docstring(_functions()[signature.name]) or "").partition("\n\n")
     reads = ", ".join(
-        f"`{column}`{' (if there)' if column in signature.optional else ''}" for column in signature.columns
+        f"`{column}`{' (if present)' if column in signature.optional else ''}" for column in signature.columns
     )
-    reads += f"{', ' * bool(reads)}all columns of the node that are left" if signature.rest else ""
+    reads += f"{', ' * bool(reads)}all remaining columns of the node" if signature.rest else ""
     sentences = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind in ("function", "loss") else []
     sentences += [f"All or none of {either(signature.together, ' and ')}."] if signature.together else []
     filled = either(
