@@ -24,7 +24,7 @@ from pathlib import Path
 
 import smoke
 from phases import COMPUTE
-from seconds import EXAMPLE, Variant, endless, measured, plan_of, randomize, with_engines
+from seconds import EXAMPLE, Variant, endless, measure_run, plan_of, randomize, with_engines
 
 BAR = 0.15
 LARGE = {
@@ -96,7 +96,7 @@ def lines(run: Run, model: Model, folder: Path) -> list[Line]:
     These are tokens per second of each phase, seconds, and the share outside of the engines.
     """
     rows = []
-    for line in measured(plan_of(run.variant(model), folder), model.warm):
+    for line in measure_run(plan_of(run.variant(model), folder), model.warm):
         phases = line["phases"]
         response = line["response_tokens"]
         all_tokens = line["prompt_tokens"] + response

@@ -82,7 +82,7 @@ def serve(ready: Any) -> None:
     asyncio.run(main())
 
 
-def measured(folder: Path, name: str, workers: int, rows: int, rounds: int) -> float:
+def measure_batch(folder: Path, name: str, workers: int, rows: int, rounds: int) -> float:
     """Return the seconds of a batch."""
     text = (EXAMPLE / "grpo.rlg").read_text(encoding="utf-8")
     for path in ("./model", "train.jsonl", "test.jsonl"):
@@ -130,7 +130,7 @@ def main() -> None:
             (folder / "mine.py").write_text(FILE.replace("URL", url), encoding="utf-8")
             for name, workers, rows in cases:
                 rows = options.rows or rows
-                seconds = measured(folder, name, workers, rows, options.rounds)
+                seconds = measure_batch(folder, name, workers, rows, options.rounds)
                 microseconds = 1e6 * seconds / rows
                 table.add_row(name, str(workers), str(rows), f"{seconds:.3f}", f"{microseconds:,.0f}")
                 figures.append({"function": name, "workers": workers, "rows": rows, "s": round(seconds, 4)})

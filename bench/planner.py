@@ -67,11 +67,11 @@ def main() -> None:
             .replace("dp = 4", "dp = 2500")
         )
         text = text.replace("prompts      = 256", "prompts      = 1250")
-        took, plan = timed(text)
+        took, plan = time_compile(text)
         assert plan is not None and plan.cluster.devices == 10_000
         times.setdefault("10,000 devices", []).append(took)
         for model, hosts, _ in cases:
-            seconds, plan = timed(program(model, hosts, []))
+            seconds, plan = time_compile(program(model, hosts, []))
             times.setdefault(f"{model} on {hosts * 8}", []).append(seconds)
             if plan is not None and plan.search is not None and plan.search.seconds:
                 search = plan.search
@@ -124,7 +124,7 @@ def program(model: str, hosts: int, layouts: list[str]) -> str:
     return text.replace("qwen2.5-32b", model).replace("nodes            = 2", f"nodes            = {hosts}")
 
 
-def timed(text: str):  # type: ignore[no-untyped-def]
+def time_compile(text: str):  # type: ignore[no-untyped-def]
     """Compile; return wall-clock and processor seconds, and the plan or None."""
     for module in [candidate for candidate in gc.get_objects() if isinstance(candidate, functools._lru_cache_wrapper)]:
         module.cache_clear()
@@ -142,7 +142,7 @@ def median(times: list[tuple[float, float]], which: int = 0) -> float:
 
 def paper(model: str, hosts: int, layouts: list[str]) -> float:
     """Return seconds per iteration with the paper's layouts, 0 if they do not fit."""
-    plan = timed(program(model, hosts, layouts))[1] if layouts else None
+    plan = time_compile(program(model, hosts, layouts))[1] if layouts else None
     return plan.estimate.iteration_seconds.value if plan is not None and plan.estimate is not None else 0.0
 
 

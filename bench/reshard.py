@@ -77,7 +77,7 @@ def plan_of(folder: Path, case: str, sizes: dict[str, int]) -> Plan:
     return compile(folder / "p.rlg", text=text)
 
 
-def timed(action: Callable[[], object]) -> float:
+def time_action(action: Callable[[], object]) -> float:
     dist.barrier()
     start = time.perf_counter()
     action()
@@ -85,7 +85,7 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
+def measure_rank(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
     """Return the medians of a rank."""
     (edge,) = plan.reshards
     model = plan.model(edge.src)
@@ -122,14 +122,14 @@ def measured(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
 
     for turn in range(rounds + 1):
         forget()
-        total = timed(lambda: ours.run(allocate))
+        total = time_action(lambda: ours.run(allocate))
         seconds = dict(ours.seconds)
         swap.start_in()
-        swap_in = timed(swap.wait)
-        bare = timed(lambda: collectives(ours, shards))
-        copies = timed(lambda: copy(wanted))
+        swap_in = time_action(swap.wait)
+        bare = time_action(lambda: collectives(ours, shards))
+        copies = time_action(lambda: copy(wanted))
         ctypes.CDLL(None).malloc_trim(0)  # else the copy would reuse memory of the previous one
-        out = timed(lambda: copy(shards))
+        out = time_action(lambda: copy(shards))
         if turn:  # the first round takes memory from the system
             note("gather", seconds["buffer"] + seconds["all-gather"] + seconds["select"])
             note("bare gather", bare + copies)
@@ -166,7 +166,7 @@ def copy(shards: list[Shard]) -> None:
 def rank_of(rank: int, store: str, plan: Plan, rounds: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    pipe.send(measured(rank, plan, rounds))
+    pipe.send(measure_rank(rank, plan, rounds))
     dist.barrier()
     dist.destroy_process_group()
 

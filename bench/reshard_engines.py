@@ -48,17 +48,17 @@ def main() -> None:
         while done < options.draws:
             world, model, generator = (draw.choice(choices) for choices in (options.ranks, names, options.generators))
 
-            def one(
+            def draw_case(
                 wanted: object = None, chosen: tuple[object, ...] = (world, generator, model)
             ) -> tuple[object, ...]:
                 world, generator, model = chosen
                 return resharded.drawn(draw, folder, world, draw.choice(options.trainers), generator, model, wanted)
 
-            cases = [one()]
+            cases = [draw_case()]
             plan = cases[0][1]
             if generator == "vllm" and plan.reshards[0].mode != "send":
                 wanted = replace(plan.placement("actor.generate").layout, span=NOWHERE)
-                cases += [one(wanted) for _ in range(CORE - 1)]
+                cases += [draw_case(wanted) for _ in range(CORE - 1)]
             for (pair, _), peak in zip(cases, resharded.tried(cases, done), strict=True):
                 peaks[pair.trainer, pair.generator, pair.ranks].append(peak)
                 done += 1

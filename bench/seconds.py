@@ -146,7 +146,7 @@ def plan_of(variant: Variant, folder: Path) -> Plan:
     return replace(plan, deploy=deploy, schedule=tuple(step for step in plan.schedule if step.task == "train"))
 
 
-def measured(plan: Plan, warm: int = WARM) -> list[dict[str, Any]]:
+def measure_run(plan: Plan, warm: int = WARM) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics, without the first ones."""
     with tempfile.TemporaryDirectory() as folder:
         with (Path(folder) / "log").open("w") as log:
@@ -191,7 +191,7 @@ def main() -> int:
                 print(known.message, file=sys.stderr)
                 return 1
             noise.append(known.noise)
-            lines = measured(plan)
+            lines = measure_run(plan)
             estimate = predicted.estimate(plan, lines)
             assert estimate is not None
             rounds[variant_name].append(measured_round := Round(lines, estimate))

@@ -16,7 +16,7 @@ from ..ir.graph import Column, Node
 
 @dataclass
 class Levels:
-    """Rows of each level, the level `of` each column, and the parent levels (`under`)."""
+    """The rows and the parent (`under`) of each level, and the level of each column."""
 
     rows: list[int]
     by_column: dict[str, int] = field(default_factory=dict)
