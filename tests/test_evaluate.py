@@ -52,7 +52,7 @@ def test_an_evaluation_is_not_written_into_its_run(tmp_path, capsys, overwrite):
         for out in (str(tmp_path / "ran"), f"file://{tmp_path}/ran"):
             arguments = ["--evaluate", "--resume", str(target), "--out", out, *overwrite]
             assert run_main([str(EXAMPLE / "grpo.rlg"), *arguments]) == 1
-            told = "an evaluation is not written into the folder of the run that it evaluates"
+            told = "cannot write an evaluation into the folder of the run that it evaluates"
             assert told in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
 
