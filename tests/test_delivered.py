@@ -166,7 +166,8 @@ def test_a_frozen_generator_that_lacks_a_tensor_ends_the_run_as_it_is_built(monk
         ("  actor.update => actor.generate\n", ""), ("actor.generate(prompt)", "reference.generate(prompt)"), *NAMED
     )
     with pytest.raises(
-        WeightsNotDelivered, match=r"^`reference.generate` \(line 23 of grpo.rlg\), engine hf, has on rank 0 of"
+        WeightsNotDelivered,
+        match=r"^`reference.generate` \(line 23 of grpo.rlg\), engine hf: rank 0 of its layout has 50",
     ):
         Stage(plan)
 

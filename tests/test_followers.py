@@ -210,7 +210,7 @@ def moved(stage, seed):
 
 
 def own(stage, worker="reference"):
-    with stage._held(worker) as shards:
+    with stage._shards_on_device(worker) as shards:
         return {s.name: s.tensor.double().clone() for s in shards}
 
 

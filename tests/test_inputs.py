@@ -279,7 +279,7 @@ def test_samples_of_a_large_file_are_of_its_size_its_ends_and_between(tmp_path):
 def test_a_pipe_in_a_models_folder_holds_nobody(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     assert run_inputs._read_file(tmp_path / "model.safetensors").bytes == -1
-    found = host_facts._sampled([str(tmp_path / "model.safetensors"), str(tmp_path / "none")])
+    found = host_facts._sampled_digests([str(tmp_path / "model.safetensors"), str(tmp_path / "none")])
     assert [*found.values()] == ["", ""]
 
 

@@ -144,9 +144,7 @@ def test_what_cannot_be_run_is_told(tmp_path, judge):
 def test_what_is_no_number_a_token_is_an_error_at_the_term(tmp_path, judge):
     (found,) = own(tmp_path, judge, "return -(r * advantage).mean()")
     assert (found.code, found.severity) == ("bad-value", "error")
-    assert found.message.startswith(
-        "on made-up rows `term` returned a tensor of the shape (), where one of the shape ("
-    )
+    assert found.message.startswith("on made-up rows `term` returned a tensor of shape (); expected shape (")
     assert found.span.line > 0 and "`reduce`" in found.help and "`-> Rows`" in found.help
 
 
