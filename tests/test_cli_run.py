@@ -148,7 +148,7 @@ def test_data_that_are_missing_are_told_once(data, tmp_path, capsys, monkeypatch
             LOOKED // 2 + 1,
             LOOKED,
             f"source: 501 of the first {LOOKED:,} rows are left out: ",
-            ("of train.jsonl 501 of the first 1,000 rows",),
+            ("train.jsonl: 501 of the first 1,000 rows",),
         ),
     ],
 )
