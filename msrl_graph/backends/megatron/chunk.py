@@ -125,9 +125,8 @@ def build_stage(
                 if experts is not None and experts.corrected and number >= experts.first:
                     router = layer.mlp.router
                     router.expert_bias.copy_(hf_model.model.layers[number].mlp.gate.e_score_correction_bias)
-                    router._apply_expert_bias = lambda *_, **__: (
-                        None
-                    )  # would count tokens, for a step that no run makes
+                    # It would count tokens, for a step that no run makes.
+                    router._apply_expert_bias = lambda *_, **__: None
 
         def _layer(self, experts: bool) -> Any:
             """Return Megatron's spec of a layer with or without experts."""
