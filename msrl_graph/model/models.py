@@ -143,9 +143,8 @@ def _make_model(name: str, path: str, config: Mapping[str, object], dtype: str |
     classes = {family: architecture for architecture, family in FAMILIES.items()}
     named = classes.get(kind, kind) if isinstance(kind, str) else "unknown"
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else str(named)
-    architecture = re.sub(
-        "For(Sequence|Token)Classification$", "ForCausalLM", architecture
-    )  # with another head, Model.scoring
+    # With another head: Model.scoring.
+    architecture = re.sub("For(Sequence|Token)Classification$", "ForCausalLM", architecture)
     if architecture not in FAMILIES:
         known = ", ".join(f"`{known_name}`" for known_name in FAMILIES)
         raise Fault(
