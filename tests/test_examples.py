@@ -59,7 +59,7 @@ def test_other_engines_learn_as_the_light_ones_do():
     """Within what seeds leave open: three standard errors of a difference of means."""
     runs = json.loads((EXAMPLES / "arithmetic" / "engines.json").read_text(encoding="utf-8"))["runs"]
     light = json.loads((EXAMPLES / "arithmetic" / "curve.json").read_text(encoding="utf-8"))["seeds"].values()
-    for name in CURVES["by_engines"]():
+    for name in CURVES["engine_programs"]():
         found = [run for key, run in runs.items() if key.split()[0] == name]
         last = found[0]["points"][-1][0]
         own = [r["last"] for r in found]

@@ -287,7 +287,7 @@ def test_a_name_of_another_kind_is_refused_where_it_is_stated() -> None:
         a.worker("judge", "reward_model")
     assert text(a) == before
     shown = str(caught.value)
-    assert shown.startswith("error[duplicate-name]: `judge` is a param already\n")
+    assert shown.startswith("error[duplicate-name]: `judge` is already a param\n")
     assert '= help: give the worker another name, or drop the param first: `drop("judge")`' in shown
     assert "a.param(judge=1)" in shown and 'a.worker("judge", "reward_model")' in shown
     a.drop("judge")
