@@ -200,8 +200,8 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "no JSON": (lambda m: (m / "config.json").write_text("{"), "`./model/config.json` cannot be read"),  # type: ignore[arg-type, return-value]
     "no object": (lambda m: (m / "config.json").write_text("[1]"), "`./model/config.json` is not a JSON object"),  # type: ignore[arg-type, return-value]
     "vocabulary": (config("vocab_size", 12), "; its `vocab_size` is 12"),
-    "shapes": (config("intermediate_size", 224), "has the shape [448, 128], where `actor` takes [224, 128]"),
-    "tensor": (without("model.norm.weight"), "hold no `model.norm.weight`, which the policy `actor` computes with"),
+    "shapes": (config("intermediate_size", 224), "has the shape [448, 128], but `actor` needs [224, 128]"),
+    "tensor": (without("model.norm.weight"), "hold no `model.norm.weight`, which the policy `actor` needs"),
     "short": (cut, "cannot be read: its tensors end at byte"),
     "empty": (lambda m: (m / "model.safetensors").write_bytes(b""), "its header has 0 bytes, the file 0"),  # type: ignore[arg-type, return-value]
     "pipe": (piped, "cannot be read: it is not a regular file"),

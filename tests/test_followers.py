@@ -143,7 +143,7 @@ def test_what_follows_cannot_generate():
     ]
     code, message, help = refused(following("follows = actor"), *drafts)
     assert (code, message) == ("not-yet", "`reference.generate` generates with weights that follow `actor`")
-    assert help.startswith("let `reference` infer")
+    assert help.endswith("`reference` can infer")
 
 
 def test_a_function_follows_nothing():

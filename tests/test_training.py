@@ -379,12 +379,12 @@ def rewritten(folder, change):
 LACKING = {
     "no head": (
         lambda t: t.pop("score.weight"),
-        "hold no `score.weight`, which the reward_model `judge` computes with",
+        "hold no `score.weight`, which the reward_model `judge` needs",
         "name a folder that AutoModelForSequenceClassification with num_labels = 1 saved",
     ),
     "two labels": (
         lambda t: t.update({"score.weight": torch.zeros(2, 128)}),
-        "has the shape [2, 128], where `judge` takes [1, 128]",
+        "has the shape [2, 128], but `judge` needs [1, 128]",
         "AutoModelForSequenceClassification with num_labels = 1",
     ),
     "a bias": (
