@@ -170,7 +170,7 @@ def test_the_command_line(tmp_path: Path, capsys: Capture) -> None:
     assert compile_main([page, "--diff", str(old)]) == 0
     assert capsys.readouterr().out.startswith("No differences from ")
     assert compile_main([page, "--set", "group=8", "--diff", str(old)]) == 0
-    assert "group          16    8\n" in capsys.readouterr().out
+    assert "group              16    8\n" in capsys.readouterr().out
     assert (
         compile_main([page, "--set", "group=8", "--diff", str(old), "--format", "json", "-o", str(tmp_path / "d.json")])
         == 0

@@ -91,7 +91,7 @@ def test_copies_take_seconds() -> None:
     assert more_seconds(*plans) == pytest.approx(copied)
     assert plans[1].estimate is not None
     (basis,) = [p.seconds.basis for p in plans[1].estimate.phases if p.name == "actor.update"]
-    assert "optimizer state in from host memory and out again: bytes / host link" in basis
+    assert "optimizer state in from host memory and back: bytes / host link" in basis
 
 
 def test_activations_are_on_the_host_while_logits_are_here() -> None:

@@ -103,7 +103,7 @@ def test_what_is_unnamed_says_where_it_went() -> None:
         found.placement("reference.infer").reason
         == "as actor.update, which has the same model; in no stated pool, so with actor.update"
     )
-    assert "unnamed" not in found.placement("actor.infer").reason
+    assert "in no stated pool" not in found.placement("actor.infer").reason
     assert [p.reason for p in found.pools] == ["an even share", "an even share"]
     assert found.placement("actor.update").layout.devices == 8
 
@@ -292,7 +292,7 @@ def test_what_a_page_shows_of_pools_on_the_same_hosts() -> None:
     found = of("halves")
     text = plan_html(found)
     hosts = text[text.index('<div class="hosts">') : text.index('<div class="pools">')]
-    assert re.findall(r"<span>(.*?)</span>", hosts) == ["hosts 0..1, 2 alike"]
+    assert re.findall(r"<span>(.*?)</span>", hosts) == ["hosts 0..1, 2 equal ones"]
     halves = ["devices 0..1 of nodes 0..1", "devices 2..3 of nodes 0..1"]
     assert re.findall('title="(.*?)"', hosts) == [h for h in halves for _ in range(2)]
     (r,) = found.reshards

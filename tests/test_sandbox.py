@@ -194,5 +194,5 @@ def test_where_it_cannot_be_closed_nothing_is_run(tmp_path, monkeypatch, forgott
     weak.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")
     weak.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(SandboxUnavailable, match="cannot close it here: bwrap: No permissions to create new namespace"):
+    with pytest.raises(SandboxUnavailable, match="fails on this system: bwrap: No permissions to create new namespace"):
         run_python("print(1)")

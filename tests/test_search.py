@@ -315,7 +315,7 @@ def test_a_budget_ends_it_with_a_gap() -> None:
     found = passed(plan, budget=0.0)
     assert found.search is not None and found.search.ended == "the budget of 0 s" and not found.search.optimal
     assert found.search.bound <= found.search.seconds and 0 < found.search.gap <= 1
-    assert fits(found) and "none is better by more than" in found.placement("actor.update").reason
+    assert fits(found) and "no other is better by more than" in found.placement("actor.update").reason
 
 
 def test_what_nothing_fits_is_told(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_staleness_where_nothing_is_parted_is_compared_with_the_same_in_step() -
     assert found.placements == plain.placements
     assert not staleness_check.check(found)
     (note,) = (n.text for n in found.notes if n.about == "staleness")
-    assert note.startswith("with all pools in step the best that was found") and "weights are 1 version old" in note
+    assert note.startswith("with all pools in step, the best plan found") and "weights are 1 version old" in note
 
 
 def parted(program: str, device: str, hosts: int, parting: str) -> Plan:

@@ -678,7 +678,7 @@ def test_flags_that_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert len(figures["iterations"]) == 2
     assert figures["path"][-1] == "actor.update"
     assert compile_main([str(STALE), "--simulate", "1", "--trace", str(tmp_path)]) == 1
-    assert "cannot be written: is a directory" in capsys.readouterr().err
+    assert f"cannot write `{tmp_path}`: is a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
