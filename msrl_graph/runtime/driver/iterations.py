@@ -269,7 +269,7 @@ class Driver:
             self.async_pools.begin(pool, task, now, self._measured(number))
 
     def _prepare(self, task: Task) -> None:
-        """Open a task and start its functions, early so that its prompts are there in time."""
+        """Open a task and start its functions early, so that its prompts come in time."""
         if task.key not in self.tasks.calls:
             self._open(task)
             self.tasks.begin(task)
