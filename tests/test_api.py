@@ -138,15 +138,15 @@ def test_functions_that_stand_in_no_file_are_kept_by_value():
 
 
 def test_a_function_of_a_file_stays_there_and_a_wrapped_one_is_its_own_files():
-    assert pickled_functions.home(script) == (Path(__file__), "script")
-    assert pickled_functions.home(compile) == (
+    assert pickled_functions.find_home(script) == (Path(__file__), "script")
+    assert pickled_functions.find_home(compile) == (
         Path(pipeline.__file__),
         "compile",
     )  # its wrapper's code lies in another file
-    assert pickled_functions.home(Path.exists) is None and pickled_functions.home(len) is None
+    assert pickled_functions.find_home(Path.exists) is None and pickled_functions.home(len) is None
 
 
-if pickled_functions.home is not None:  # as under a guard
+if pickled_functions.find_home is not None:  # as under a guard
 
     def guarded(response, answer):
         return 0.5
@@ -165,7 +165,7 @@ if doubled is not None:
 def test_a_function_under_an_if_is_kept_by_value():
     """No process would find it in the file: it loads the file by another name, and the compiler reads what stands at
     the top level."""
-    assert pickled_functions.home(guarded) is None and pickled_functions.home(doubled) is None
+    assert pickled_functions.find_home(guarded) is None and pickled_functions.home(doubled) is None
     assert kept(guarded)[0]("a", "b") == 0.5 and kept(doubled)[0]("a", "b") == 0.25
 
 

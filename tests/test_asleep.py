@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from msrl_graph.backends import devices
-from msrl_graph.backends.vllm.core import views
+from msrl_graph.backends.vllm.core import make_shards
 from msrl_graph.backends.vllm.memory import SleepingMemory
 
 HIDDEN = 4
@@ -71,7 +71,7 @@ def test_what_is_written_after_waking_is_what_kernels_read_experts_too():
         "mlp.*.down_proj.weight": ((0, EXPERTS), (0, HIDDEN), (0, INNER)),
         "mlp.q_proj.weight": ((0, HIDDEN), (0, HIDDEN)),
     }
-    shards = {s.name: s.tensor for s in views(boxes, dict(model.named_parameters()), {}, turned=True)}
+    shards = {s.name: s.tensor for s in make_shards(boxes, dict(model.named_parameters()), {}, turned=True)}
     for version in (1.0, 2.0):
         memory.give()
         assert all(torch.isnan(p).all() for p in model.parameters())

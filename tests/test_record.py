@@ -13,7 +13,7 @@ from stage import Stage, one_rank
 from msrl_graph import compile
 from msrl_graph.cost import transfers as costs
 from msrl_graph.ir.async_schedule import Sends
-from msrl_graph.ir.plan import METRICS
+from msrl_graph.ir.metric_names import METRICS
 from msrl_graph.runtime.metrics.display import comparison
 from msrl_graph.runtime.metrics.recorder import Recorder, imbalances
 from msrl_graph.runtime.metrics.trace import Trace

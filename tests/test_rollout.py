@@ -15,7 +15,7 @@ from test_carried import PROGRAM, saved
 from test_engines import sampling
 
 from msrl_graph import compile
-from msrl_graph.backends.generation.segments import in_stretches
+from msrl_graph.backends.generation.segments import generate_in_segments
 from msrl_graph.backends.spec import Response
 from msrl_graph.ir.attributes import GenerateAttributes
 from msrl_graph.runtime.driver.run_state import RunState
@@ -57,7 +57,7 @@ class Engine:
 
     def generate(self, prompts, keys, said, begun, stretch=0):
         if stretch:
-            yield from in_stretches(self.generate, prompts, keys, said, begun, stretch)
+            yield from generate_in_segments(self.generate, prompts, keys, said, begun, stretch)
             return
         assert np.array_equal(said.joined, begun)  # so that stop strings are looked for across a cut
         numbers = keys.astype(np.int64) & 0xFFFFFFFF
