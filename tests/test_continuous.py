@@ -55,7 +55,7 @@ def watched(generator, lengths, slots):
     prompts = [np.array([5 + i % 9], np.int32) for i in range(len(lengths))]
     said = sampling(max_tokens=50, temperature=9.0, ends=())
     batch = Watched(generator, prompts, np.arange(len(lengths)), np.array([50 - n for n in lengths]), said, slots, None)
-    while batch.left:
+    while batch.unfinished:
         batch.step()
     return batch
 
