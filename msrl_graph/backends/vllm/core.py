@@ -310,7 +310,7 @@ def build_core(model: Model, work: Workload, devices: Devices, group: Any, sampl
     engine_core = EngineCore(arguments.create_engine_config(), Executor, log_stats=False)
     gc.unfreeze()  # vLLM froze all objects of this process, as if they lived as long as it does
     # The whole replica has opened it by now. Without a name it is removed with the last of them, however that ends.
-    for leftover in Path("/dev/shm").glob(f"{name[0]}*"):
+    for leftover in Path("/dev/shm").glob(f"{memory}*"):
         leftover.unlink(missing_ok=True)
     return engine_core
 
