@@ -141,8 +141,8 @@ def test_a_name_that_is_near(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("extends", "takes its place"),
-        ("drop", "takes it away"),
+        ("extends", "replaces the existing one"),
+        ("drop", "removes it"),
         ("filter", "`keep`"),
         ("->", "rows pass"),
         ("=>", "weights"),

@@ -114,12 +114,13 @@ def _fill_block(kind: str, name: str, body: str) -> str:
 _HEAD = """\
 # The language
 
-The complete reference of the `.rlg` language; for an introduction see [tutorial.md](tutorial.md). The codes of messages
-are explained in [codes.md](codes.md), the Python API in [python.md](python.md). `msrl-compile --explain NAME` shows the
-entry of a statement, an attribute, a function, a preset or an engine. (Written by `make docs` from the compiler's own
-tables and from `msrl_graph/reference/`.)
+This page is the complete reference of the `.rlg` language, for authors of programs. [tutorial.md](tutorial.md) is the
+introduction, [codes.md](codes.md) explains the codes of messages, and [python.md](python.md) describes the Python API.
+`msrl-compile --explain NAME` shows the entry of a statement, an attribute, a function, a preset or an engine.
+(`make docs` generates this page from the tables of the compiler and from `msrl_graph/reference/`.)
 
-A file says *what* an algorithm is, a graph of worker states joined by sample edges and resharding edges, and separately
-*where and how* it runs. The second part never changes the result. A run rejects language features that this version
-cannot run, with an error that names them (`not-yet`); nothing is ignored.
+A file describes *what* an algorithm is: a graph of worker states, connected by sample edges and resharding edges.
+Separately, it describes *where and how* the algorithm runs. Placement, layouts and engines never change the result. If
+this version cannot run a language feature, `msrl-run` rejects the program with an error that names the feature
+(`not-yet`). Nothing is ignored.
 """

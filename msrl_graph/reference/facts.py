@@ -83,7 +83,7 @@ def default(attribute: Attribute) -> str:
 
 def table(rows: list[AttributeRow]) -> str:
     if not rows:
-        return "It has no attributes."
+        return "There are no attributes."
     lines = [
         f"| `{row.name}` | {_cell(row.takes)} | {_cell(row.default)} | {_cell(f'{row.meaning} {row.note}'.strip())} |"
         for row in rows
@@ -107,7 +107,7 @@ def _peak_note(name: str, share: Figure) -> str:
         if len(peak) <= len(other)
         else (other, "What is reached", counts.replace("A", "a", 1))
     )
-    return f"{many} with {either(tuple(few))}; with the others {rest}."
+    return f"{many} with {either(tuple(few))}; with all other presets {rest}."
 
 
 # Functions
@@ -148,7 +148,7 @@ def _function_text(signature: Signature) -> str:
     )
     reads += f"{', ' * bool(reads)}all remaining columns of the node" if signature.rest else ""
     sentences = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind in ("function", "loss") else []
-    sentences += [f"All or none of {either(signature.together, ' and ')}."] if signature.together else []
+    sentences += [f"Needs all or none of {either(signature.together, ' and ')}."] if signature.together else []
     filled = either(
         tuple(
             filled_name
@@ -157,21 +157,21 @@ def _function_text(signature: Signature) -> str:
         ),
         " and ",
     )
-    sentences += [f"The update gives it {filled}."] if filled and signature.kind == "loss" else []
+    sentences += [f"The update provides {filled}."] if filled and signature.kind == "loss" else []
     tokens = tuple(sorted(signature.logps | signature.scores))
-    sentences += [f"{either(tokens, ' and ')} are columns of tokens."] if tokens else []
+    sentences += [f"Token columns: {either(tokens, ' and ')}."] if tokens else []
     sentences += [
         f"`{option.name}`: {either((*option.words, *(f'{call}(…)' for call in option.calls)))}."
         for option in signature.options
         if option.words or option.calls
     ]
     needs = {
-        "group": "whole groups or the batch: set `per`",
+        "group": "whole groups or the whole batch: set `per`",
         "batch": "`per = batch`",
         "mini_batch": "all rows of the mini-batch (the update passes them)",
     }
     sentences += [f"Needs {needs[signature.scope]}."] if signature.scope in needs else []
-    sentences += ["Draws at random, by the run's seed."] if signature.rng else []
+    sentences += ["Random, with the seed of the run."] if signature.rng else []
     return "\n\n".join(part for part in (" ".join(first.split()), " ".join(sentences), rest) if part)
 
 
@@ -239,7 +239,7 @@ def figures(device: Device) -> Iterator[tuple[str, str]]:
 
 def _device(device: Device) -> str:
     if device.name in MACHINES:
-        return "The memory is this machine's; the other figures are assumptions for one core per rank."
+        return "The memory is that of this machine. The other figures are assumed for one core per rank."
     return "\n".join(
         [
             "| figure | value and source |",
@@ -328,10 +328,10 @@ def _units() -> str:
     lines = [
         f"| bytes | {' (powers of 1000), '.join(sizes)} (powers of 1024) |",
         f"| work | {either(tuple(f'{prefix}FLOP' for prefix in decimal), ', ')} |",
-        "| rates | each of these per second, as `MB/s` or `TFLOP/s` |",
+        "| rate | bytes or work per second, such as `MB/s` or `TFLOP/s` |",
         f"| time | {either(tuple(expressions.SECONDS), ', ')} |",
     ]
-    return "\n".join(["| of | units |", "|---|---|", *lines])
+    return "\n".join(["| kind | units |", "|---|---|", *lines])
 
 
 def _elements() -> str:
