@@ -106,6 +106,15 @@ STACKS = {
                 "cann": "9.1.0, which is no package of Python",
             },
         ),
+        Stack(
+            name="site",
+            kinds=(),  # it draws pages and runs nothing
+            pythons=("3.11", "3.12"),
+            platform=HOSTS,
+            pins={"mkdocs-material": "9.8.2", "pygments": "2.21.0"},
+            extras=("site",),
+            source="make site",
+        ),
     )
 }
 
