@@ -10,6 +10,7 @@ VENV_ENGINES_023 := .venv-engines-023
 VENV_JOBS := .venv-jobs
 VENV_PYTHON312 := .venv-python312
 VENV_TORCH210 := .venv-torch210
+VENV_SITE := .venv-site
 BIN := $(VENV)/bin
 SEED ?= 0
 LOAD ?= 0
@@ -25,7 +26,7 @@ STACKS ?=
 SEEDS ?= 0 1 2
 MINDSPEED ?=
 
-.PHONY: demo control agent curves curves-engines test test-long test-engines test-vllm-023 test-gpu test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-functions bench-gpu bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-startup bench-trl bench-trl-curves contracts paper peer-values docs clean
+.PHONY: demo control agent curves curves-engines test test-long test-engines test-vllm-023 test-gpu test-jobs test-python312 test-torch210 resolve lock lint chaos lost-hosts dry invariance programs reshard-engines bench-async bench-compile bench-controller bench-corrected bench-dock bench-dock-lengths bench-engines bench-environments bench-functions bench-gpu bench-hosts bench-memory bench-memory-engines bench-phases bench-pipelined bench-proof bench-reshard bench-seconds bench-seconds-engines bench-simulate bench-staleness bench-startup bench-trl bench-trl-curves contracts paper peer-values docs site clean
 
 # torch first and by itself: else pip takes a newer build with gigabytes of CUDA packages.
 $(VENV)/ready: pyproject.toml constraints/cpu.txt
@@ -298,5 +299,14 @@ docs: $(VENV)/ready
 	$(BIN)/python -m msrl_graph.codes > docs/codes.md
 	$(BIN)/python -m msrl_graph.reference > docs/language.md
 
+$(VENV_SITE)/ready: pyproject.toml constraints/site.txt
+	$(PYTHON) -m venv $(VENV_SITE)
+	$(VENV_SITE)/bin/pip install --quiet --constraint constraints/site.txt --editable '.[site]'
+	touch $@
+
+# The documentation as a site with search, in site/; a broken link or anchor fails. To read it: python -m http.server --directory site
+site: $(VENV_SITE)/ready
+	$(VENV_SITE)/bin/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_TQ) $(VENV_ENGINES) $(VENV_ENGINES_023) $(VENV_JOBS) $(VENV_PYTHON312) $(VENV_TORCH210)
+	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_TQ) $(VENV_ENGINES) $(VENV_ENGINES_023) $(VENV_JOBS) $(VENV_PYTHON312) $(VENV_TORCH210) $(VENV_SITE) site
