@@ -306,7 +306,7 @@ $(VENV_SITE)/ready: pyproject.toml constraints/site.txt
 
 # The documentation as a site with search, in site/; a broken link or anchor fails. To read it: python -m http.server --directory site
 site: $(VENV_SITE)/ready
-	$(VENV_SITE)/bin/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(VENV_SITE)/bin/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) $(VENV_TRL) $(VENV_VERL) $(VENV_TQ) $(VENV_ENGINES) $(VENV_ENGINES_023) $(VENV_JOBS) $(VENV_PYTHON312) $(VENV_TORCH210) $(VENV_SITE) site

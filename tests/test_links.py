@@ -1,6 +1,7 @@
 """Links in the documentation: each file and anchor exists, by GitHub's rules."""
 
 import difflib
+import re
 import sys
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -42,6 +43,12 @@ def _nearest(name, names):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     assert not (broken := broken_links(page)), "\n" + "\n".join(broken)
+
+
+def test_the_navigation_of_the_site_has_each_page_once():
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    pages = [path for pattern in ("*.md", "docs/*.md", "examples/*.md") for path in ROOT.glob(pattern)]
+    assert sorted(named) == sorted(str(path.relative_to(ROOT)) for path in pages)
 
 
 def test_the_pages_have_links():
