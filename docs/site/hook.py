@@ -60,7 +60,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if isinstance(page.file, ShownFile):
         page.meta["search"] = {"exclude": True}
     elif page.file.inclusion is InclusionLevel.NOT_IN_NAV:
-        page.meta["search"] = {"boost": 0.5}
+        page.meta["search"] = {"boost": 0.1}
     parts = []
     end = 0
     for fence in FENCE.finditer(markdown):
