@@ -143,7 +143,7 @@ def test_a_function_of_a_file_stays_there_and_a_wrapped_one_is_its_own_files():
         Path(pipeline.__file__),
         "compile",
     )  # its wrapper's code lies in another file
-    assert pickled_functions.find_home(Path.exists) is None and pickled_functions.home(len) is None
+    assert pickled_functions.find_home(Path.exists) is None and pickled_functions.find_home(len) is None
 
 
 if pickled_functions.find_home is not None:  # as under a guard
@@ -165,7 +165,7 @@ if doubled is not None:
 def test_a_function_under_an_if_is_kept_by_value():
     """No process would find it in the file: it loads the file by another name, and the compiler reads what stands at
     the top level."""
-    assert pickled_functions.find_home(guarded) is None and pickled_functions.home(doubled) is None
+    assert pickled_functions.find_home(guarded) is None and pickled_functions.find_home(doubled) is None
     assert kept(guarded)[0]("a", "b") == 0.5 and kept(doubled)[0]("a", "b") == 0.25
 
 

@@ -348,10 +348,11 @@ DRAWN = {
 def test_the_plan_says_how_each_generation_of_an_evaluation_draws(draws: str, tmp_path: Path) -> None:
     plan = compile(several(tmp_path, f"report = right, samples = 8, temperature = 0.5, every = 5{draws}"))
     text = plan.explain()
-    part = text[text.index("Evaluations  ") :].split("\n\n")[0].splitlines()
+    part = text[text.index("Evaluations  ") :].split("\n\n")[0].split("──\n")[1].splitlines()
     propose, solve = DRAWN[draws]
-    assert [line.split() for line in part[3:]] == [
-        ["test", "test", "each", "5", "iterations,", "before", "and", "after", "propose", *propose],
+    assert [line.split() for line in part] == [
+        ["test", "test", "every", "5", "iterations,", "before", "and", "after", "propose", *propose],
+        ["training"],
         ["solve", *solve],
     ]
     assert load(plan.to_json().encode(), "it", run=True).deploy.evaluations == plan.deploy.evaluations

@@ -44,7 +44,7 @@ def test_a_pool_has_the_interpreter_that_one_of_its_engines_states(tmp_path):
     made = plan("apart actor.generate", 'engine actor.generate = vllm { python = "/opt/vllm/bin/python" }')
     assert [made.around(device).python for device in range(2)] == ["/opt/vllm/bin/python", ""]
     assert "interpreter of device 0: /opt/vllm/bin/python\n" in plan_text(made)
-    assert "\n    device 0, by /opt/vllm/bin/python\n" in ray_script(made)
+    assert "\n    device 0, with /opt/vllm/bin/python\n" in ray_script(made)
     # All states of a pool have it, and a path is from the folder of the file that says it.
     (tmp_path / "p.rlg").write_text(PROGRAM.format(statements='engine actor.generate = hf { python = "env/python" }'))
     made = absolute(compile(tmp_path / "p.rlg"))
@@ -74,7 +74,7 @@ def test_packages_that_cannot_be_beside_each_other_are_told_and_an_interpreter_i
     trains = "engine actor.update = pairs"
     told = refused(generates, trains)
     assert (told.code, told.span.line) == ("clashing-packages", 7)
-    assert told.message.startswith("`ray-ascend` and `megatron-bridge` cannot be in one environment: of Python ray-")
+    assert told.message.startswith("`ray-ascend` and `megatron-bridge` cannot be in one environment: Python: ray-")
     assert told.help == (
         'give `actor.update` an interpreter of its own: `engine actor.update = pairs { python = "…" }`, on devices of '
         "its own: `apart actor.generate, actor.update`"

@@ -29,7 +29,6 @@ WORDS = {
     r"heeds?|honou?rs?": "supports, reads",
     r"parted": "sharded, partitioned",
     r"by its name \(": "with an error that names it",
-    r"as many as": "n, the number of",
     r"stands apart": "is separate",
     r"may be said": "you can write",
     r"beside the": "next to, with, compared with",
@@ -79,9 +78,7 @@ def test_a_line_assigns_once():
         place(path, item.lineno)
         for path, tree in TREES.items()
         for item in ast.walk(tree)
-        if isinstance(item, ast.Assign)
-        and isinstance(item.targets[0], ast.Tuple)
-        and isinstance(item.value, ast.Tuple)
+        if isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Tuple) and isinstance(item.value, ast.Tuple)
     ]
     lines = sum(path.read_text(encoding="utf-8").count("\n") for path in FILES)
     assert len(parallel) <= PARALLEL * lines / 10_000, "write one assignment a line in:\n" + "\n".join(parallel)

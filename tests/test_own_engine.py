@@ -49,7 +49,7 @@ def test_what_each_engine_must_name_is_refused_of_one_that_does_not(monkeypatch)
     stated = ("mini_batch = 4", "reduce = tokens\n    mini_batch = 4")
     (told,) = unready(one_rank(TRAINS, stated))
     assert told.code == "not-yet" and told.message.startswith("`reduce` of `actor.update` with the engine `pairs`")
-    monkeypatch.setitem(backends.ENGINES, "pairs", replace(own_engine.TRAINER, heeds=("reduce",)))
+    monkeypatch.setitem(backends.ENGINES, "pairs", replace(own_engine.TRAINER, opt_in_attributes=("reduce",)))
     assert unready(one_rank(TRAINS, stated)) == []
 
 

@@ -73,8 +73,8 @@ def _supports(spec: EngineSpec, verb: str, key: str) -> bool:
     """Return whether an engine supports an attribute of its nodes."""
     declared = STATEMENTS[verb].declared()
     if key in declared and declared[key].named:
-        return key in spec.heeds
-    return spec.honours is None or key in spec.honours
+        return key in spec.opt_in_attributes
+    return spec.supported_attributes is None or key in spec.supported_attributes
 
 
 def _list_planned_only(

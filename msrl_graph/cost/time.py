@@ -159,14 +159,14 @@ class Costs:
         parts = [self._pass("prefill", work), self.collectives.tensor_parallel(tokens, count, drawn=True)]
         return total(*parts, self.collectives.experts(tokens, 1))
 
-    def decode_step(self, sequences: float, cached: float, parted: float = 0.0, prompt: float = 0.0) -> Figure:
+    def decode_step(self, sequences: float, cached: float, diverged: float = 0.0, prompt: float = 0.0) -> Figure:
         """Return one more token for each sequence; `cached` is the sum of their contexts.
 
-        `parted` sequences equalled another one for `prompt` tokens so far: they recompute the tokens after the last
+        `diverged` sequences equalled another one for `prompt` tokens so far: they recompute the tokens after the last
         full block.
         """
         passes = self.spec.cache_passes * cached * self._cache_bytes * self.group
-        tokens = sequences + (parted * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
+        tokens = sequences + (diverged * (prompt % self.spec.block) if self.spec.block and self._eager else 0.0)
         moved = self._elementwise_bytes(tokens) + self._logits_bytes(sequences, DRAWING) + passes
         # A query sees every key. `pairs` are whole squares, of which causal attention needs half.
         pairs = cached / max(sequences, 1e-9) * (1 if "attention" in self.device.curves else 2)
@@ -174,7 +174,7 @@ class Costs:
         parts = [self._pass("decode", work), self.collectives.tensor_parallel(tokens, sequences, drawn=True)]
         begun = self._eager("prefill", self.layout).sequence if self._eager else 0.0
         launch = self.device.launch
-        parts.append(Figure(parted * begun * launch.value, launch.source, "new sequences x launch"))
+        parts.append(Figure(diverged * begun * launch.value, launch.source, "new sequences x launch"))
         return total(*parts, self.collectives.experts(tokens, 1))
 
     def opened(self, sequences: float) -> Figure:

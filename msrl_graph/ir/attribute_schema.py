@@ -29,7 +29,7 @@ class Attribute:
     - `shown`: the words for a default that no program can state ("all rows").
     - `must`: there is no default; this value is suggested if the attribute is missing.
     - `head`: it is written before the braces, not between them.
-    - `named`: only an engine that names it in `heeds` (backends/spec.py) supports it.
+    - `named`: only an engine that names it in `opt_in_attributes` (backends/spec.py) supports it.
     """
 
     kind: ValueKind

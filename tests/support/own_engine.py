@@ -25,7 +25,7 @@ GENERATOR = EngineSpec(
     verbs=("generate",),
     axes=("dp",),
     build="own_engine:Likeliest",
-    honours=("samples", "temperature", "max_tokens"),
+    supported_attributes=("samples", "temperature", "max_tokens"),
 )
 TRAINER = EngineSpec(
     name="pairs",

@@ -1,7 +1,7 @@
 """Values with numpy arrays as MessagePack, decoded by their types.
 
-Invariant: decoding returns data of the declared type or raises an error. Nothing in the bytes is executed, whoever
-wrote them. Arrays hold numbers or booleans and are read-only views of the decoded bytes.
+Invariant: decoding returns data of the declared type or raises an error. Nothing in the bytes is
+executed, whatever their source. Arrays hold numbers or booleans and are read-only views of the decoded bytes.
 """
 
 from __future__ import annotations

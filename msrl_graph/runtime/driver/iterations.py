@@ -206,7 +206,7 @@ class Driver:
     def _done(self) -> Result:
         if self.attempt.url:
             self.pool.parted.leave(Path(self.attempt.out).absolute(), self.attempt.url)
-        # All else is done, but whoever asked for checkpoints must learn that the last one is missing.
+        # All else is done, but a user who asked for checkpoints must learn that the last one is missing.
         return Result("failed", self.unsaved) if self.unsaved else Result("done")
 
     def _checkpoint(self, iteration: int, out: Path) -> None:

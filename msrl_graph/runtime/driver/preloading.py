@@ -1,4 +1,4 @@
-"""Which runs fork their processes from one that has imported what ranks need, and what that is.
+"""Choice of the runs that fork their ranks from a preloaded process.
 
 Invariant: a forked process computes what one that Ray started computes. What reads the environment as it is imported
 finds there what it would find in a rank.
@@ -19,10 +19,10 @@ RANK = "msrl_graph.runtime.rank.rank"
 
 
 def start(attempt: Attempt) -> PreloadServer | None:
-    """Start the server that a run's processes are forked from, before anything else that takes time.
+    """Start the server that a run's processes are forked from.
 
-    Runs on the cores of this machine have one. Workers of a cluster that is there already are started by its own
-    servers, and whether a device's packages can be imported before a fork was tried for no device yet.
+    Runs on the cores of this machine have one. The servers of an existing cluster start its workers themselves. For
+    other devices, no one has tried yet whether their packages can be imported before a fork.
     """
     if os.environ.get("RAY_ADDRESS") or not attempt.plan.cluster.device.kind.is_host:
         return None

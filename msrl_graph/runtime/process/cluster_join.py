@@ -44,8 +44,11 @@ def own_ray() -> dict[str, str]:
 
 @contextmanager
 def without_monitors(logs: bool) -> Iterator[None]:
-    """Start Ray's servers of this machine without two Python processes that a run has no use for: the autoscaler's
-    monitor and, where no `logs` go to the driver, the monitor of logs. Each takes a second of CPU time to start."""
+    """Start Ray's servers of this machine without two processes that no run uses.
+
+    These are the autoscaler's monitor and, unless `logs` go to the driver, the log monitor. Each takes a second of CPU
+    time to start.
+    """
     parameters: Any = import_module("ray._private.parameter")
     usual = parameters.RayParams
 

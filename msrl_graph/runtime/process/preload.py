@@ -1,13 +1,13 @@
-"""A process that imports what ranks need once, and from which Ray's workers of this machine are forked.
+"""A process that imports what ranks need once, and forks Ray's workers.
 
 Invariant: no run depends on it. A worker that cannot be forked is started as Ray starts it. The server imports nothing
-that starts threads which a fork would lose: not Ray, whose gRPC does. It ends when the process that started it
-does (its end of a pipe closes). This file is run as a program and imports nothing of the package.
+that starts threads which a fork would lose: not Ray, whose gRPC does. It ends when the process that started it ends:
+its end of a pipe closes. This file is run as a program and imports nothing of the package.
 
-Ray starts a worker by `python setup_worker.py default_worker.py ...`. With `use`, this file takes the place of
-setup_worker.py: it passes its arguments, environment and open files to the server, which forks a process that goes on
-as default_worker.py, and waits for the end of that process. An `import torch` and `import transformers` take seconds of
-CPU time; a fork takes milliseconds, and the processes share the memory of what is loaded.
+Ray starts a worker with `python setup_worker.py default_worker.py ...`. After `use`, this file takes the place of
+setup_worker.py: it sends its arguments, environment and open files to the server. The server forks a process that
+continues as default_worker.py, and this file waits until that process ends. `import torch` and `import transformers`
+take seconds of CPU time. A fork takes milliseconds, and the processes share the memory of the loaded modules.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 SOCKET = "MSRL_PRELOAD"  # in the environment of Ray's servers: the server's socket
-PATIENCE = 60.0  # seconds that a worker waits for the server, which may still be importing
-TALK = 5.0  # seconds that the server waits for a request, once a worker has connected
+PATIENCE = 60.0  # seconds that a launcher waits for the server, which may still be importing
+TALK = 5.0  # seconds that the server waits for the request of a connected launcher
 _OOM = "/proc/self/oom_score_adj"
 
 
 class PreloadServer:
-    """A server on a socket in `folder`, which imports `modules`; `environment` is added to this process's own."""
+    """A server with a socket in `folder`.
+
+    It imports `modules`; `environment` is added to the environment of this process.
+    """
 
     def __init__(self, folder: Path, modules: Iterable[str], environment: Mapping[str, str]) -> None:
         import subprocess
@@ -44,7 +47,7 @@ class PreloadServer:
         return self._process.pid
 
     def use(self) -> None:
-        """Let the Ray servers that this process starts from now on fork their workers from the server."""
+        """Let Ray servers that this process starts later fork their workers."""
         from ray._private import ray_constants
 
         if hasattr(ray_constants, "SETUP_WORKER_FILENAME"):  # joined to the folder of Ray's own, and absolute
@@ -53,7 +56,10 @@ class PreloadServer:
 
 
 def launch(arguments: list[str]) -> None:
-    """Fork a Ray worker from the server and wait for its end; else become the worker, as without a server."""
+    """Fork a Ray worker and wait until it ends.
+
+    Without a server, this process becomes the worker.
+    """
     if (connection := _connected(arguments)) is not None:
         while connection.recv(1):  # until the worker's end, which closes its side
             pass
@@ -63,7 +69,7 @@ def launch(arguments: list[str]) -> None:
 
 
 def _connected(arguments: list[str]) -> socket.socket | None:
-    """The connection to a worker that was forked; None where none was."""
+    """Fork a worker; return the connection to it, or None."""
     import json
 
     context, rest = "{}", []
@@ -104,7 +110,10 @@ def _connected(arguments: list[str]) -> socket.socket | None:
 
 
 def serve(path: str, modules: list[str]) -> list[str]:
-    """Fork workers until standard input is closed; returns, in each worker, what it is to run."""
+    """Fork workers until standard input is closed.
+
+    Returns in each worker, with the arguments of the program that it runs.
+    """
     import gc
     import select
     import signal
@@ -112,7 +121,7 @@ def serve(path: str, modules: list[str]) -> list[str]:
 
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
-    listening.listen(1024)  # who comes while modules are imported waits
+    listening.listen(1024)  # launchers wait here until the modules are imported
     for module in modules:
         with suppress(Exception):  # a worker that needs it raises the error where a person reads it
             import_module(module)
@@ -137,7 +146,7 @@ def serve(path: str, modules: list[str]) -> list[str]:
 
 
 def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """What a worker's launcher asks for, and its standard files."""
+    """Read the request of a launcher, and its standard files."""
     import json
 
     connection.settimeout(TALK)

@@ -294,7 +294,7 @@ class WeightProof:
         return ENGINES[self.plan.placement(self.edge.dst).engine.name]
 
     def _draws_likeliest(self) -> bool:
-        supported = self._spec().honours
+        supported = self._spec().supported_attributes
         return supported is None or "top_k" in supported
 
     def _describe_place(self) -> str:
