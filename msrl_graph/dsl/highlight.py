@@ -35,7 +35,7 @@ BEFORE_ARGUMENTS = r"(?=\()"
 
 
 def lexer_rules(grammar: str) -> list[tuple[str, Any]]:
-    """Return the patterns of a lark grammar's terminals with their token types, in the order to try them in."""
+    """Return patterns and token types of a lark grammar, in the order to try."""
     lark = Lark(grammar, parser=None, lexer="basic")
     name = next(terminal.pattern.to_regexp() for terminal in lark.terminals if terminal.name == "NAME")
     rules = [
