@@ -53,9 +53,9 @@ deploy rows on hosts {{
 
 def plan_of(setup: Setup) -> Plan:
     hosts = len(setup.hosts)
-    prompt_columns = setup.samples // GROUP * hosts
+    prompts = setup.samples // GROUP * hosts
     statements = {"dock": DOCKS.get(setup.name, ""), "edge": EDGES.get(setup.name, "")}
-    text = TEXT.format(hosts=hosts, prompt_columns=prompt_columns, group=GROUP, length=setup.length, **statements)
+    text = TEXT.format(hosts=hosts, prompts=prompts, group=GROUP, length=setup.length, **statements)
     return compile("dock.rlg", text=text)
 
 

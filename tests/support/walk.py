@@ -169,7 +169,7 @@ class Walk(Rank):
     def put(self, node, task, columns):
         self.written = columns
 
-    def _ask(self, node, task):
+    def _request_batch(self, node, task):
         pass
 
     def _batches(self, node, task, report):
