@@ -137,3 +137,34 @@ def test_a_stranger_that_says_nothing_keeps_no_worker_waiting_for_long(folder, s
         worker, found = launched(folder)
         assert found["parent"] == server.pid
         worker.communicate()
+
+
+def test_a_launcher_that_cannot_read_its_own_score_is_served_all_the_same(folder, server):
+    """As on a system without /proc."""
+    arguments = [preload.__file__, str(folder / "default_worker.py")]
+    code = f"import runpy, sys; sys.path.insert(0, ''); sys.argv = {arguments!r}; "
+    code += "names = runpy.run_path(sys.argv[0]); names['launch'].__globals__['_OOM'] = '/there/is/none'; "
+    code += "names['launch'](sys.argv[1:])"
+    variables = {**os.environ, preload.SOCKET: server.socket}
+    worker = subprocess.run(
+        [sys.executable, "-c", code], input="", capture_output=True, text=True, env=variables, timeout=30
+    )
+    assert json.loads(worker.stdout)["parent"] == server.pid, worker.stderr
+
+
+def test_a_worker_whose_folder_is_gone_starts_as_ray_starts_it(folder, server):
+    """The forked process ends before it answers, and no second server comes of it."""
+    gone = folder / "gone"
+    gone.mkdir()
+    launched(folder)[0].communicate()  # the server listens
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(server.socket)
+        with (folder / "errors").open("w") as errors:
+            socket.send_fds(connection, [b" "], [errors.fileno()] * 3)
+        request = {"arguments": ["x"], "environment": {}, "folder": str(gone / "none"), "niceness": 0, "oom": ""}
+        connection.sendall(json.dumps(request).encode())
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
+    worker, found = launched(folder)
+    assert found["parent"] == server.pid
+    worker.communicate()

@@ -1,7 +1,7 @@
 """Choice of the runs that fork their ranks from a preloaded process.
 
-Invariant: a forked process computes what one that Ray started computes. What reads the environment as it is imported
-finds there what it would find in a rank.
+Invariant: a forked process computes the same as one that Ray started. Packages that read the environment at import find
+the same variables as in a rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def start(attempt: Attempt) -> PreloadServer | None:
 
 
 def modules(plan: Plan) -> list[str]:
-    """The modules that the ranks of a plan import, in the order in which they would."""
+    """Return the modules that the ranks of a plan import, in their order."""
     engines = {ENGINES[p.engine.name].build.partition(":")[0] for p in plan.placements if p.engine.name in ENGINES}
     families = {model.family for model in plan.deploy.models.values()}
     models = [f"transformers.models.{family}.modeling_{family}" for family in sorted(families)]

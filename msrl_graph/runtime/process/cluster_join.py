@@ -52,13 +52,13 @@ def without_monitors(logs: bool) -> Iterator[None]:
     parameters: Any = import_module("ray._private.parameter")
     usual = parameters.RayParams
 
-    class Lean(usual):  # type: ignore[misc, valid-type]
+    class ParamsWithoutMonitors(usual):  # type: ignore[misc, valid-type]
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             self.no_monitor = True
             self.include_log_monitor = logs
 
-    parameters.RayParams = Lean
+    parameters.RayParams = ParamsWithoutMonitors
     try:
         yield
     finally:

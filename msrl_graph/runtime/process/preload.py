@@ -82,19 +82,20 @@ def _connected(arguments: list[str]) -> socket.socket | None:
             language = value
         else:
             rest.append(argument)
-    around = json.loads(context or "{}")
-    plain = not any(around.get(key) for key in ("command_prefix", "override_worker_entrypoint", "java_jars"))
-    if language != "PYTHON" or not plain or around.get("py_executable", sys.executable) != sys.executable:
+    wanted = json.loads(context or "{}")
+    is_plain = not any(wanted.get(key) for key in ("command_prefix", "override_worker_entrypoint", "java_jars"))
+    if language != "PYTHON" or not is_plain or wanted.get("py_executable", sys.executable) != sys.executable:
         return None
     with suppress(OSError, ValueError):
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(PATIENCE)
         connection.connect(os.environ.get(SOCKET, ""))
+        score = ""
         with suppress(OSError):
             score = Path(_OOM).read_text()
         request = {
             "arguments": rest,
-            "environment": {**os.environ, **around.get("env_vars", {})},
+            "environment": {**os.environ, **wanted.get("env_vars", {})},
             "folder": str(Path.cwd()),
             "niceness": os.nice(0),
             "oom": score,
@@ -133,28 +134,33 @@ def serve(path: str, modules: list[str]) -> list[str]:
         if 0 in ready:
             os._exit(0)
         connection, _ = listening.accept()
-        with connection, suppress(OSError, ValueError):
-            request, files = _request(connection)
-            try:
-                if os.fork() == 0:
-                    listening.close()
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    return _begin(connection, request, files)
-            finally:
-                for file in files:
-                    os.close(file)
+        files: list[int] = []
+        is_worker = False
+        try:
+            with suppress(OSError, ValueError):  # a launcher whose request fails starts its worker itself
+                request = _request(connection, files)
+                is_worker = os.fork() == 0
+            if is_worker:  # an error here ends the worker before it answers
+                listening.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                return _begin(connection, request, files)
+        finally:
+            connection.close()
+            for file in files:
+                os.close(file)
 
 
-def _request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Read the request of a launcher, and its standard files."""
+def _request(connection: socket.socket, files: list[int]) -> dict[str, Any]:
+    """Read the request of a launcher, and add its standard files to `files`."""
     import json
 
     connection.settimeout(TALK)
-    _, files, _, _ = socket.recv_fds(connection, 1, 3)
+    files += socket.recv_fds(connection, 1, 3)[1]
     pieces = []
     while piece := connection.recv(1 << 16):
         pieces.append(piece)
-    return json.loads(b"".join(pieces)), files
+    request: dict[str, Any] = json.loads(b"".join(pieces))
+    return request
 
 
 def _begin(connection: socket.socket, request: dict[str, Any], files: list[int]) -> list[str]:
