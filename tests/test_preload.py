@@ -112,9 +112,6 @@ def test_without_a_server_workers_start_as_ray_starts_them(folder):
 def test_a_server_that_is_killed_while_workers_wait_costs_nothing(folder):
     (folder / "slow.py").write_text("import time\ntime.sleep(60)")
     server = preload.PreloadServer(folder, ["slow"], {"PYTHONPATH": str(folder)})
-    until = time.monotonic() + 20
-    while not (folder / "preload").exists() and time.monotonic() < until:
-        time.sleep(0.01)
     ask = [sys.executable, preload.__file__, str(folder / "default_worker.py")]
     variables = {**os.environ, preload.SOCKET: server.socket}
     worker = subprocess.Popen(ask, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
@@ -127,7 +124,6 @@ def test_a_server_that_is_killed_while_workers_wait_costs_nothing(folder):
 
 
 def test_a_stranger_that_says_nothing_keeps_no_worker_waiting_for_long(folder, server):
-    launched(folder)[0].communicate()  # it listens
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as rubbish:
         silent.connect(server.socket)
         rubbish.connect(server.socket)
@@ -156,7 +152,6 @@ def test_a_worker_whose_folder_is_gone_starts_as_ray_starts_it(folder, server):
     """The forked process ends before it answers, and no second server comes of it."""
     gone = folder / "gone"
     gone.mkdir()
-    launched(folder)[0].communicate()  # the server listens
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(server.socket)
         with (folder / "errors").open("w") as errors:

@@ -36,11 +36,15 @@ class PreloadServer:
         import subprocess
 
         self.socket = str(folder / "preload")
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, self.socket, *modules],
-            stdin=subprocess.PIPE,  # never written to: the server ends when it is closed
-            env={**os.environ, **environment},
-        )
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(self.socket)
+            listening.listen(1024)  # launchers wait here until the modules are imported
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(listening.fileno()), *modules],
+                stdin=subprocess.PIPE,  # never written to: the server ends when it is closed
+                env={**os.environ, **environment},
+                pass_fds=[listening.fileno()],
+            )
 
     @property
     def pid(self) -> int:
@@ -110,7 +114,7 @@ def _connected(arguments: list[str]) -> socket.socket | None:
     return None
 
 
-def serve(path: str, modules: list[str]) -> list[str]:
+def serve(listening: socket.socket, modules: list[str]) -> list[str]:
     """Fork workers until standard input is closed.
 
     Returns in each worker, with the arguments of the program that it runs.
@@ -120,9 +124,6 @@ def serve(path: str, modules: list[str]) -> list[str]:
     import signal
     from importlib import import_module
 
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(path)
-    listening.listen(1024)  # launchers wait here until the modules are imported
     for module in modules:
         with suppress(Exception):  # a worker that needs it raises the error where a person reads it
             import_module(module)
@@ -190,7 +191,7 @@ def main() -> None:
     else:
         import runpy
 
-        sys.argv = serve(sys.argv[1], sys.argv[2:])
+        sys.argv = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
