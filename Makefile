@@ -69,11 +69,11 @@ SLOW = $(BIN)/pytest -n 2 --dist loadgroup
 QUICK = -n auto --dist worksteal -m "not slow"
 test: lint
 	$(BIN)/pytest $(QUICK)
-	$(SLOW) -m "slow and not long" $$(grep -l mark.slow tests/test_*.py)
+	$(SLOW) -m "slow and not long" $$(grep -rl mark.slow tests --include='test_*.py' --exclude-dir=with_engines --exclude-dir=on_gpu)
 
 # The rest of the tests, of which each has a near twin in the others; about 5 minutes.
 test-long: $(VENV)/ready
-	$(SLOW) -m long $$(grep -l mark.long tests/test_*.py)
+	$(SLOW) -m long $$(grep -rl mark.long tests --include='test_*.py' --exclude-dir=with_engines --exclude-dir=on_gpu)
 
 $(VENV_ENGINES)/ready: pyproject.toml constraints/engines.txt
 	$(PYTHON) -m venv $(VENV_ENGINES)
@@ -118,7 +118,7 @@ $(VENV_JOBS)/ready: pyproject.toml constraints/cpu.txt
 	touch $@
 
 test-jobs: $(VENV_JOBS)/ready
-	$(VENV_JOBS)/bin/pytest tests/test_jobs.py
+	$(VENV_JOBS)/bin/pytest tests/scenarios/clusters/test_jobs.py
 
 # The quick tests on other versions than those that this is developed with. For each a CPU build of torch is taken where pip finds one, else
 # a CUDA build, which runs as well: 5 GB of packages.
@@ -289,7 +289,7 @@ bench-dock-lengths: $(VENV)/ready
 contracts: $(VENV)/ready
 	$(BIN)/python tests/contracts/write.py $(if $(MINDSPEED),--mindspeed $(MINDSPEED))
 
-# What trl and verl compute, to which tests/test_peers.py holds the mathematics; the same numbers each time, but for rounding.
+# What trl and verl compute, to which tests/algorithms/test_peers.py holds the mathematics; the same numbers each time, but for rounding.
 peer-values: $(VENV_TRL)/ready $(VENV_VERL)/ready
 	$(VENV_TRL)/bin/python tests/peers/from_trl.py
 	$(VENV_VERL)/bin/python -W ignore tests/peers/from_verl.py

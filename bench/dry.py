@@ -1,4 +1,4 @@
-"""Random programs, compiled and run dry in random orders (tests/test_dry.py).
+"""Random programs, compiled and run dry in random orders (tests/simulation/test_dry.py).
 
 Prints how many programs were tried, their outcomes, and the first that waits for ever, hands a row out twice, or
 generates with weights that are older than allowed. The last line is JSON.
@@ -15,11 +15,10 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 import smoke
+from dry_outcomes import KINDNESS, Outcome, holds
 from random_programs import FILE, FUNCTIONS, programs
-from test_dry import KINDNESS, Outcome, holds
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ os.environ["MSRL_HERE"] = ""
 os.environ["XDG_CACHE_HOME"] = _CACHE = tempfile.mkdtemp(prefix="msrl-tests-")
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
-GOLDEN = Path(__file__).parent / "golden"
+TESTS = Path(__file__).parent
+GOLDEN = TESTS / "golden"
 # How long an example takes says something of the machine, nothing of the code.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
@@ -39,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "reference" in fixtures or "place" not in fixtures:
-            group = "reference" if "reference" in fixtures else item.path.stem
+            group = "reference" if "reference" in fixtures else str(item.path.relative_to(TESTS).with_suffix(""))
             item.add_marker(pytest.mark.xdist_group(group))
             # xdist 3.8 writes the group where pytest 9.2 does not look any more: there each test was a group.
             if config.getoption("loadgroup", False) and hasattr(item, "_id"):

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from folders import ROOT
 
 from msrl_graph import Algorithm, Fault, compile, run
 from msrl_graph.api import _only_as_main
@@ -19,7 +20,7 @@ from msrl_graph.builder import pickled_functions
 from msrl_graph.cli.run import parser
 from msrl_graph.compiler import pipeline
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
+EXAMPLE = ROOT / "examples" / "arithmetic"
 # What compiling takes, what a terminal needs, and a program.
 NOT_OF_A_RUN = {"file", "deploy", "sets", "export", "to", "worker", "diagnostics", "color", "help"}
 

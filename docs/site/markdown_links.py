@@ -1,4 +1,4 @@
-"""Links and anchors of Markdown files, by GitHub's rules; for the site's hook and for tests/test_links.py."""
+"""Links and anchors of Markdown files, by GitHub's rules; for the site's hook and for tests/project/test_links.py."""
 
 from __future__ import annotations
 

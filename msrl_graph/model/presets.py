@@ -1,7 +1,7 @@
 """Presets: models that a plan knows by name, without a folder.
 
 Invariant: a preset's fields are those of the model's own config.json, as published with its weights, and its
-parameter count is the published one (tests/test_models.py). A name means a preset if it differs only in case, the
+parameter count is the published one (tests/model/test_models.py). A name means a preset if it differs only in case, the
 owner on the Hub, and words that change no size (`Instruct`, `Base`, a date). Any other name is unknown.
 """
 

@@ -2,8 +2,8 @@
 
 Seconds are given through the dock and, for comparison, through a central buffer. Invariant: traffic is counted on the
 graph, at the columns' bounds. A column counts once for each node that reads it (an update reads its rows once an
-epoch), row-level columns once a row, prompt-level columns once a prompt. tests/test_equations.py compares it with the
-paper's equations.
+epoch), row-level columns once a row, prompt-level columns once a prompt. tests/sharding/test_equations.py compares it
+with the paper's equations.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Inputs that peers and this project are both given (tests/test_peers.py), drawn from a seed with nothing but Python's
-own library.
+"""Inputs that peers and this project are both given (tests/algorithms/test_peers.py), drawn from a seed with nothing
+but Python's own library.
 
 Columns are ragged: a list a row. `groups` numbers the prompt of each row.
 """

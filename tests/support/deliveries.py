@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 from stage import EXAMPLE
-from test_send import met
 from torch import distributed as dist
+from weight_sends import met
 
 from msrl_graph import backends, compile
 from msrl_graph.backends import hf

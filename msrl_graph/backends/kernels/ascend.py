@@ -1,8 +1,8 @@
 """torch_npu's fused operators, for Ascend.
 
 Never run on an NPU, because none was available. Names and arguments are checked against the schemas that torch_npu
-registers (tests/test_contracts.py). Values are checked against the plain formulas by operators written from its
-documentation (tests/test_kernels.py).
+registers (tests/project/test_contracts.py). Values are checked against the plain formulas by operators written from its
+documentation (tests/backends/kernels/test_kernels.py).
 
 Invariant: no operator gets an input that its documentation excludes. Operators without a gradient get one here, from
 the same operator or from a matrix product.

@@ -1,0 +1,101 @@
+"""Stacks: what is locked is what they say, what this package asks for is what pyproject.toml says, and what cannot be
+in one environment."""
+
+import sys
+import tomllib
+
+import pytest
+from folders import ROOT
+
+from msrl_graph.hardware.device_kinds import DEVICE_KINDS
+from msrl_graph.hardware.stacks import PYTHON, RELEASES, STACKS, VersionRange, clash
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+sys.path.insert(0, str(ROOT / "constraints"))
+import resolve  # noqa: E402
+
+
+@pytest.mark.parametrize("stack", STACKS.values(), ids=str)
+def test_a_lock_has_the_pins_of_its_stack(stack):
+    held = resolve.locked(ROOT / "constraints" / f"{stack.name}.txt")
+    assert stack.pins.items() <= held.items()
+    assert set(stack.kinds) <= set(DEVICE_KINDS)
+    assert set(stack.extras) <= set(PROJECT["optional-dependencies"])
+
+
+def test_what_this_package_wants_is_what_pyproject_says():
+    stated = dict(r.split(">=") for r in PROJECT["optional-dependencies"]["run"])
+    (own,) = (r for r in RELEASES if r.package == PROJECT["name"])
+    assert own.wants == {PYTHON: VersionRange(PROJECT["requires-python"].removeprefix(">="))} | {
+        p: VersionRange(stated[p]) for p in own.wants if p != PYTHON
+    }
+
+
+def test_the_lowest_stack_has_the_lowest_versions():
+    held = resolve.locked(ROOT / "constraints" / "torch210.txt")
+    for requirement in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["run"]:
+        package, _, least = requirement.partition(">=")
+        version = held[package.lower()]
+        assert not VersionRange(below=least).meets(VersionRange(version)), requirement
+        assert version.startswith(least) or package in {"tokenizers"}, requirement  # transformers asks for a later one
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "meet"),
+    [
+        (VersionRange("3.11"), VersionRange("3.10", "3.13"), True),
+        (VersionRange("3.10", "3.12"), VersionRange("3.12", "3.13"), False),
+        (VersionRange("2.9"), VersionRange(below="2.10"), True),  # by numbers, not by letters
+        (VersionRange("2.10"), VersionRange(below="2.9"), False),
+        (VersionRange(), VersionRange("1", "2"), True),
+    ],
+)
+def test_ranges(first, second, meet):
+    assert first.meets(second) is second.meets(first) is meet
+
+
+def test_what_cannot_be_in_one_environment():
+    assert clash(["msrl-graph", "torch", "vllm", "vllm-ascend", "mindspeed", "ray-ascend"]) is None
+    # Each two of these go together, by one release of Megatron-Bridge or the other, and all three do not.
+    three = ["msrl-graph", "ray-ascend", "megatron-bridge"]
+    assert all(clash([p for p in three if p != left]) is None for left in three)
+    assert str(clash(three)) == (
+        "Python: ray-ascend 0.1 wants >= 3.10, < 3.12 (ray-ascend, README) and megatron-bridge 0.6.0 wants >= 3.12, "
+        "< 3.13 (Megatron-Bridge 0.6.0, pyproject.toml)"
+    )
+    assert clash([]) is clash(["ray-ascend"]) is clash(["unknown", "msrl-graph"]) is None
+
+
+def test_the_releases_of_a_stack_go_together():
+    for stack in STACKS.values():
+        assert clash(["msrl-graph", *stack.pins, *stack.elsewhere]) is None
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "told"),
+    [
+        ("error: error sending request for url", 0, "not resolved, since the index cannot be reached"),
+        ("error: No solution found when resolving dependencies", 1, "does not resolve"),
+    ],
+)
+def test_an_index_out_of_reach_is_no_fault_and_a_conflict_is(monkeypatch, capsys, failure, status, told):
+    class Done:
+        returncode = 1
+        stderr = failure
+
+    monkeypatch.setattr(resolve.subprocess, "run", lambda *arguments, **options: Done)
+    monkeypatch.setattr(sys, "argv", ["resolve.py", "ascend"])
+    assert resolve.main() == status
+    assert told in capsys.readouterr().out
+
+
+def test_a_package_that_is_not_locked_is_told(monkeypatch, capsys, tmp_path):
+    lock = tmp_path / "cpu.txt"
+    lock.write_text("# words\nJinja2==3.1.6\nast_serialize==0.1\n")
+    monkeypatch.setattr(resolve, "HERE", tmp_path)
+    found = {"jinja2": "3.1.6", "ast-serialize": "0.1"}
+    monkeypatch.setattr(resolve, "resolved", lambda *of: found)
+    assert resolve.look(STACKS["cpu"])
+    found["six"] = "1.17.0"
+    assert not resolve.look(STACKS["cpu"])
+    assert "not locked: six" in capsys.readouterr().out

@@ -1,0 +1,328 @@
+"""Models against published counts, against transformers' own parameters, and the mistakes in naming one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from folders import ROOT
+
+from msrl_graph import ProgramWarning, compile
+from msrl_graph.diagnostics import Fault, Span
+from msrl_graph.model.config import fields, find_config_error
+from msrl_graph.model.models import load
+from msrl_graph.model.presets import PRESETS, tokenizer
+from msrl_graph.runtime.driver import preflight
+
+EXAMPLE = ROOT / "examples" / "arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    # Counts of the published checkpoints.
+    [
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("deepseek-r1-distill-qwen-1.5b", 1_777_088_000),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+        ("llama3.1-405b", 405_853_388_800),
+        ("llama3.2-1b", 1_235_814_400),
+        ("llama3.2-3b", 3_212_749_824),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
+        ("deepseek-r1-671b", 671_026_419_200),
+    ],
+)
+def test_counts_are_the_published_ones(name: str, parameters: int) -> None:
+    assert load(name, Path()).parameters == parameters
+
+
+def test_tiny_is_about_a_million_in_float32() -> None:
+    model = load("tiny", Path())
+    assert 0.8e6 < model.parameters < 1.2e6
+    assert model.dtype == "f32"
+
+
+def test_what_a_token_passes() -> None:
+    # "671B total parameters with 37B activated for each token" (arXiv:2412.19437, abstract), one embedding left out.
+    assert 36.5e9 < load("deepseek-r1-671b", Path()).active_parameters - 129280 * 7168 < 37.5e9
+    assert 3.2e9 < load("qwen3-30b-a3b", Path()).active_parameters < 3.4e9
+    assert load("qwen2.5-7b", Path()).active_parameters == 7_615_616_512
+
+
+def test_what_a_token_leaves_in_the_cache() -> None:
+    # Latent attention keeps 512 + 64 elements a layer (arXiv:2405.04434, section 2.1).
+    assert load("deepseek-r1-671b", Path()).kv_bytes == 61 * 576 * 2
+    assert load("qwen2.5-7b", Path()).kv_bytes == 28 * 2 * 4 * 128 * 2
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-7b", "qwen3-32b", "llama3-70b", "tiny"])
+def test_what_tensor_parallelism_divides(name: str) -> None:
+    tensors = {t.name: t for t in load(name, Path()).tensors}
+    layer = "model.layers.0."
+    divided = {f"{layer}self_attn.{p}_proj.weight": 0 for p in "qkv"} | {f"{layer}self_attn.o_proj.weight": 1}
+    divided |= {f"{layer}mlp.gate_proj.weight": 0, f"{layer}mlp.up_proj.weight": 0, f"{layer}mlp.down_proj.weight": 1}
+    divided |= {
+        "model.embed_tokens.weight": 0,
+        "lm_head.weight": 0,
+        "model.norm.weight": -1,
+        f"{layer}input_layernorm.weight": -1,
+    }
+    assert {n: tensors[n].tp_dim for n in divided} == divided
+
+
+def test_what_divides_experts_and_latent_attention() -> None:
+    tensors = {t.name.removeprefix("model.layers.5."): t for t in load("deepseek-r1-671b", Path()).tensors}
+    expected = {
+        "self_attn.q_a_proj.weight": ((1536, 7168), -1, 1, False),
+        "self_attn.q_b_proj.weight": ((128 * 192, 1536), 0, 192, False),
+        "self_attn.kv_a_proj_with_mqa.weight": ((576, 7168), -1, 1, False),
+        "self_attn.kv_b_proj.weight": ((128 * 256, 512), 0, 256, False),
+        "self_attn.o_proj.weight": ((7168, 128 * 128), 1, 128, False),
+        "mlp.gate.weight": ((256, 7168), -1, 1, False),
+        "mlp.experts.*.gate_proj.weight": ((256, 2048, 7168), 1, 1, True),
+        "mlp.experts.*.down_proj.weight": ((256, 7168, 2048), 2, 1, True),
+        "mlp.shared_experts.up_proj.weight": ((2048, 7168), 0, 1, False),
+    }
+    assert {n: (t.shape, t.tp_dim, t.unit, t.experts) for n, t in tensors.items() if n in expected} == expected
+    assert tensors["model.layers.2.mlp.gate_proj.weight"].shape == (18432, 7168)
+
+
+NAMES = {
+    "QWEN2.5-7B": "qwen2.5-7b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "https://huggingface.co/Qwen/Qwen3-8B-Base": "qwen3-8b",
+    "Qwen2.5-Math-1.5B-Instruct": "qwen2.5-1.5b",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "qwen3-30b-a3b",
+    "meta-llama/Meta-Llama-3-8B-Instruct": "llama3-8b",
+    "meta-llama/Llama-3.1-8B-Instruct": "llama3.1-8b",
+    "Llama-3.3-70B": "llama3.3-70b",
+    "DeepSeek-V3": "deepseek-v3-671b",
+    "deepseek-ai/DeepSeek-R1-0528": "deepseek-r1-671b",
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": "deepseek-r1-distill-qwen-7b",
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": "",  # its weights are others
+    "Qwen/Qwen3-8B-FP8": "",
+    "Qwen/Qwen2.5-8B": "",
+    "Qwen/Qwen3-VL-8B-Instruct": "",
+    "./qwen3-8b": "",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_has_the_names_that_people_write(name: str, tmp_path: Path) -> None:
+    preset = NAMES[name]
+    if not preset:
+        with pytest.raises(Fault):
+            load(name, tmp_path)
+        return
+    found = load(name, tmp_path)
+    assert (found.name, found.path) == (name, "") and found.tensors == load(preset, tmp_path).tensors
+    assert tokenizer(name) == tokenizer(preset) is not None
+
+
+def test_a_folder_comes_before_a_name_on_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    with pytest.raises(Fault, match=r"has no config\.json"):
+        load("Qwen/Qwen3-8B", tmp_path)
+    config = PRESETS["tiny"]
+    (tmp_path / "Qwen" / "Qwen3-8B" / "config.json").write_text(json.dumps(config))
+    assert load("Qwen/Qwen3-8B", tmp_path).hidden == config["hidden_size"]
+
+
+def test_a_folder_beside_the_program_is_found_by_its_bare_name(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(Fault) as caught:
+        load("model", tmp_path)
+    (told,) = caught.value.diagnostics
+    assert (told.message, told.help) == (
+        "no model preset is called `model`",
+        'for the folder next to the program, write `"./model"`',
+    )
+
+
+@pytest.mark.parametrize("folder", [None, "tied", "llama"])
+def test_names_and_shapes_are_transformers(folder: str | None, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config = json.loads((EXAMPLE / "model" / "config.json").read_text())
+    if folder == "tied":
+        config["tie_word_embeddings"] = True
+    if folder == "llama":
+        for key in ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers"):
+            del config[key]
+        config |= {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "attention_bias": True,
+            "mlp_bias": True,
+        }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        peer = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    theirs = {n: tuple(p.shape) for n, p in peer.named_parameters()}
+    ours = {t.name: t.shape for t in load("./", tmp_path).tensors}
+    assert ours == theirs
+
+
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+}
+MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12}
+FAMILIES = {
+    "Qwen3ForCausalLM": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, **MOE}),
+    "DeepseekV3ForCausalLM": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            **MOE,
+            **LATENT,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_other_families_are_transformers(architecture: str, tmp_path: Path) -> None:
+    """Names and shapes; of experts, which transformers keep in one tensor a layer with gate beside up, the shapes."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    kind, sizes = FAMILIES[architecture]
+    config = {"architectures": [architecture], "model_type": kind, "tie_word_embeddings": False, **SMALL, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        peer = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    theirs = {
+        n: tuple(p.shape)
+        for n, p in [*peer.named_parameters(), *peer.named_buffers()]
+        if "rotary" not in n and "inv_freq" not in n
+    }
+    model = load("./", tmp_path)
+    ours = {t.name: t.shape for t in (*model.tensors, *model.fixed) if not t.experts}
+    for layer in {t.layer for t in model.tensors if t.experts}:
+        stacked = {t.name.rsplit(".", 2)[1]: t.shape for t in model.tensors if t.experts and t.layer == layer}
+        number, width, hidden = stacked["gate_proj"]
+        ours[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = (number, 2 * width, hidden)
+        ours[f"model.layers.{layer}.mlp.experts.down_proj"] = stacked["down_proj"]
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("q_lora_rank", ..., "has no `q_lora_rank`"),
+        ("n_group", None, "has no `n_group`"),
+        ("n_group", 3, "has 8 experts in 3 groups: groups must be equal, with 2 or more experts each"),
+        ("n_group", 8, "has 8 experts in 8 groups"),
+        ("topk_group", 3, "chooses 3 of 2 groups of experts"),
+        ("num_experts_per_tok", 5, "has 5 experts per token, but only 4 to choose from"),
+        ("first_k_dense_replace", 2, "has 2 layers without experts, but only 2 layers"),
+        ("num_key_value_heads", 2, "has 2 key-value heads: latent attention needs one for each of its 4 heads"),
+        ("qk_rope_head_dim", 3, "rotates 3 elements of a head, but rotary positions need pairs"),
+        ("scoring_func", "softmax", "has 'softmax' for `scoring_func`: only `sigmoid` is supported yet"),
+        ("topk_method", "greedy", "has 'greedy' for `topk_method`: only `noaux_tc` is supported yet"),
+        ("moe_layer_freq", 2, "has 2 for `moe_layer_freq`: only `1` is supported yet"),
+    ],
+)
+def test_what_no_engine_could_make_of_latent_attention_or_groups(field: str, value: object, told: str) -> None:
+    config = {**SMALL, **FAMILIES["DeepseekV3ForCausalLM"][1]}
+    assert find_config_error(config, "deepseek_v3") is None
+    assert find_config_error({**config, "q_lora_rank": None}, "deepseek_v3") is None
+    assert fields({**config, "q_lora_rank": None})["q_lora_rank"] is None, "null says that there is none"
+    changed = {k: v for k, v in config.items() if k != field} if value is ... else {**config, field: value}
+    wrong = find_config_error(changed, "deepseek_v3")
+    assert wrong is not None and told in wrong.message
+
+
+def test_a_folder_is_relative_to_the_program() -> None:
+    model = load("./model", EXAMPLE)
+    assert (model.dtype, model.head_dim, model.parameters, model.tied) == ("f32", 32, 891008, False)
+    assert Path(model.path) == (EXAMPLE / "model").resolve()
+
+
+def test_dtype_overrides() -> None:
+    assert load("qwen2.5-7b", Path(), "f32").dtype == "f32"
+
+
+@pytest.mark.parametrize(
+    ("target", "config", "code", "help"),
+    [
+        ("qwen2.5-32", None, "unknown-model", "did you mean `qwen2.5-32b`?"),
+        ("qwen2.5-33b", None, "unknown-model", "did you mean `qwen2.5-32b`?"),
+        ("qwen3-30b", None, "unknown-model", "did you mean `qwen3-30b-a3b`?"),
+        ("qwen2.5-8b", None, "unknown-model", "the presets, for plans, are"),
+        ("./nowhere", None, "unknown-model", "config.json"),
+        ("./here", None, "unknown-model", "config.json"),
+        ("./here", {"architectures": ["MixtralForCausalLM"]}, "not-yet", "`Qwen2ForCausalLM`"),
+        ("./here", {**PRESETS["qwen3-30b-a3b"], "mlp_only_layers": [1]}, "not-yet", "mlp_only_layers"),
+        (
+            "./here",
+            {**PRESETS["qwen2.5-7b"], "layer_types": ["sliding_attention"] * 28},
+            "not-yet",
+            "sliding_attention",
+        ),
+        (
+            "./here",
+            {**PRESETS["qwen2.5-7b"], "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "not-yet",
+            "no engine supports sliding windows of attention yet",
+        ),
+        ("./here", {**PRESETS["qwen2.5-7b"], "rope_scaling": {"rope_type": "longrope"}}, "not-yet", "`longrope`"),
+        ("./here", {**PRESETS["qwen2.5-7b"], "rope_scaling": {"rope_type": "mine"}}, "unknown-model", ""),
+        ("./here", {**PRESETS["deepseek-r1-671b"], "scoring_func": "softmax"}, "not-yet", "`scoring_func = softmax`"),
+        ("./here", {**PRESETS["deepseek-r1-671b"], "kv_lora_rank": None}, "unknown-model", ""),
+        ("./here", {"architectures": ["LlamaForCausalLM"]}, "unknown-model", ""),
+        ("./here", [], "unknown-model", ""),
+        ("./here", "no json", "unknown-model", ""),
+    ],
+)
+def test_mistakes_in_naming_a_model(target: str, config: object, code: str, help: str, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    if config is not None:
+        (tmp_path / "here" / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    span = Span("a.rlg", 3, 4, 3, 9)
+    with pytest.raises(Fault) as caught:
+        load(target, tmp_path, None, span)
+    (told,) = caught.value.diagnostics
+    assert (told.code, told.span) == (code, span)
+    assert help in told.help
+
+
+def test_a_run_of_a_name_on_the_hub_needs_its_folder() -> None:
+    program = """import grpo
+    cluster laptop { device = "cpu" }
+    deploy grpo on laptop {
+      model policy = "Qwen/Qwen2.5-0.5B-Instruct"
+      data source = "rows.jsonl" { prompt = "q", answer = "a" }
+    }"""
+    with pytest.warns(ProgramWarning):
+        plan = compile("p.rlg", text=program, sets={"prompts": 8, "group": 2, "response_len": 16})
+    with pytest.raises(Fault) as caught:
+        preflight.check(plan)
+    told = next(d for d in caught.value.diagnostics if d.code == "unknown-model")
+    assert told.message.startswith("`Qwen/Qwen2.5-0.5B-Instruct` is a preset") and "hf download" in told.help
