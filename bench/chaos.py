@@ -39,7 +39,7 @@ from typing import Any
 import smoke
 from disturbed import PROGRAMS, SERVERS, TARGETS, TWO_HOSTS, Count, Place, Result, clean, compare, report
 
-from msrl_graph.runtime.process.fault_points import STOP, file
+from msrl_graph.runtime.process.fault_points import STOP, fault_file
 
 BOTH = "both"  # keeper and supervisor at once
 HOST = "host"  # all processes of the second host
@@ -114,7 +114,7 @@ class Faults:
         soon = [point for point in self.points if now + 2 <= int(re.findall(r"\d+", point)[-1]) <= now + 5]
         if soon:
             process, _, action = self.chance.choice(soon).partition(": ")
-            path = file(self.folder, process, action)
+            path = fault_file(self.folder, process, action)
             path.write_text(STOP if how == STOP else "")
             self.planned[path] = f"{how} {process.split()[0]} at {POINTS.search(action)[0].split()[0]}"  # type: ignore[index]
         return ""

@@ -28,7 +28,7 @@ from rich.table import Table
 from msrl_graph import compile
 from msrl_graph.runtime.data.columns import ragged, texts
 from msrl_graph.runtime.dock.messages import Batch, Share
-from msrl_graph.runtime.dock.readers import readers
+from msrl_graph.runtime.dock.readers import list_node_reads
 from msrl_graph.runtime.functions.function_node import FunctionNode
 from msrl_graph.runtime.functions.workers import Workers, WorkerSpec
 from msrl_graph.runtime.process.task import Task
@@ -92,7 +92,7 @@ def measure_batch(folder: Path, name: str, workers: int, rows: int, rounds: int)
     program.write_text(text, encoding="utf-8")
     plan = compile(program)
     node = plan.graph.node("host.reward")
-    reader = next(node_reads for node_reads in readers(plan) if node_reads.node == "host.reward")
+    reader = next(node_reads for node_reads in list_node_reads(plan) if node_reads.node == "host.reward")
     spec = WorkerSpec("", plan.to_json(), {node.name: reader}, f"{folder}/note")
     function = FunctionNode(node, plan, reader, workers=Workers(workers, spec) if workers > 1 else None)
     numbers = np.arange(rows)

@@ -23,7 +23,7 @@ from msrl_graph.hardware.cluster import SHARES
 from msrl_graph.ir.plan import Plan
 from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout, Side
-from msrl_graph.sharding.redistribute import left_behind
+from msrl_graph.sharding.redistribute import count_left_behind
 
 PROGRAM = Path(__file__).parent.parent / "examples" / "paper" / "paper.rlg"
 ABLATED = "  dock { mode = central }\n  reshard { mode = naive }\n"
@@ -125,7 +125,7 @@ def equation_3() -> float:
     divided = 2 * sum(tensor.elements for tensor in model.tensors if not tensor.experts and tensor.tp_dim >= 0)
     closed = redundant_bytes(gdp=4, tw=divided, utp=2, ew=experts, gep=4)
     # The figure's ranks hold E1 E2, E1 E2, E3 E4, E3 E4.
-    derived = 2 * left_behind(model.kinds, Side(Layout(tp=2, dp=2, ep=2, inner=2)), Side(Layout(dp=4, ep=4)))
+    derived = 2 * count_left_behind(model.kinds, Side(Layout(tp=2, dp=2, ep=2, inner=2)), Side(Layout(dp=4, ep=4)))
     rows = [("redundant memory of Qwen3-MoE-30B", "> 60 GB", f"{closed / 1e9:.1f} GB", f"{derived / 1e9:.1f} GB")]
     why = (
         "the paper names no layout: this is figure 3's shape on 4 devices; derived from the two layouts, tensor "

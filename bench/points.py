@@ -30,7 +30,7 @@ import psutil
 import smoke
 from disturbed import PROGRAMS, TARGETS, TWO_HOSTS, Count, Place, Result, compare, report
 
-from msrl_graph.runtime.process.fault_points import file
+from msrl_graph.runtime.process.fault_points import fault_file
 
 HOSTS = 2
 # Processes that are replaced during the run; they come first, since this takes less time.
@@ -70,7 +70,7 @@ class Death:
 
     def file(self, folder: Path) -> Path:
         when = f"{self.task}/{self.iteration}" if self.task else str(self.iteration)
-        return file(folder, self.point.process, f"{self.point.what} {when}")
+        return fault_file(folder, self.point.process, f"{self.point.what} {when}")
 
     def is_passed(self, lines: list[dict[str, Any]]) -> bool:
         """Return whether a run with these lines of metrics has passed this death."""

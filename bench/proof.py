@@ -24,7 +24,7 @@ import torch
 
 from msrl_graph.runtime.rank.weight_proof import AT_ONCE
 from msrl_graph.runtime.weights.digest import Digest
-from msrl_graph.sharding.layout import full
+from msrl_graph.sharding.layout import full_box
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic" / "grpo.rlg"
 MAIN = "import sys; from msrl_graph.cli import run_main; sys.exit(run_main())"
@@ -49,7 +49,9 @@ def main() -> None:
     for name, dtype in (("f32", torch.float32), ("bf16", torch.bfloat16)):
         values = torch.randn(SHAPE).to(dtype)
         digest = Digest([SHAPE], dtype, "cpu", AT_ONCE["host"])
-        figures[f"digest_{name}_ns"] = nanoseconds(partial(digest.of, [values], digest.at(full(SHAPE))), options.rounds)
+        figures[f"digest_{name}_ns"] = nanoseconds(
+            partial(digest.of, [values], digest.at(full_box(SHAPE))), options.rounds
+        )
         figures[f"sum_{name}_ns"] = nanoseconds(values.sum, options.rounds)
     print(json.dumps(figures))
 

@@ -31,13 +31,13 @@ from torch import distributed as dist
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.devices import release, take
+from msrl_graph.backends.devices import allocate, release
 from msrl_graph.backends.spec import Shard
 from msrl_graph.cost import holdings
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.process.memory import Peak
 from msrl_graph.runtime.weights.reshard import HostSwap, Resharder
-from msrl_graph.runtime.weights.transfer_routes import blocks
+from msrl_graph.runtime.weights.transfer_routes import make_blocks
 from msrl_graph.sharding.layout import elements, shard
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "arithmetic"
@@ -99,11 +99,11 @@ def measure_rank(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
         Shard(tensor.name, box := shard(tensor, target, rank), torch.empty([stop - start for start, stop in box]))
         for tensor in model.tensors
     ]
-    neighbours = blocks(edge.ways, source, RANKS, rank)
+    neighbours = make_blocks(edge.ways, source, RANKS, rank)
 
-    def allocate() -> list[Shard]:
+    def allocate_all() -> list[Shard]:
         for piece in wanted:
-            take(piece.tensor)
+            allocate(piece.tensor)
         return wanted
 
     def forget() -> None:
@@ -122,7 +122,7 @@ def measure_rank(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
 
     for turn in range(rounds + 1):
         forget()
-        total = time_action(lambda: ours.run(allocate))
+        total = time_action(lambda: ours.run(allocate_all))
         seconds = dict(ours.seconds)
         swap.start_in()
         swap_in = time_action(swap.wait)
@@ -141,7 +141,7 @@ def measure_rank(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
     for mover in (ours, naive):
         forget()
         with Peak() as peak:
-            mover.run(allocate)
+            mover.run(allocate_all)
         peaks.append(peak.peak["device"])
         swap.wait()
     result = {name: statistics.median(values) for name, values in measurements.items()}

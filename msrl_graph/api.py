@@ -19,14 +19,14 @@ from types import FrameType
 from typing import IO, NoReturn
 
 from .diagnostics import NOWHERE, Diagnostic, Fault, ProgramWarning, Span, kind_of, public
-from .diagnostics.terminal_text import shown
+from .diagnostics.terminal_text import make_printable
 from .files.paths import is_file
 from .ir.plan import Plan
 from .runtime.driver import supervisor
 from .runtime.driver.callbacks import CallbackFailed, OnIteration
 from .runtime.driver.outcome import Interrupted, RunFailed
 from .runtime.driver.supervisor import Outcome, WatchOptions
-from .runtime.process.cluster_join import called
+from .runtime.process.cluster_join import files_loaded
 from .runtime.process.processes import MARK
 
 HELP = 'put the call that starts the run under `if __name__ == "__main__":`, or the functions into a file of their own'
@@ -110,7 +110,7 @@ def run(
             return supervisor.run(plan, out, str(resume or ""), options, stderr, on_iteration)
         prepared = supervisor.prepare(plan, out, str(resume or ""), options)
         prepared.drop()
-        print(shown("\n".join(prepared.lines())))
+        print(make_printable("\n".join(prepared.lines())))
         return Outcome(prepared.url or prepared.folder, {})
     except Fault as fault:
         _rename_flags(fault)
@@ -162,13 +162,13 @@ def export(
 
 def _rename_flags(fault: Fault) -> None:
     """Replace flags by arguments in the messages of a fault."""
-    from .compiler.pipeline import rendered
+    from .compiler.pipeline import render_all
 
     fault.diagnostics = tuple(
         replace(diagnostic, message=_flags_to_arguments(diagnostic.message), help=_flags_to_arguments(diagnostic.help))
         for diagnostic in fault.diagnostics
     )
-    fault.text = "\n".join(rendered(None, fault.diagnostics))
+    fault.text = "\n".join(render_all(None, fault.diagnostics))
 
 
 def _flags_to_arguments(text: str) -> str:
@@ -211,7 +211,7 @@ def _check_main_guard(plan: Plan, frame: FrameType | None) -> None:
     if os.environ.get(MARK):
         _refuse("a process of a run, while loading its functions, would start another run", HELP, "unguarded-run")
     loaded: dict[str, set[str]] = {}
-    for path, name, _ in called(plan):
+    for path, name, _ in files_loaded(plan):
         loaded.setdefault(os.path.realpath(path), set()).add(name)
     while frame is not None:
         path = frame.f_code.co_filename

@@ -16,12 +16,12 @@ from side import COLUMNS, NODES, Setup, Side, Times, actor_options, check, elaps
 
 from msrl_graph import compile
 from msrl_graph.ir.plan import Plan, from_json
-from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, offsets_of, texts
+from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, offsets_from_lengths, texts
 from msrl_graph.runtime.dock.channel import new_key
 from msrl_graph.runtime.dock.client import Client
 from msrl_graph.runtime.dock.host import DockHost
 from msrl_graph.runtime.dock.messages import DockAddress
-from msrl_graph.runtime.dock.readers import members, readers
+from msrl_graph.runtime.dock.readers import list_members, list_node_reads
 from msrl_graph.runtime.dock.segments import room_name
 from msrl_graph.runtime.process.processes import SHARED
 from msrl_graph.runtime.process.task import Task
@@ -68,7 +68,7 @@ class Made:
         self.values = {column: np.ones(total, np.int32 if column == "response" else np.float32) for column in COLUMNS}
 
     def pieces(self, rows: Any, columns: tuple[str, ...]) -> dict[str, ColumnRows]:
-        offsets = offsets_of(self.lengths[rows])
+        offsets = offsets_from_lengths(self.lengths[rows])
         pieces = {}
         for name in columns if len(rows) else ():
             if name == "reward":
@@ -83,7 +83,7 @@ class Made:
 
 def prompt_columns(task: Task) -> dict[str, ColumnRows]:
     numbers = np.arange(task.prompts)
-    prompt = ColumnData(np.zeros(4 * len(numbers), np.int32), offsets_of(np.full(len(numbers), 4)))
+    prompt = ColumnData(np.zeros(4 * len(numbers), np.int32), offsets_from_lengths(np.full(len(numbers), 4)))
     return {"prompt": ColumnRows(numbers, prompt), "answer": ColumnRows(numbers, texts(["1"] * len(numbers)))}
 
 
@@ -105,7 +105,7 @@ class Worker:
     def __init__(self, plan: str, way: DockAddress, process: int, host: int, lengths: Any) -> None:
         self.plan = from_json(plan)
         self.host = host
-        self.client = Client(f"rank {process}", readers(self.plan), way, host)
+        self.client = Client(f"rank {process}", list_node_reads(self.plan), way, host)
         self.rows = Made(lengths)
 
     def ready(self) -> None:
@@ -172,8 +172,8 @@ class Ours(Side):
     def __init__(self, setup: Setup, workers: int = 1) -> None:
         hosts = len(setup.hosts)
         self.plan = plan_of(setup)
-        node_reads = readers(self.plan)
-        dock_members, way = members(self.plan, node_reads, new_key() if hosts > 1 else b"")
+        node_reads = list_node_reads(self.plan)
+        dock_members, way = list_members(self.plan, node_reads, new_key() if hosts > 1 else b"")
         self.room = f"msrl-run-{secrets.token_hex(4)}"
         kinds: Any = (DockHost, Worker)
         self.docks = []

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..ir.graph import Expr
 from ..ir.optimizer_spec import OptimizerSpec
-from ..ir.signatures import CallKind, Signature, signatures
+from ..ir.signatures import CallKind, Signature, read_signatures
 
 FOLDER = Path(__file__).parent
 MODULES = ("losses", "optimizers", "advantages", "rewards", "filters", "states", "texts")
@@ -25,7 +25,7 @@ def library() -> dict[tuple[CallKind, str], tuple[Signature, str]]:
     """Return the signature and module of every built-in name, by kind and name."""
     signatures_by_name = {}
     for module in MODULES:
-        for name, signature in signatures((FOLDER / f"{module}.py").read_text(encoding="utf-8")).items():
+        for name, signature in read_signatures((FOLDER / f"{module}.py").read_text(encoding="utf-8")).items():
             if not name.startswith("_"):
                 signatures_by_name[signature.kind, name] = (signature, module)
     return signatures_by_name
@@ -37,7 +37,7 @@ def load(kind: CallKind, name: str) -> Callable[..., Any]:
     return function
 
 
-def scheduled(call: Expr) -> None:
+def check_schedule(call: Expr) -> None:
     """Call a schedule for the first step of a run, to check its options.
 
     Raises ValueError if they do not go together.

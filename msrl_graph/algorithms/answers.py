@@ -123,12 +123,12 @@ class Answer:
     words: str = ""
 
 
-def gold(text: str) -> Answer:
+def parse_gold(text: str) -> Answer:
     """Return the answer of a data file's field: its marked part, or all of it."""
     return _find_marked_answer(text) or _parse_answer(text)
 
 
-def given(text: str) -> Answer:
+def parse_response(text: str) -> Answer:
     """Return the answer of a response.
 
     It is the last marked answer, else the text after the last "answer is", else the whole text. If there is text

@@ -60,7 +60,7 @@ class TooLarge(BaseException):
     """
 
 
-def beyond(text: str) -> bool:
+def is_too_large(text: str) -> bool:
     """Return whether an answer is too large: parsing it would take seconds."""
     if len(text) > LONG:
         return True
@@ -225,7 +225,7 @@ def _limit_library() -> None:
         refuse(factors, "eval", product)
     refuse(binomial, "eval", lambda n, k: product(n, k) and product(n, n - k))
     for parser_name in ("latex2sympy", "parse_expr"):
-        refuse(parser, parser_name, beyond)
+        refuse(parser, parser_name, is_too_large)
 
 
 if __name__ == "__main__":

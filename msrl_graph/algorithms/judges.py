@@ -116,7 +116,7 @@ def equal(questions: Sequence[JudgeRequest], *, timeout: float, budget: float) -
     verdicts = {
         question: Verdict(False, judge.REFUSED[b"size"])
         for question in questions
-        if judge.beyond(question.answer) or (question.marked and judge.beyond(question.response))
+        if judge.is_too_large(question.answer) or (question.marked and judge.is_too_large(question.response))
     }
     pending = [question for question in dict.fromkeys(questions) if question not in verdicts]
     limit = 0.0

@@ -56,7 +56,7 @@ def tell(name: str, amount: float) -> None:
     _figures[name] = _figures.get(name, 0) + amount
 
 
-def told() -> dict[str, float]:
+def take_amounts() -> dict[str, float]:
     """Return and reset the amounts that functions of this process have added."""
     amounts = dict(_figures)
     _figures.clear()

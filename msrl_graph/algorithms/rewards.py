@@ -39,7 +39,10 @@ def _verify_rows(
     """`math_verify` of many rows."""
     from . import answers, judges
 
-    rows = [(answers.given(text), answers.gold(expected)) for text, expected in zip(response, answer, strict=True)]
+    rows = [
+        (answers.parse_response(text), answers.parse_gold(expected))
+        for text, expected in zip(response, answer, strict=True)
+    ]
     decisions = [answers.same(*row) for row in rows]
     undecided = [i for i, verdict in enumerate(decisions) if verdict is None]
     questions = [judges.JudgeRequest(rows[i][0].text, rows[i][1].text, rows[i][0].marked) for i in undecided]

@@ -15,10 +15,10 @@ from .vllm import engine as vllm
 
 ENGINES: dict[str, EngineSpec] = {module.SPEC.name: module.SPEC for module in (fsdp, hf, megatron, vllm)}
 # Device kinds that are implemented but were never available for a test, and those tested on one device only.
-UNTRIED = (ASCEND.name,)
-ALONE = (CUDA.name,)
+UNTESTED_KINDS = (ASCEND.name,)
+SINGLE_DEVICE_KINDS = (CUDA.name,)
 
 
-def runs(engine: str) -> bool:
+def can_build(engine: str) -> bool:
     """Return whether an engine can be built, not only planned for."""
     return bool(ENGINES[engine].build)

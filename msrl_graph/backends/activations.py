@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .devices import Lane, TorchDevice, content, local
+from .devices import Lane, TorchDevice, get_local_tensor, view_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,9 @@ class Activations:
 
     def _enter(self, layer: Any, _: Any) -> None:
         if self.current_pass is not None:  # a backward pass may recompute a layer
-            self.current_pass.begin({local(parameter).untyped_storage()._cdata for parameter in layer.parameters()})
+            self.current_pass.begin(
+                {get_local_tensor(parameter).untyped_storage()._cdata for parameter in layer.parameters()}
+            )
 
     def _exit(self, *_: Any) -> None:
         if self.current_pass is not None:
@@ -120,7 +122,7 @@ class _Pass:
             entry.device_storage = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
-        inner = local(tensor)
+        inner = get_local_tensor(tensor)
         storage = inner.untyped_storage()
         if self.finished or not inner.is_floating_point() or storage.nbytes() < LEAST or storage._cdata in self.weights:
             return tensor
@@ -134,7 +136,7 @@ class _Pass:
         return _Saved(entry, inner.dtype, int(inner.storage_offset()), inner.size(), inner.stride(), spec)
 
     def _copy_to_host(self, storage: torch.UntypedStorage) -> _Kept:
-        source = content(storage)
+        source = view_bytes(storage)
         buffer = self.device.host_buffer(source)
         with self.out_lane.begin():
             buffer.copy_(source, non_blocking=True)

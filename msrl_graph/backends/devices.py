@@ -217,7 +217,7 @@ class Devices:
         return self._groups[ranks]
 
 
-def of(tensor: torch.Tensor) -> TorchDevice:
+def device_of(tensor: torch.Tensor) -> TorchDevice:
     """Return the device of a tensor."""
     kind = next(candidate for candidate in DEVICE_KINDS.values() if candidate.torch == tensor.device.type)
     return TorchDevice(kind, tensor.device.index or 0)
@@ -241,7 +241,7 @@ def wake(tensors: Iterable[torch.Tensor]) -> None:
 
 
 @contextmanager
-def watched(watcher: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
+def watch_storages(watcher: Callable[[torch.UntypedStorage], object]) -> Iterator[None]:
     """Call `watcher` with each storage whose memory changes, in any thread.
 
     These are storages that become a host buffer, fall asleep, wake, or get another size from Python (as FSDP resizes
@@ -274,26 +274,26 @@ def _report(storage: torch.UntypedStorage) -> None:
         watcher(storage)
 
 
-def size(storage: torch.UntypedStorage) -> int:
+def count_allocated_bytes(storage: torch.UntypedStorage) -> int:
     """Return the bytes that a storage has memory for."""
     sleeper = _sleeping_storages.get(storage.data_ptr())
     # A storage that was freed may have left its address to another.
     return 0 if sleeper and sleeper() is not None else storage.nbytes()
 
 
-def making_buffer() -> bool:
+def is_making_buffer() -> bool:
     """Return whether the operation that runs now allocates a host buffer."""
     return _making_buffer
 
 
-def local(tensor: Any) -> torch.Tensor:
+def get_local_tensor(tensor: Any) -> torch.Tensor:
     """Return the local tensor of a tensor that may be a DTensor."""
     inner: Any = getattr(tensor, "_local_tensor", tensor)
     local_tensor: torch.Tensor = inner.wait() if hasattr(inner, "elem") else inner  # a collective may be in flight
     return local_tensor
 
 
-def content(storage: torch.UntypedStorage) -> torch.Tensor:
+def view_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return all bytes of a storage, which several tensors may share."""
     import torch
 
@@ -324,7 +324,7 @@ def _system() -> ctypes.CDLL:
     return ctypes.CDLL(None)
 
 
-def take(tensor: torch.Tensor, size: int | None = None) -> None:
+def allocate(tensor: torch.Tensor, size: int | None = None) -> None:
     """Allocate memory for a released tensor: for its elements, or `size` bytes.
 
     The old contents are lost.

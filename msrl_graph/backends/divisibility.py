@@ -14,7 +14,7 @@ from ..sharding.layout import Layout
 from .spec import EngineSpec
 
 
-def misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
+def find_misfits(model: Model, spec: EngineSpec, layout: Layout) -> Iterator[str]:
     """Yield a message for each part of `model` that a layout does not divide.
 
     Parts that the engine can make up for (by padding or replication) are left out.

@@ -19,7 +19,7 @@ from ..sharding.layout import Layout, shard
 from . import expert_placement, experts, hf_modules, kernels, peaks, prefix_tree
 from .activations import Activations
 from .context_parallel import ContextGroup
-from .devices import local
+from .devices import get_local_tensor
 from .kernels.modules import divide_rows, install
 from .optimizer.gradients import Gradients
 from .optimizer.steps import Steps, calls
@@ -35,7 +35,7 @@ from .spec import (
     Shard,
     Situation,
     Weights,
-    compiled,
+    is_compiled,
     offloads,
 )
 
@@ -118,7 +118,7 @@ class FsdpEngine:
         self.place = devices.device.place
         self.divided = SPEC.divided(layout)
         self.context = ContextGroup.from_layout(layout, devices)
-        module = hf_modules.empty(model)
+        module = hf_modules.build_empty_model(model)
         if placement.engine.options.get("recompute") == "full":
             module.gradient_checkpointing_enable()
         self.kernels = kernels.load(devices.device.kind)
@@ -144,7 +144,7 @@ class FsdpEngine:
             owner, _, leaf = name.rpartition(".")
             module.get_submodule(owner).register_buffer(leaf, value.to(self.place), persistent=False)
         self.module = module
-        if compiled(placement):
+        if is_compiled(placement):
             _compile(module.model.layers)
         offloads_activations = optimizer is not None and placement.engine.options.get("activations") == "offload"
         self._forward_context = (
@@ -154,7 +154,7 @@ class FsdpEngine:
         )
         named = hf_modules.named_weights(module)
         self._shards = [
-            Shard(tensor.name, shard(tensor, SPEC.side(layout), rank), local(named[tensor.name]).detach())
+            Shard(tensor.name, shard(tensor, SPEC.side(layout), rank), get_local_tensor(named[tensor.name]).detach())
             for tensor in model.tensors
         ]
         hf_modules.fill(model, self._shards)
@@ -195,7 +195,7 @@ class FsdpEngine:
     def _forward(self, micro_batch: MicroBatch, request: ForwardRequest) -> Outputs:
         import torch
 
-        tree, known = self.context.share(prefix_tree.tree(micro_batch), micro_batch)
+        tree, known = self.context.share(prefix_tree.build_tree(micro_batch), micro_batch)
         tree = replace(tree, attention=self.kernels.attention)
         tree = tree.to(self.place)
         columns = known.to(self.place, non_blocking=True)
@@ -224,7 +224,9 @@ class FsdpEngine:
         for tensor, parameter in zip(self.model.tensors, self._parameters, strict=True):
             gradient = self._gradients.take(parameter)
             gradients.append(
-                torch.zeros(local(parameter).shape, device=self.place) if gradient is None else gradient.detach()
+                torch.zeros(get_local_tensor(parameter).shape, device=self.place)
+                if gradient is None
+                else gradient.detach()
             )
             del gradient
             if self.divided and tensor.experts:  # FSDP2 averaged these over the experts' own copies
@@ -348,7 +350,7 @@ def _outputs(
     """
     import torch
 
-    hidden = prefix_tree.states(module.model, tree).index_select(0, tree.before)
+    hidden = prefix_tree.compute_states(module.model, tree).index_select(0, tree.before)
     if hasattr(module, "score"):
         return Outputs(values=module.score(hidden).float()[:, 0].clone())  # a view would lose FSDP2's hooks
     logits = module.lm_head(hidden).float() / temperature

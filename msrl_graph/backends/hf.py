@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
 from . import experts, hf_modules, kernels, peaks
-from .devices import release, take
+from .devices import allocate, release
 from .generation.continuous import SequenceBatch
 from .generation.sampling import draw
 from .generation.segments import generate_in_segments
@@ -71,7 +71,7 @@ class HfEngine:
         self.layout = layout
         self.place = devices.device.place
         self.micro_batch = int(placement.engine.options.get("micro_batch") or 0)
-        self.module = hf_modules.empty(model).eval().requires_grad_(False)
+        self.module = hf_modules.build_empty_model(model).eval().requires_grad_(False)
         fused = kernels.load(devices.device.kind)
         experts.install(self.module, model, Layout(), devices, fused)
         install(self.module, fused)
@@ -83,7 +83,7 @@ class HfEngine:
             local = torch.empty([stop - start for start, stop in box], dtype=dtype, device=self.place)
             release(local)
             self._shards.append(Shard(tensor.name, box, local))
-            owner, _, leaf = hf_modules.parameter(tensor.name).rpartition(".")
+            owner, _, leaf = hf_modules.parameter_path(tensor.name).rpartition(".")
             parameter = torch.nn.Parameter(local, requires_grad=False)
             setattr(self.module.get_submodule(owner), leaf, parameter)
         if model.tied:
@@ -94,7 +94,7 @@ class HfEngine:
 
     def allocate(self) -> list[Shard]:
         for piece in self._shards:
-            take(piece.tensor)
+            allocate(piece.tensor)
         return self._shards
 
     def filled(self) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 from ..files.weights import weight_files
 from ..model.architecture import HEAD, Model
 from ..model.config import fields
-from ..sharding.layout import Tensor, elements, full, slices
+from ..sharding.layout import Tensor, elements, full_box, slices
 from .spec import Shard
 
 DTYPES = {"f32": "float32", "bf16": "bfloat16"}
 
 
-def empty(model: Model) -> Any:
+def build_empty_model(model: Model) -> Any:
     """Build the transformers model of a folder on the meta device.
 
     Buffers are real. A model that scores has `score`, a linear layer without bias, in place of `lm_head`.
@@ -40,22 +40,22 @@ def empty(model: Model) -> Any:
             module.score = torch.nn.Linear(model.hidden, 1, bias=False, dtype=dtype)
     # Rotary frequencies are computed, not loaded, so the meta device lost them.
     module.model.rotary_emb = type(module.model.rotary_emb)(config=config)
-    for name, value in fixed(model).items():
+    for name, value in load_fixed_tensors(model).items():
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).register_buffer(leaf, value)
     return module
 
 
-def fixed(model: Model) -> dict[str, Any]:
+def load_fixed_tensors(model: Model) -> dict[str, Any]:
     """Load the tensors of a model that no run changes (Model.fixed), by name."""
     import torch
 
-    shards = [Shard(tensor.name, full(tensor.shape), torch.empty(tensor.shape)) for tensor in model.fixed]
+    shards = [Shard(tensor.name, full_box(tensor.shape), torch.empty(tensor.shape)) for tensor in model.fixed]
     fill(model, shards)
     return {shard.name: shard.tensor for shard in shards}
 
 
-def scoring(config: dict[str, Any]) -> dict[str, Any]:
+def make_scoring_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of a model that scores.
 
     It is what transformers' sequence classification classes read.
@@ -78,7 +78,7 @@ def named_weights(module: Any) -> dict[str, Any]:
     }
 
 
-def parameter(name: str) -> str:
+def parameter_path(name: str) -> str:
     """Return the path of a weight's parameter in a module.
 
     All experts of a projection are one parameter (experts.py).

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .devices import Lane, TorchDevice, release, take
+from .devices import Lane, TorchDevice, allocate, release
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class HostOffload:
 
     def take(self) -> None:
         for tensor, size in self.storages:
-            take(tensor, size)
+            allocate(tensor, size)
 
     def fetch(self) -> None:
         with self.back.begin():

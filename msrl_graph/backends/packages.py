@@ -25,7 +25,7 @@ def version(package: str) -> str:
     return ""
 
 
-def installing(engine: str, missing: Iterable[str], device: str = "") -> str:
+def make_install_hint(engine: str, missing: Iterable[str], device: str = "") -> str:
     """Return a command or hint to install the packages that an engine lacks.
 
     The command uses the extra of the device kind, or the engine's extra, where this package has one. Where packages

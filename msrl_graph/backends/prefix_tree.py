@@ -74,7 +74,7 @@ class Tree:
         return self.attention(q, k, v, scaling, window)
 
 
-def tree(packed: TensorDict) -> Tree:
+def build_tree(packed: TensorDict) -> Tree:
     """Build the tree of a packed micro-batch."""
     import numpy as np
     import torch
@@ -113,7 +113,7 @@ def prepare(module: Any) -> None:
     module.config._attn_implementation = ATTENTION
 
 
-def states(module: Any, tree: Tree) -> torch.Tensor:
+def compute_states(module: Any, tree: Tree) -> torch.Tensor:
     """Return each node's last hidden state, [nodes, hidden], from a prepared model."""
     hidden: torch.Tensor = module(
         input_ids=tree.ids[None], position_ids=tree.depth[None], use_cache=False, prefixes=tree

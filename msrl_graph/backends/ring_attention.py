@@ -164,7 +164,7 @@ def _forward(
     """
     import torch
 
-    if devices.of(q).kind.is_host:  # its kernels return and accept the log-sum-exp
+    if devices.device_of(q).kind.is_host:  # its kernels return and accept the log-sum-exp
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = kernel(q, k, v, 0.0, mask is None, attn_mask=_make_additive_mask(q, mask), scale=scaling)
         return out, lse if mask is None else lse.masked_fill(~mask.any(-1), -torch.inf)
@@ -192,7 +192,7 @@ def _backward(
     """
     import torch
 
-    if devices.of(q).kind.is_host:  # its kernels return and accept the log-sum-exp
+    if devices.device_of(q).kind.is_host:  # its kernels return and accept the log-sum-exp
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         options = {"attn_mask": _make_additive_mask(q, mask), "scale": scaling}
         gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = kernel(

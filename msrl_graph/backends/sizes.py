@@ -15,7 +15,16 @@ from math import gcd
 
 from ..ir import optimizer_spec
 from ..ir.workload import Workload
-from ..sharding.layout import Side, Tensor, TensorKind, box_at, elements, held, kinds, stage_parts
+from ..sharding.layout import (
+    Side,
+    Tensor,
+    TensorKind,
+    box_at,
+    count_busiest_elements,
+    elements,
+    group_by_kind,
+    stage_parts,
+)
 from .spec import BYTES, Moments
 
 # Elements of a buffer that the trainer's optimizer needs besides its states.
@@ -173,11 +182,11 @@ class Sizes:
     # Weights, not sharded over dp.
 
     def _sum_bytes(self, tensors: Iterable[Tensor]) -> int:
-        return held(kinds(tensors), replace(self.side, divided=False)) * self.item
+        return count_busiest_elements(group_by_kind(tensors), replace(self.side, divided=False)) * self.item
 
     @cached_property
     def all_weights(self) -> int:
-        return held(self.work.model.kinds, replace(self.side, divided=False)) * self.item
+        return count_busiest_elements(self.work.model.kinds, replace(self.side, divided=False)) * self.item
 
     @cached_property
     def layer(self) -> int:
@@ -270,7 +279,7 @@ def optimizer_step(s: Sizes) -> Moments:
     if work.optimizer is None:
         return moments
     remaining = gradients
-    for rule, own_kinds in optimizer_spec.parted(work.optimizer, work.model.kinds):
+    for rule, own_kinds in optimizer_spec.kinds_by_rule(work.optimizer, work.model.kinds):
         for number, count, experts in zip(copies, s.parts(own_kinds), (False, True), strict=True):
             if not count:
                 continue
@@ -294,12 +303,16 @@ def optimizer_step(s: Sizes) -> Moments:
                 moments["a matrix is made orthogonal" + " of experts" * experts] = {
                     **stepping_by,
                     "workspace": master
-                    + max(orthogonal(kind, s.side) for kind in own_kinds if kind.tensor.experts is experts),
+                    + max(
+                        count_orthogonalization_bytes(kind, s.side)
+                        for kind in own_kinds
+                        if kind.tensor.experts is experts
+                    ),
                 }
     return moments
 
 
-def orthogonal(kind: TensorKind, side: Side) -> int:
+def count_orthogonalization_bytes(kind: TensorKind, side: Side) -> int:
     """Return the bytes to orthogonalize a matrix.
 
     They hold the matrix, its next value, and two squares of its shorter side. All experts of a rank are assembled

@@ -204,12 +204,12 @@ def offloads(placement: Placement, item: str) -> bool:
     return placement.engine.options.get("offload") in (item, "all")
 
 
-def compiled(placement: Placement) -> bool:
+def is_compiled(placement: Placement) -> bool:
     """Return whether a placement's engine compiles its layers."""
     return placement.engine.options.get("compile") == "layers"
 
 
-def compiles(model: Model, layout: Layout) -> bool:
+def can_compile(model: Model, layout: Layout) -> bool:
     """Return whether torch's compiler supports a model: not with tp or experts."""
     return layout.tp == 1 and not model.experts
 
@@ -320,7 +320,7 @@ class Response(NamedTuple):
     ended: bool = True
 
 
-def collected(responses: Iterable[Response]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
+def collect_responses(responses: Iterable[Response]) -> tuple[list[NDArray[np.int32]], list[NDArray[np.float32]]]:
     """Return tokens and log-probabilities of all responses, by place."""
     ordered = sorted(responses, key=lambda response: response.place)
     return [response.tokens for response in ordered], [response.logps for response in ordered]

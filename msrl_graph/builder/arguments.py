@@ -269,7 +269,7 @@ class Arguments:
                     related,
                 )
             )
-        return ast.moved(tree, lambda span: part.inside(value, span))
+        return ast.map_spans(tree, lambda span: part.inside(value, span))
 
     def refuse(self, value: object, wants: str, span: Span) -> NoReturn:
         """Raise a Fault for a value of the wrong kind."""

@@ -21,7 +21,7 @@ from ..dsl import ast
 from ..dsl.format import format
 from ..dsl.parse import parse_undo
 from ..dsl.unparse import write
-from ..emit.humanize import many
+from ..emit.humanize import plural
 from .arguments import Arguments, Names, Value, text_span
 from .statements import S, Statements
 
@@ -93,7 +93,7 @@ class StatementBuilder(Program, Generic[S]):
         self._body: Statements[S] = Statements()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}: {many(len(self._body), 'statement')}>"
+        return f"<{type(self).__name__} {self.name}: {plural(len(self._body), 'statement')}>"
 
     def _state(self, call: Arguments, *statements: S) -> Self:
         """Add all statements, or none if one is rejected."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from ..diagnostics import Diagnostic
-from ..dsl.dropped import Dropped, missed
+from ..dsl.dropped import Dropped, add_drop_notes
 from ..ir.graph import Graph
 from . import (
     columns,
@@ -40,38 +40,38 @@ CHECKS: tuple[Check, ...] = (
     columns.no_path,
     edges.unknown_verb,
     edges.frozen_update,
-    followers.stated,
+    followers.check_followers,
     edges.bad_reshard,
     edges.no_reshard,
     scope.term_column,
     terms.term_worker,
     terms.token_columns,
-    terms.of_rows,
+    terms.mixed_row_terms,
     terms.one_column,
     scope.stale_logp,
     scope.bad_scope,
     levels.no_common_row,
     levels.value_of_row,
     states.state_scope,
-    states.weighed,
-    optimizers.rated,
-    optimizers.shared,
+    states.equal_weights,
+    optimizers.row_learning_rates,
+    optimizers.shared_optimizers,
     filters.broken_groups,
-    filters.adaptive,
+    filters.adaptive_refills,
     filters.refilled_batch,
     filters.refilled_twice,
-    filters.rows_apart,
-    filters.unfiltered,
-    filters.compared,
-    liveness.starved,
-    verb_columns.written,
-    scope.results,
+    filters.disjoint_filters,
+    filters.unfiltered_updates,
+    filters.compared_columns,
+    liveness.starved_nodes,
+    verb_columns.check_written_columns,
+    scope.result_types,
     verb_columns.too_long,
     temperature.one_number,
     temperature.greedy,
-    temperature.equal,
+    temperature.equal_responses,
     verb_columns.own_metric,
-    staleness.missing,
+    staleness.missing_staleness,
     staleness.uncorrected,
     states.unread,
     states.unset,
@@ -98,7 +98,7 @@ VALUES = {
     "unknown-unit",
 }
 # These checks count rows. If a number of rows could not be read, they would use a number that is not in the program.
-COUNTING: tuple[Check, ...] = (liveness.starved, scope.stale_logp, filters.refilled_batch)
+COUNTING: tuple[Check, ...] = (liveness.starved_nodes, scope.stale_logp, filters.refilled_batch)
 COUNTS = ("`samples` ", "`source` ", "`epochs` ", "`mini_batch` ", "`stream` ", "`/` ")
 
 
@@ -122,7 +122,7 @@ def check(
     known = {(diagnostic.code, diagnostic.span) for diagnostic in earlier}
     diagnostics = sorted(
         (
-            missed(diagnostic, dropped or {})
+            add_drop_notes(diagnostic, dropped or {})
             for rule in checks
             for diagnostic in rule(graph, library)
             if (diagnostic.code, diagnostic.span) not in known

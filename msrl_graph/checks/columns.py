@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 
 from ..diagnostics import Diagnostic, Span
 from ..ir.graph import ELEMENTS, Graph, Node
-from ..ir.likely_writers import choose_writer, without_arrow
-from ..ir.plan import reported as is_metric
-from ..ir.sequences import of_response
+from ..ir.likely_writers import choose_writer, find_idle_writer
+from ..ir.plan import is_reported as is_metric
+from ..ir.sequences import find_response_column
 from ..ir.signatures import CallKind, Signature
 
 Library = Mapping[tuple[CallKind, str], tuple[Signature, str]]
@@ -38,7 +38,7 @@ def never_written(graph: Graph, library: Library) -> list[Diagnostic]:
                 )
                 message = f"`{node.name}` reads `{column}`, which is never written"
                 related: tuple[tuple[Span, str], ...] = ()
-                if (idle := without_arrow(graph, column)) is not None:
+                if (idle := find_idle_writer(graph, column)) is not None:
                     help = f"add `-> {column}` to `{idle.name}`, which has a `call` and writes nothing"
                     related = ((idle.span, f"`{idle.name}` writes nothing"),)
                 diagnostics[column] = Diagnostic("never-written", message, node.span, help, related=related)
@@ -148,7 +148,7 @@ def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> li
         | {dim.like for column in graph.columns for dim in column.dims}
         | set(reported)
     )
-    read |= {of_response(graph, node, "i32") for node in graph.verb("generate")}
+    read |= {find_response_column(graph, node, "i32") for node in graph.verb("generate")}
     read |= {column for node in graph.verb("source") for column in node.weighs}
     writers = graph.writers
     diagnostics = []

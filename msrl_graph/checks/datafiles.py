@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from ..data.datafile import CHARACTERS, few, head
+from ..data.datafile import CHARACTERS, few_rows_warning, head
 from ..diagnostics import Diagnostic, Fault
 from ..files import urls
 from ..files.paths import is_file
@@ -43,13 +43,13 @@ def _check_files(plan: Plan) -> Iterator[Diagnostic]:
             )
             continue
         if count < most:
-            yield few(data, f"{count:,} row{'s' * (count > 1)}", most)
+            yield few_rows_warning(data, f"{count:,} row{'s' * (count > 1)}", most)
 
 
 def _with_local_copy(data: DataSource) -> DataSource:
     """Return the source with a local copy of its file if that is a short one at a URL."""
     if not urls.is_url(data.path):
         return data
-    (size,) = urls.look(data.path, span=data.span).files.values()
+    (size,) = urls.list_remote(data.path, span=data.span).files.values()
     short = size is not None and size <= CHARACTERS
     return replace(data, path=str(urls.copy(data.path, span=data.span))) if short else data

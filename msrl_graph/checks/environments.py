@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from ..backends.spec import EngineSpec
 from ..diagnostics import NOWHERE, Diagnostic, Span
-from ..hardware.stacks import clash
+from ..hardware.stacks import find_conflict
 from ..ir.plan import FUNCTIONS, Placement, Plan
 
 OWN = "msrl-graph"
@@ -51,7 +51,7 @@ def _check_packages(plan: Plan, placed: list[Placement], engines: Mapping[str, E
         for package in kind.packages(engines[placement.engine.name].needs):
             first.setdefault(package, placement)
     for python, first in needs.items():
-        if (conflict := clash([OWN, *first])) is None:
+        if (conflict := find_conflict([OWN, *first])) is None:
             continue
         *others, last = (
             first[requirement.package]

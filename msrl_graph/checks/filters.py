@@ -13,7 +13,7 @@ from ..ir.attributes import CallAttributes, GenerateAttributes
 from ..ir.graph import Graph
 from ..ir.rowsets import rowsets
 from .columns import Library
-from .scope import calls
+from .scope import known_calls
 
 
 def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -27,11 +27,11 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
             continue
         if GenerateAttributes.of(node).on_failure == "drop_group":
             continue
-        if any(signature.scope != "row" for _, signature in calls(node, library)):
+        if any(signature.scope != "row" for _, signature in known_calls(node, library)):
             continue  # the node must filter whole groups itself; `bad_scope` reports that
         above = next((column.name for column in graph.columns if column.level == graph.under[level]), "")
         for after in (graph.node(name) for name in sorted(graph.flow.after(node.name))):
-            for call, signature in calls(after, library):
+            for call, signature in known_calls(after, library):
                 # A group that belongs to one of the rows that leave, or to a row under it, leaves as a whole.
                 split = graph.common(level, graph.unit_level(after)) != level
                 if signature.scope == "group" and after.per not in ("row", "batch") and split:
@@ -52,7 +52,7 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def compared(graph: Graph, library: Library) -> list[Diagnostic]:
+def compared_columns(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report comparisons in `keep` of a column that is not one number per row."""
     diagnostics = []
     columns = {column.name: column for column in graph.columns}
@@ -68,7 +68,7 @@ def compared(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def rows_apart(graph: Graph, library: Library) -> list[Diagnostic]:
+def disjoint_filters(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report nodes after two filters with `select` of which no row passes both.
 
     Such filters may repeat rows, and neither of the two selects from the output of the other.
@@ -104,7 +104,7 @@ def rows_apart(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def unfiltered(graph: Graph, library: Library) -> list[Diagnostic]:
+def unfiltered_updates(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report updates that train on rows which a parallel filter drops.
 
     A dropped row leaves the iteration everywhere.
@@ -139,7 +139,7 @@ def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def adaptive(graph: Graph, library: Library) -> list[Diagnostic]:
+def adaptive_refills(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report adaptive refills whose filter does not keep or drop whole prompts.
 
     The share of prompts that pass is known only if each prompt has one verdict.

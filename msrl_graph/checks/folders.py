@@ -13,7 +13,7 @@ from ..ir.plan import Plan
 from ..ir.sequences import bound, is_tokens, sequences
 from ..model import models
 from ..model.architecture import Model
-from ..model.config import positions
+from ..model.config import count_positions
 from ..model.end_tokens import read_end_tokens
 from . import weights
 
@@ -32,7 +32,7 @@ def check(plan: Plan) -> list[Diagnostic]:
     ]
 
 
-def changed(plan: Plan) -> list[Diagnostic]:
+def check_unchanged(plan: Plan) -> list[Diagnostic]:
     """Report folders whose config.json does not describe the plan's model."""
     diagnostics: list[Diagnostic] = []
     for model in plan.deploy.models.values():
@@ -50,7 +50,7 @@ def changed(plan: Plan) -> list[Diagnostic]:
 def _check_positions(plan: Plan, name: str) -> Diagnostic | None:
     """Report a model with fewer positions than the longest sequence of its nodes."""
     model = plan.deploy.models[name]
-    limit = positions(models.content(Path(model.path), model.name, model.span), model.family)
+    limit = count_positions(models.read_config(Path(model.path), model.name, model.span), model.family)
     for node in plan.graph.nodes:
         if node.verb == "source" or plan.graph.worker(node.worker).model != name:
             continue
@@ -95,7 +95,7 @@ def _check_vocabulary(model: Model) -> Diagnostic | None:
 
     Special tokens are not checked: texts hardly contain them.
     """
-    known = models.tokens(model.path, special=False) or {}
+    known = models.read_token_texts(model.path, special=False) or {}
     beyond = [number for number in known if number >= model.vocabulary]
     if not beyond:
         return None

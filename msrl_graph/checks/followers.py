@@ -16,7 +16,7 @@ from ..ir.plan import Plan
 from .columns import Library
 
 
-def stated(graph: Graph, library: Library) -> list[Diagnostic]:
+def check_followers(graph: Graph, library: Library) -> list[Diagnostic]:
     """Check the attributes of workers that follow another one."""
     return [diagnostic for worker in graph.workers for diagnostic in _check_worker(graph, worker)]
 
@@ -54,7 +54,7 @@ def _check_worker(graph: Graph, worker: Worker) -> Iterator[Diagnostic]:
             yield Diagnostic("not-yet", message, node.span, help)
 
 
-def placed(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
+def check_follower_placement(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
     """Report workers that are not placed like the workers that they follow."""
     return [
         diagnostic
@@ -91,4 +91,4 @@ def _check_placement(plan: Plan, engines: Mapping[str, EngineSpec], worker: Work
             return
 
 
-__all__ = ["placed", "stated"]
+__all__ = ["check_follower_placement", "check_followers"]

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from ..backends.divisibility import misfits, rows_in_step
-from ..backends.spec import EngineSpec, compiled, compiles
+from ..backends.divisibility import find_misfits, rows_in_step
+from ..backends.spec import EngineSpec, can_compile, is_compiled
 from ..diagnostics import Diagnostic, Span
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Graph, Node
@@ -93,7 +93,7 @@ def _check_placement(plan: Plan, placement: Placement, engines: Mapping[str, Eng
             )
         return
     model = plan.model(node)
-    if compiled(placement) and not compiles(model, layout):
+    if is_compiled(placement) and not can_compile(model, layout):
         unsupported = "layers that tp shards" if layout.tp > 1 else f"the experts of `{model.name}`"
         message = f"the engine `{spec.name}` of `{node}` cannot compile {unsupported}"
         engine_span = placement.engine.span
@@ -146,13 +146,13 @@ def _check_placement(plan: Plan, placement: Placement, engines: Mapping[str, Eng
         )
         full_layout = replace(layout, dp=devices // width)
         rows = rows_in_step(plan.graph, graph_node)
-        if devices % width or any(misfits(plan.model(node), spec, full_layout)) or (rows or 0) % full_layout.dp:
+        if devices % width or any(find_misfits(plan.model(node), spec, full_layout)) or (rows or 0) % full_layout.dp:
             help = _suggest_layout(plan, placement, spec)
         else:
             help = f"dp = {full_layout.dp} takes all {devices}"
         where = _cluster(plan) if pool.name == "devices" else f"its pool has {devices}, {pool.reason}"
         yield Diagnostic("layout-size", f"`{node}` takes {layout.devices} devices ({sizes}); {where}", span, help)
-    for message in misfits(plan.model(node), spec, layout):
+    for message in find_misfits(plan.model(node), spec, layout):
         yield Diagnostic("layout-divide", message, span, _suggest_layout(plan, placement, spec))
     if graph_node.verb == "update" and layout.zero not in spec.zero:
         help = f"the engine `{spec.name}` supports zero = {', '.join(map(str, spec.zero))}"
@@ -195,7 +195,7 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
             works += [
                 candidate
                 for candidate in (same, *spec.spread.meshes(sized, model))
-                if not any(misfits(model, spec, candidate))
+                if not any(find_misfits(model, spec, candidate))
             ]
     if not works:
         return ""

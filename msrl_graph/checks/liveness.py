@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..diagnostics import Diagnostic
-from ..ir.async_schedule import lanes
+from ..ir.async_schedule import count_lanes
 from ..ir.attributes import CallAttributes, SampleEdgeAttributes, UpdateAttributes
 from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import PhaseMemory, Plan
-from ..ir.sequences import is_tokens, weighs
+from ..ir.sequences import is_tokens, length_columns
 from .columns import Library
 
 
-def starved(graph: Graph, library: Library) -> list[Diagnostic]:
+def starved_nodes(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report batches of more rows than an iteration has."""
     repeated = {
         name
@@ -84,7 +84,7 @@ def _check_units(graph: Graph, node: Node, edge: Edge, requested: int) -> Iterat
 
 
 def _check_tokens(graph: Graph, node: Node, edge: Edge, requested: int) -> Iterator[Diagnostic]:
-    columns = weighs(graph, node)
+    columns = length_columns(graph, node)
     if not any(is_tokens(graph, column) for column in columns):
         message = f"`{node.name}` reads no column of tokens, so a batch of {requested:,} tokens is never complete"
         yield Diagnostic("dock-starves", message, edge.at("stream_tokens"), "use `stream`, which counts rows")
@@ -128,7 +128,7 @@ def _check_capacity(plan: Plan) -> Iterator[Diagnostic]:
 
     if (need := least(used := _row_bytes(worst))) <= capacity:
         return
-    extra_iterations = lanes(plan) - 1
+    extra_iterations = count_lanes(plan) - 1
     waits = next(iter(plan.graph.verb("update")), plan.graph.nodes[-1])
     level = plan.graph.level(waits)
     rows = f"{plan.graph.rows[level]:,} rows" + (

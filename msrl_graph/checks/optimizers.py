@@ -15,7 +15,7 @@ from ..ir.graph import Graph, Node
 from .columns import Library
 
 
-def rated(graph: Graph, library: Library) -> list[Diagnostic]:
+def row_learning_rates(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report learning rates from a state with one value per row: a step has one rate."""
     diagnostics = []
     row_states = {state.name: state.per for state in graph.states if state.per}
@@ -38,7 +38,7 @@ def rated(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def shared(graph: Graph, library: Library) -> list[Diagnostic]:
+def shared_optimizers(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report updates of one worker whose optimizers keep different states."""
     diagnostics = []
     for worker in graph.workers:

@@ -21,8 +21,8 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report functions and terms that need a column that their node does not read."""
     diagnostics = []
     for node in graph.nodes:
-        for call, signature in calls(node, library):
-            if lacking(graph, node, signature):
+        for call, signature in known_calls(node, library):
+            if missing_inputs(graph, node, signature):
                 continue  # the call would be wrong with its columns, too
             renamed = {
                 key: str(argument.value)
@@ -88,9 +88,9 @@ def stale_logp(graph: Graph, library: Library) -> list[Diagnostic]:
         ]
         if steps == 1 and not staleness and not other_updates:
             continue
-        for call, signature in calls(node, library):
+        for call, signature in known_calls(node, library):
             has_old_logp = "old_logp" in call.keys or "old_logp" in node.reads
-            if has_old_logp or "old_logp" not in signature.optional or lacking(graph, node, signature):
+            if has_old_logp or "old_logp" not in signature.optional or missing_inputs(graph, node, signature):
                 continue
             takes = f"one optimizer step per batch; `{node.name}` takes {steps:,}"
             if steps == 1 and other_updates:
@@ -123,7 +123,7 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
     for node in graph.nodes:
         if node.verb in ("source", "generate", "infer", "update"):
             continue
-        for call, signature in calls(node, library):
+        for call, signature in known_calls(node, library):
             level = graph.level(node)
             whole_groups = node.per == "batch" or (node.per != "row" and graph.unit_level(node) < level)
             if signature.scope == "batch" and node.per != "batch":
@@ -132,7 +132,7 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
                 diagnostics.append(Diagnostic("bad-scope", message, span(call, node), "write `per = batch`"))
             elif signature.scope == "group" and not whole_groups:
                 above = _find_column_above(graph, level)
-                if {state.per or "batch" for state in states.missets(graph, node)} & {above, "batch"}:
+                if {state.per or "batch" for state in states.scope_mistakes(graph, node)} & {above, "batch"}:
                     continue  # reported there, and the `per` to add is at least as wide
                 message = (
                     f"`{signature.name}` needs all rows of a group at once, but `{node.name}` may get only some of them"
@@ -175,7 +175,7 @@ def _has_groups_of_one(graph: Graph, node: Node) -> bool:
     return rows == units
 
 
-def results(graph: Graph, library: Library) -> list[Diagnostic]:
+def result_types(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report columns whose type does not match the function that writes them.
 
     Only functions of the package are checked. The function gives an array per row and the column holds a number, or
@@ -208,13 +208,13 @@ def results(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def taken(node: Node, library: Library) -> set[str]:
+def loss_columns(node: Node, library: Library) -> set[str]:
     """Return the columns that the loss of an update uses.
 
     They are named in the loss, as factors of terms, or are arguments of its terms.
     """
     columns = _list_columns(UpdateAttributes.of(node).loss)
-    for call, signature in calls(node, library):
+    for call, signature in known_calls(node, library):
         columns |= {call.columns().get(parameter, parameter) for parameter in signature.columns} | (
             {*node.reads} if signature.rest else set()
         )
@@ -229,7 +229,7 @@ def _list_columns(loss: Expr) -> set[str]:
     )
 
 
-def calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
+def known_calls(node: Node, library: Library) -> Iterator[tuple[Expr, Signature]]:
     """Yield the calls of a node whose signature is known."""
     stated = node.attributes
     for key, form in CALLED.items():
@@ -259,7 +259,7 @@ def _suggest_column(graph: Graph, node: Node, column: str, call: Expr, signature
     return help
 
 
-def lacking(graph: Graph, node: Node, signature: Signature) -> list[str]:
+def missing_inputs(graph: Graph, node: Node, signature: Signature) -> list[str]:
     """Return the inputs of a loss term that the updated weights do not provide."""
     kind = kind_of(graph, node.worker)
     return signature.unfit(kind) if signature.kind == "loss" and kind in KINDS else []

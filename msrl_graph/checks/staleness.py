@@ -9,15 +9,15 @@ for a plan whose nodes are placed.
 from __future__ import annotations
 
 from ..diagnostics import Diagnostic, Span
-from ..ir.async_schedule import aged, late_states
+from ..ir.async_schedule import late_states, staleness_bounds
 from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.graph import Graph, Node
 from ..ir.plan import Plan, shared_staleness
-from ..ir.pools_in_step import by_state, hindered, in_turns
-from ..ir.sequences import heating, of_response
+from ..ir.pools_in_step import describe_state_wait, reasons_in_step, reasons_in_turns
+from ..ir.sequences import find_response_column, temperature_states
 from ..planner.pools import open_to_staleness
 from .columns import Library
-from .scope import taken
+from .scope import loss_columns
 
 
 def uncorrected(graph: Graph, library: Library) -> list[Diagnostic]:
@@ -26,8 +26,8 @@ def uncorrected(graph: Graph, library: Library) -> list[Diagnostic]:
     for node in graph.verb("generate"):
         cause = _find_cause(graph, node)
         updates = [update for update in graph.verb("update") if update.worker == node.worker]
-        drawn = {of_response(graph, node, "f32")} - {""}
-        if cause is None or not updates or any(drawn & taken(update, library) for update in updates):
+        drawn = {find_response_column(graph, node, "f32")} - {""}
+        if cause is None or not updates or any(drawn & loss_columns(update, library) for update in updates):
             continue
         name, span = cause
         readers = [update.name for update in updates if drawn & {*update.reads}]
@@ -52,7 +52,7 @@ def uncorrected(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def sampled(graph: Graph, node: Node) -> set[str]:
+def stale_logp_columns(graph: Graph, node: Node) -> set[str]:
     """Return the columns of log-probabilities that older weights sampled.
 
     `uncorrected` reports those that no term uses.
@@ -62,7 +62,7 @@ def sampled(graph: Graph, node: Node) -> set[str]:
         for generation in graph.verb("generate")
         if generation.worker == node.worker and _find_cause(graph, generation) is not None
     ]
-    return {of_response(graph, generation, "f32") for generation in older} - {""}
+    return {find_response_column(graph, generation, "f32") for generation in older} - {""}
 
 
 def _find_cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
@@ -82,7 +82,7 @@ def _find_cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
     return None
 
 
-def missing(graph: Graph, library: Library) -> list[Diagnostic]:
+def missing_staleness(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report an `every` that makes rows older than `staleness` allows."""
     diagnostics = []
     for edge in graph.reshards():
@@ -100,7 +100,7 @@ def missing(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def loops(plan: Plan) -> list[Diagnostic]:
+def delayed_states(plan: Plan) -> list[Diagnostic]:
     """Warn of delayed feedback loops through a temperature.
 
     A function sets the temperature from rows sampled at it, but the generation uses an older value than the last.
@@ -109,7 +109,7 @@ def loops(plan: Plan) -> list[Diagnostic]:
     late = late_states(plan)
     diagnostics = []
     for node in graph.verb("generate"):
-        for state in (name for name in heating(graph, node) if name in late):
+        for state in (name for name in temperature_states(graph, node) if name in late):
             setters = [
                 setter.name
                 for setter in graph.nodes
@@ -134,10 +134,10 @@ def check(plan: Plan) -> list[Diagnostic]:
     planner chose to let them take turns, a note of the plan says why.
     """
     shared = shared_staleness(plan.graph, lambda node: plan.placement(node).pool)
-    hindrances = hindered(plan)
-    turns = in_turns(plan)
-    stale_edges = aged(plan)
-    diagnostics = loops(plan)
+    hindrances = reasons_in_step(plan)
+    turns = reasons_in_turns(plan)
+    stale_edges = staleness_bounds(plan)
+    diagnostics = delayed_states(plan)
     for edge in plan.graph.reshards():
         options = ReshardingEdgeAttributes.of(edge)
         pool = plan.placement(edge.dst).pool
@@ -147,7 +147,7 @@ def check(plan: Plan) -> list[Diagnostic]:
         key, leave = ("every", "leave `every` and `staleness` out") if seldom else ("staleness", "leave it out")
         gains = "`every` skips none" if seldom else "`staleness` gains nothing"
         is_so = "gets every version" if seldom else "is never behind"
-        state = by_state(plan, [edge.dst])
+        state = describe_state_wait(plan, [edge.dst])
         others = f"{leave}, or let only the source's `weights` or a temperature read the state before `{edge.dst}`"
         if edge in shared:
             if not seldom and open_to_staleness(plan):

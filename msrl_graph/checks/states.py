@@ -31,7 +31,7 @@ def two_setters(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def missets(graph: Graph, node: Node) -> list[State]:
+def scope_mistakes(graph: Graph, node: Node) -> list[State]:
     """Return the states that a node sets without getting all their rows in one call."""
     return [state for state in graph.states if state.name in node.sets and node.per != (state.per or "batch")]
 
@@ -53,7 +53,7 @@ def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
                         "bad-scope", message, node.span, "let a `function` worker compute it from what this node writes"
                     )
                 )
-            elif state in missets(graph, node):
+            elif state in scope_mistakes(graph, node):
                 scope = f"one value for each `{state.per}`" if state.per else "one value for the run"
                 message = f"`{node.name}` sets the state `{state.name}`, {scope}, but has `per = {node.per}`"
                 diagnostics.append(Diagnostic("bad-scope", message, node.span, f"add `per = {state.per or 'batch'}`"))
@@ -74,7 +74,7 @@ def state_scope(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def weighed(graph: Graph, library: Library) -> list[Diagnostic]:
+def equal_weights(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report weights of a source that are equal for all rows.
 
     None of their states has a value per row.

@@ -57,7 +57,7 @@ def greedy(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def equal(graph: Graph, library: Library) -> list[Diagnostic]:
+def equal_responses(graph: Graph, library: Library) -> list[Diagnostic]:
     """Warn of several responses to one prompt that are all equal."""
     diagnostics = []
     for node in filter(_is_greedy, graph.verb("generate")):

@@ -12,11 +12,11 @@ from dataclasses import replace
 from ..diagnostics import Diagnostic
 from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import ELEMENTS, Graph, Node
-from ..ir.sequences import is_tokens, of_response, sequences, tempered
+from ..ir.sequences import find_response_column, is_tokens, sequences, temperature_exprs
 from ..ir.signatures import FILLED, ROUNDING
 from .columns import Library
-from .scope import calls, kind_of, lacking, span, taken
-from .staleness import sampled
+from .scope import kind_of, known_calls, loss_columns, missing_inputs, span
+from .staleness import stale_logp_columns
 
 WORKERS = {"policy": "a policy", "value": "a value worker", "reward_model": "a reward model"}
 # Inputs of terms, in words; all others are log-probabilities.
@@ -28,8 +28,8 @@ def term_worker(graph: Graph, library: Library) -> list[Diagnostic]:
     diagnostics = []
     for node in graph.verb("update"):
         kind = kind_of(graph, node.worker)
-        for call, signature in calls(node, library):
-            if without := lacking(graph, node, signature):
+        for call, signature in known_calls(node, library):
+            if without := missing_inputs(graph, node, signature):
                 need = TAKEN.get(without[0], "log-probabilities of tokens")
                 message = (
                     f"`{signature.name}` needs {need}, which {WORKERS[kind]} such as `{node.worker}` does not give"
@@ -58,7 +58,7 @@ def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
     """
     diagnostics = []
     for node in graph.verb("update"):
-        for call, signature in calls(node, library):
+        for call, signature in known_calls(node, library):
             for parameter in sorted(signature.logps | signature.scores):
                 name = call.columns().get(parameter, parameter)
                 column = next(
@@ -81,14 +81,14 @@ def token_columns(graph: Graph, library: Library) -> list[Diagnostic]:
     return diagnostics
 
 
-def of_rows(graph: Graph, library: Library) -> list[Diagnostic]:
+def mixed_row_terms(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report terms of rows next to terms of tokens, or next to options for tokens.
 
     A term of rows gives one number per row.
     """
     diagnostics = []
     for node in graph.verb("update"):
-        terms = list(calls(node, library))
+        terms = list(known_calls(node, library))
         rows, tokens = (
             [(call, signature) for call, signature in terms if signature.rows == how] for how in (True, False)
         )
@@ -129,7 +129,7 @@ def one_column(graph: Graph, library: Library) -> list[Diagnostic]:
     diagnostics = []
     for node in _typed_updates(graph):
         scored = sequences(graph, node).scored
-        for call, signature in calls(node, library):
+        for call, signature in known_calls(node, library):
             if len(scored) > 1 and ({*signature.fills} & {*FILLED} or not signature.rows):
                 message = (
                     f"`{signature.name}` works on the tokens of one column, but `{node.name}` scores "
@@ -147,7 +147,7 @@ def joined_pair(graph: Graph, library: Library) -> list[Diagnostic]:
         read = sequences(graph, node)
         if not {"chosen", "rejected"} <= {*read.context, *read.scored} or {"chosen", "rejected"} <= {*read.scored}:
             continue
-        if any(signature.logps for _, signature in calls(node, library)):
+        if any(signature.logps for _, signature in known_calls(node, library)):
             continue  # reported at the term
         one, other = (column for column in (*read.context, *read.scored) if column in ("chosen", "rejected"))
         message = (
@@ -170,9 +170,9 @@ def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
     """
     diagnostics = []
     for node in _typed_updates(graph):
-        used = taken(node, library) | sampled(graph, node)
+        used = loss_columns(node, library) | stale_logp_columns(graph, node)
         read = sequences(graph, node)
-        used |= {*read.context, *read.scored, *(str(expr.value) for expr in tempered(graph, node))}
+        used |= {*read.context, *read.scored, *(str(expr.value) for expr in temperature_exprs(graph, node))}
         idle = [column for column in node.reads if column not in used and graph.column(column).element != "bool"]
         # One of them may decide which tokens are scored.
         idle = [
@@ -218,7 +218,7 @@ def unread_mask(graph: Graph, library: Library) -> list[Diagnostic]:
         candidate for candidate in graph.verb("generate") if GenerateAttributes.of(candidate).partner is not None
     ):
         partner = "environment" if GenerateAttributes.of(node).environment is not None else "agent"
-        mask = of_response(graph, node, "bool")
+        mask = find_response_column(graph, node, "bool")
         responses = [column for column in node.writes if is_tokens(graph, column)]
         for other in graph.nodes:
             unmasked = [column for column in _list_unmasked(graph, other, library) if column in responses]
@@ -245,4 +245,4 @@ def _list_unmasked(graph: Graph, node: Node, library: Library) -> Collection[str
         return ()
     if node.verb == "update":
         return sequences(graph, node).scored
-    return node.reads if any("mask" in signature.optional for _, signature in calls(node, library)) else ()
+    return node.reads if any("mask" in signature.optional for _, signature in known_calls(node, library)) else ()

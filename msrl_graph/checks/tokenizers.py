@@ -11,10 +11,10 @@ from __future__ import annotations
 from ..diagnostics import NOWHERE, Diagnostic
 from ..ir.graph import Column, Graph, Node, Worker
 from ..ir.plan import Plan
-from ..ir.sequences import sequences, speaker
+from ..ir.sequences import sequences, source_worker
 from ..model.architecture import Model
-from ..model.models import tokens
-from ..model.presets import tokenizer
+from ..model.models import read_token_texts
+from ..model.presets import find_tokenizer_name
 
 KINDS = ("policy", "value", "reward_model")
 
@@ -72,17 +72,17 @@ def _find_writer(graph: Graph, node: Node) -> Worker | None:
     Return None if a function wrote them.
     """
     if node.verb == "source":
-        return speaker(graph)
+        return source_worker(graph)
     worker = graph.worker(node.worker)
     return worker if worker.kind in KINDS else None
 
 
 def _differ(writer: Model, reader: Model) -> bool:
     if not writer.path and not reader.path:
-        names = tokenizer(writer.name), tokenizer(reader.name)
+        names = find_tokenizer_name(writer.name), find_tokenizer_name(reader.name)
         return None not in names and names[0] != names[1]
     if writer.path == reader.path or not (writer.path and reader.path):
         return False
-    written = tokens(writer.path)
-    read = tokens(reader.path)
+    written = read_token_texts(writer.path)
+    read = read_token_texts(reader.path)
     return written is not None and read is not None and not written.items() <= read.items()

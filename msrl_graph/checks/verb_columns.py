@@ -11,13 +11,13 @@ from ..diagnostics import Diagnostic
 from ..ir.attributes import GenerateAttributes
 from ..ir.graph import ELEMENTS, Column, Graph, Node
 from ..ir.metric_names import METRICS
-from ..ir.plan import reported
-from ..ir.sequences import is_tokens, of_response, sequences, tempered, whole
+from ..ir.plan import is_reported
+from ..ir.sequences import find_response_column, is_tokens, is_whole_conversation, sequences, temperature_exprs
 from .columns import Library
 from .scope import kind_of
 
 
-def written(graph: Graph, library: Library) -> list[Diagnostic]:
+def check_written_columns(graph: Graph, library: Library) -> list[Diagnostic]:
     """Report columns that the verb of their node cannot write or read."""
     diagnostics: list[Diagnostic] = []
 
@@ -89,7 +89,7 @@ def _check_reads(graph: Graph, node: Node, wrong: Callable[[Node, str, str], Non
     for column in map(graph.column, node.reads):
         is_option = GenerateAttributes.of(node).partner is not None and column.element == "json"
         is_option = is_option or any(
-            (expr.kind, expr.value) == ("column", column.name) for expr in tempered(graph, node)
+            (expr.kind, expr.value) == ("column", column.name) for expr in temperature_exprs(graph, node)
         )
         if node.verb != "update" and column.name not in tokens and not is_option:
             wrong(
@@ -111,10 +111,10 @@ def _check_reads(graph: Graph, node: Node, wrong: Callable[[Node, str, str], Non
     if predicts and read.scored and not read.context and tokens <= {*node.reads}:
         response = read.scored[0]
         problem = f"scores `{response}` with nothing before it to predict its first token from"
-        if not whole(graph, node):
+        if not is_whole_conversation(graph, node):
             wrong(node, problem, "read a prompt, another column of tokens, before it")
         elif node.verb == "update" and not _reads_mask(graph, node, response):
-            mask = of_response(graph, graph.writer(response), "bool")
+            mask = find_response_column(graph, graph.writer(response), "bool")
             declare = f"declare `mask : bool[{response}]`, let `{graph.writer(response).name}` write it and "
             wrong(
                 node,
@@ -205,7 +205,7 @@ def own_metric(graph: Graph, library: Library) -> list[Diagnostic]:
     diagnostics = []
     for node in graph.nodes:
         for column in map(graph.column, node.writes):
-            if column.name in METRICS and reported(graph, column.name):
+            if column.name in METRICS and is_reported(graph, column.name):
                 help = f"give the column another name, such as `row_{column.name}`"
                 diagnostics.append(
                     Diagnostic("bad-value", f"`{column.name}` is the name of a metric of every run", column.span, help)

@@ -18,7 +18,7 @@ from ..files.weights import INDEX, WHOLE, UnclearError, WeightFiles, weight_file
 from ..ir.graph import Worker
 from ..ir.plan import Plan
 from ..model.architecture import HEAD, Model
-from ..sharding.layout import full
+from ..sharding.layout import full_box
 
 BIAS = "score.bias"
 LOGITS = "lm_head.weight"
@@ -97,7 +97,7 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
         name
         for member in models
         for tensor in (*member.tensors, *member.fixed)
-        for name, _, _ in tensor.in_files(full(tensor.shape))
+        for name, _, _ in tensor.in_files(full_box(tensor.shape))
     }
     names |= {BIAS, LOGITS} if any(member.scores for member in models) else {LOGITS} if model.tied else set()
     prediction_layer = f"model.layers.{model.layers}." if model.family == "deepseek_v3" else ANGLES
@@ -118,7 +118,9 @@ def _warn_unused_weights(stored: Held, models: list[Model]) -> list[Diagnostic]:
 def _check_worker(worker: Worker, model: Model, stored: Held, updated: bool) -> list[Diagnostic]:
     tensors = (*model.tensors, *model.fixed)
     wanted = [
-        (name, [stop for _, stop in box]) for tensor in tensors for name, _, box in tensor.in_files(full(tensor.shape))
+        (name, [stop for _, stop in box])
+        for tensor in tensors
+        for name, _, box in tensor.in_files(full_box(tensor.shape))
     ]
     missing = [name for name, _ in wanted if name not in stored and not (name == HEAD and updated)]
     if missing:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..diagnostics import Diagnostic, Fault, render, render_json
-from ..diagnostics.terminal_text import shown
+from ..diagnostics.terminal_text import make_printable
 
 if TYPE_CHECKING:
     from ..compiler.sources import ProgramSource
@@ -53,7 +53,7 @@ def print_diagnostics(
     diagnostics: Sequence[Diagnostic], source: ProgramSource | None, options: argparse.Namespace
 ) -> None:
     """Print diagnostics to stderr, in the order of the text."""
-    from ..compiler.sources import texts
+    from ..compiler.sources import collect_texts
 
     sorted_diagnostics = sorted(
         diagnostics,
@@ -69,7 +69,7 @@ def print_diagnostics(
         # A JSON reader always gets a list, even an empty one.
         print(render_json(sorted_diagnostics), file=sys.stderr)
         return
-    sources = texts(source, sorted_diagnostics)
+    sources = collect_texts(source, sorted_diagnostics)
     colour = options.color == "always" or (
         options.color == "auto" and sys.stderr.isatty() and "NO_COLOR" not in os.environ
     )
@@ -105,7 +105,7 @@ def run_guarded(program: str, main: object, argv: list[str]) -> int:
         where = _reproducer(program, argv)
         print(
             (
-                f"{program}: internal error: {type(error).__name__}: {shown(str(error))}; files that "
+                f"{program}: internal error: {type(error).__name__}: {make_printable(str(error))}; files that "
                 f"reproduce it are in {where}"
             ),
             file=sys.stderr,

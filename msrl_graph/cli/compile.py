@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .. import codes
 from ..diagnostics import Fault, nearest
-from ..diagnostics.terminal_text import shown
+from ..diagnostics.terminal_text import make_printable
 from .common import load_plan, parse_natural, print_diagnostics, run_guarded
 
 if TYPE_CHECKING:
@@ -123,14 +123,14 @@ def _compile(argv: Sequence[str]) -> int:
     if options.explain is not None:
         page = _find_page(options.explain)
         print(
-            codes.shown(page, *_screen_size(options)) if page else shown(_unknown_name_text(options.explain)),
+            codes.shown(page, *_screen_size(options)) if page else make_printable(_unknown_name_text(options.explain)),
             end="",
             file=sys.stdout if page else sys.stderr,
         )
         return 0 if page else 2
     from ..compiler.pipeline import PASSES, translate
-    from ..compiler.sources import read
-    from ..files.program_text import decoded
+    from ..compiler.sources import read_source
+    from ..files.program_text import decode
 
     names = [pass_.name for pass_ in PASSES]
     if options.list_passes:
@@ -183,7 +183,9 @@ def _compile(argv: Sequence[str]) -> int:
     try:
         # stdin is named as editors name it.
         source = (
-            read("<stdin>", decoded(sys.stdin.buffer.read(), "<stdin>")) if options.file == "-" else read(options.file)
+            read_source("<stdin>", decode(sys.stdin.buffer.read(), "<stdin>"))
+            if options.file == "-"
+            else read_source(options.file)
         )
         until = {"ast": "ast", "graph": "graph", "placed": "placed"}.get(options.emit or "plan", "plan")
         until = "plan" if options.check else until
@@ -216,7 +218,7 @@ def _compile(argv: Sequence[str]) -> int:
         try:
             Path(options.output).write_text(output, encoding="utf-8")
         except OSError as error:
-            print(f"msrl-compile: cannot write `{shown(options.output)}`: {error.strerror}", file=sys.stderr)
+            print(f"msrl-compile: cannot write `{make_printable(options.output)}`: {error.strerror}", file=sys.stderr)
             return 2
     return 0
 
@@ -240,11 +242,11 @@ def _unknown_name_text(name: str) -> str:
 
 def _simulation_text(result: Compilation, options: argparse.Namespace) -> str:
     from ..compiler.pipeline import no_deploy
-    from ..simulation.flags import simulated
+    from ..simulation.flags import simulate_by_flags
 
     if result.plan is None:
         raise no_deploy()
-    return simulated(result.plan, options, *_screen_size(options))
+    return simulate_by_flags(result.plan, options, *_screen_size(options))
 
 
 def _result_text(result: Compilation, options: argparse.Namespace) -> str:
@@ -297,10 +299,10 @@ def _result_text(result: Compilation, options: argparse.Namespace) -> str:
         return text.placed_text(result.placed, width, colour)
     assert result.plan is not None
     if options.why:
-        from ..compiler.pipeline import unstated
+        from ..compiler.pipeline import search_unstated
         from ..emit.search_report import why_text
 
-        other = unstated(result.plan, options.budget)
+        other = search_unstated(result.plan, options.budget)
         return why_text(result.plan, other, width, colour)
     return text.plan_text(result.plan, width, colour)
 
@@ -315,9 +317,11 @@ def _flag_against_diff(options: argparse.Namespace) -> str:
 
 def _diff_text(plan: Plan, options: argparse.Namespace) -> str:
     from ..emit.diff import diff_json, diff_text, difference
-    from ..ir.plan_paths import located
+    from ..ir.plan_paths import make_existing_absolute
 
-    changes = difference(load_plan(options.diff), located(plan))  # a plan from a file has paths relative to it
+    changes = difference(
+        load_plan(options.diff), make_existing_absolute(plan)
+    )  # a plan from a file has paths relative to it
     return (
         diff_json(changes, options.diff)
         if options.format == "json"

@@ -93,9 +93,9 @@ def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser, source: 
             parser.error("a plan is compiled already: `--set`, `--deploy` and `--model` go with a program")
         return load_plan(options.program)
     from ..compiler.pipeline import no_deploy, translate
-    from ..compiler.sources import read
+    from ..compiler.sources import read_source
 
-    source.append(read(options.program))
+    source.append(read_source(options.program))
     sets = {key.strip(): value for key, _, value in (setting.partition("=") for setting in options.sets)}
     plan = translate(source[0], deploy=options.deploy, model=options.model, sets=sets).plan
     if plan is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..compiler.sources import ProgramSource
 from ..diagnostics import Diagnostic, Fault
-from ..diagnostics.terminal_text import shown
+from ..diagnostics.terminal_text import make_printable
 from ..dsl.format import format
 from .common import print_diagnostics, run_guarded
 
@@ -74,7 +74,7 @@ def _fmt(argv: Sequence[str]) -> int:
             try:
                 _write(Path(file), new)
             except OSError as error:
-                print(f"msrl-fmt: cannot write `{shown(str(file))}`: {error.strerror}", file=sys.stderr)
+                print(f"msrl-fmt: cannot write `{make_printable(str(file))}`: {error.strerror}", file=sys.stderr)
                 unwritten = True
     print_diagnostics(diagnostics, source, options)
     return 2 if unwritten else int(bool(diagnostics) or (differ and (options.check or options.diff)))

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..diagnostics import UNFIT, Diagnostic, Fault
-from ..diagnostics.terminal_text import shown
+from ..diagnostics import MACHINE_FAULTS, Diagnostic, Fault
+from ..diagnostics.terminal_text import make_printable
 from .common import load_plan, parse_natural, print_diagnostics, run_guarded
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _run(argv: Sequence[str]) -> int:
         return _execute(plan, options)
     except Fault as fault:
         print_diagnostics(fault.diagnostics, program.source, options)
-        return 3 if any(diagnostic.code in UNFIT for diagnostic in fault.diagnostics) else 1
+        return 3 if any(diagnostic.code in MACHINE_FAULTS for diagnostic in fault.diagnostics) else 1
 
 
 # The flags that go with --export; all others belong to a run.
@@ -200,9 +200,9 @@ class _Program:
                 command_line.error("a plan is compiled already: `--set` and `--deploy` go with a program")
             return load_plan(options.file, run=True)
         from ..compiler.pipeline import no_deploy, translate
-        from ..compiler.sources import read
+        from ..compiler.sources import read_source
 
-        self.source = read(options.file)
+        self.source = read_source(options.file)
         sets = {key.strip(): value for key, _, value in (setting.partition("=") for setting in options.sets)}
         result = translate(self.source, deploy=options.deploy, sets=sets)
         # The run's own checks report missing data in more detail, and as an error.
@@ -223,7 +223,7 @@ def _export(program: _Program, options: argparse.Namespace) -> int:
     exported = export(options.export, plan, options.worker or "", options.to or "")
     print_diagnostics(exported.warnings, program.source, options)
     for name, folder in exported.folders.items():
-        print(shown(f"{name}: {folder}"))
+        print(make_printable(f"{name}: {folder}"))
     return 0
 
 
@@ -255,7 +255,7 @@ def run_plan(text: str, out: str | None) -> int:
             return _execute(load(text.encode(), "the plan of this script", run=True), options)
         except Fault as fault:
             print_diagnostics(fault.diagnostics, None, options)
-            return 3 if any(diagnostic.code in UNFIT for diagnostic in fault.diagnostics) else 1
+            return 3 if any(diagnostic.code in MACHINE_FAULTS for diagnostic in fault.diagnostics) else 1
 
     return run_guarded("msrl-run", main, sys.argv[1:])
 
@@ -287,7 +287,7 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         attempt = supervisor.prepare(plan, options.out, resume, watch_options)
         print_diagnostics(attempt.warnings, None, options)
         attempt.drop()
-        print(shown("\n".join(attempt.lines())))
+        print(make_printable("\n".join(attempt.lines())))
         return 0
     try:
         outcome = supervisor.run(plan, options.out, resume, watch_options)
@@ -296,7 +296,7 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         return 3
     except Interrupted as ended:
         return ended.status
-    print(shown(f"results in {outcome.folder}"))
+    print(make_printable(f"results in {outcome.folder}"))
     for line in outcome.lines():
         print(line)
     return 0

@@ -29,7 +29,7 @@ from ..ir.plan import FORMAT_VERSION, FUNCTIONS, EngineChoice, Plan, from_json
 from ..model import models
 from ..model.architecture import Model
 from .pipeline import CHECKS, PASSES
-from .to_program import restated
+from .to_program import restore_program
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Parts that the passes fill after the placement.
@@ -147,7 +147,7 @@ def _lower_again(plan: Plan) -> LoweredProgram:
         engines=ENGINES,
         load_model=lambda target, folder, dtype, span: plan.deploy.models[target],
     )
-    return lower(parse(write(restated(plan)), ""), context)
+    return lower(parse(write(restore_program(plan)), ""), context)
 
 
 def _list_names(plan: Plan) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from ..diagnostics import Diagnostic, Fault, kind_of
 
 
-def asked(options: Mapping[str, Any]) -> dict[str, Any]:
+def validate_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Validate the options. Raises Fault.
 
     Options that are None are left out, and `sets` are converted to text.

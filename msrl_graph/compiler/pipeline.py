@@ -38,7 +38,7 @@ from ..dsl.lower import LoweringContext, LoweringFault, lower
 from ..dsl.parse import parse
 from ..ir.graph import Graph
 from ..ir.plan import Plan
-from ..ir.plan_paths import at_hand
+from ..ir.plan_paths import copy_model_heads
 from ..ir.search_record import SearchRecord
 from ..model import models
 from ..passes.order import passes
@@ -48,8 +48,8 @@ from ..planner.owners import has_open_layout, owners
 from ..planner.pools import Division
 from ..planner.search import Search
 from . import python_hints, unsupported
-from .options import asked
-from .sources import ProgramSource, importer, read, texts
+from .options import validate_options
+from .sources import ProgramSource, collect_texts, importer, read_source
 
 if TYPE_CHECKING:
     from ..builder import Program
@@ -65,7 +65,11 @@ def _check_placement(plan: Plan) -> list[Diagnostic]:
     diagnostics = layout.check(plan, ENGINES)
     diagnostics += [
         diagnostic
-        for diagnostic in (*sharing.check(plan), *staleness.check(plan), *followers.placed(plan, ENGINES))
+        for diagnostic in (
+            *sharing.check(plan),
+            *staleness.check(plan),
+            *followers.check_follower_placement(plan, ENGINES),
+        )
         if diagnostic.span not in {other.span for other in diagnostics}
     ]
     return diagnostics or lints.check(plan, ENGINES)
@@ -139,7 +143,7 @@ def compile(
     result = _compile(source, text, deploy=deploy, model=model, sets=sets, budget=budget)
     if result.plan is None:
         fault = no_deploy()
-        fault.text = "\n".join(rendered(None, fault.diagnostics))
+        fault.text = "\n".join(render_all(None, fault.diagnostics))
         raise fault
     return result.plan
 
@@ -164,23 +168,23 @@ def _compile(program: str | Path | Program | ast.File, text: str | None, **optio
     """
     source = None
     try:
-        options = asked({"text": text, **options})
-        source = read(program, options.pop("text", None))
+        options = validate_options({"text": text, **options})
+        source = read_source(program, options.pop("text", None))
         result = translate(source, **options)
     except Fault as fault:
         if source is not None and source.tree is not None and source.tree is not program:
             fault.diagnostics = tuple(
-                python_hints.correctable(diagnostic, source.tree) for diagnostic in fault.diagnostics
+                python_hints.add_undo_help(diagnostic, source.tree) for diagnostic in fault.diagnostics
             )
-        fault.text = "\n".join(rendered(source, fault.diagnostics))
+        fault.text = "\n".join(render_all(source, fault.diagnostics))
         raise
-    for note in rendered(source, result.warnings):
+    for note in render_all(source, result.warnings):
         warnings.warn(note, ProgramWarning, stacklevel=4)
     return result
 
 
-def rendered(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) -> list[str]:
-    known = texts(source, diagnostics)
+def render_all(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) -> list[str]:
+    known = collect_texts(source, diagnostics)
     return [render(diagnostic, known) for diagnostic in diagnostics]
 
 
@@ -244,7 +248,7 @@ def translate(
     if until == "graph" or lowered.cluster is None or lowered.deploy is None:
         return Compilation(source, tree, graph, warnings=warnings)
     plan = Plan(graph, lowered.cluster, lowered.deploy)
-    known = at_hand(plan)
+    known = copy_model_heads(plan)
     diagnostics = [*tokenizers.check(known), *folders.check(known), *datafiles.check(plan)]
     if any(diagnostic.severity == "error" for diagnostic in diagnostics):
         raise Fault(*diagnostics)
@@ -291,11 +295,13 @@ def with_hosts(plan: Plan, nodes: int) -> Plan | None:
     except Fault:
         return None
     return (
-        None if unsupported.unready(planned) else replace(planned, notes=(*planned.notes, *unsupported.notes(planned)))
+        None
+        if unsupported.find_unsupported(planned)
+        else replace(planned, notes=(*planned.notes, *unsupported.notes(planned)))
     )
 
 
-def unstated(plan: Plan, budget: float | None = None) -> SearchRecord | None:
+def search_unstated(plan: Plan, budget: float | None = None) -> SearchRecord | None:
     """Search for layouts although the program states all of them.
 
     Return None if the program leaves a layout open.

@@ -15,7 +15,7 @@ from ..dsl import ast
 from ..dsl.derive import node_name
 
 
-def correctable(diagnostic: Diagnostic, tree: ast.File) -> Diagnostic:
+def add_undo_help(diagnostic: Diagnostic, tree: ast.File) -> Diagnostic:
     """Add to a message how to undo an attribute that a change of a node added.
 
     Changes add up. In a notebook the wrong attribute remains when the corrected cell is executed.

@@ -39,7 +39,7 @@ class ProgramSource:
     deploy: str | None = None
 
 
-def read(source: str | Path | Program | ast.File, text: str | None = None) -> ProgramSource:
+def read_source(source: str | Path | Program | ast.File, text: str | None = None) -> ProgramSource:
     """Read the source of a program.
 
     It is a path, the name of an algorithm of the package, or a program built in Python.
@@ -51,7 +51,9 @@ def read(source: str | Path | Program | ast.File, text: str | None = None) -> Pr
         return ProgramSource(tree.path, "".join(linecache.getlines(tree.path)), folder, tree, meant)
     path = Path(source)
     if text is not None:
-        return ProgramSource(str(source), program_text.plain(text, str(source)), path.parent if path.suffix else Path())
+        return ProgramSource(
+            str(source), program_text.normalize(text, str(source)), path.parent if path.suffix else Path()
+        )
     if not is_file(path) and path.suffix == "" and len(path.parts) == 1:
         path = algorithms.FOLDER / f"{source}.rlg"
         if not is_file(path):
@@ -101,7 +103,7 @@ def _import_file(folder: Path, read: dict[Path, ast.File], target: str, of_file:
     return read[path]
 
 
-def texts(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:
+def collect_texts(source: ProgramSource | None, diagnostics: Sequence[Diagnostic]) -> Mapping[str, str]:
     """Return the texts that diagnostics point into, by the file names of their spans.
 
     These are the source, files that it imports, and flags of the command line.

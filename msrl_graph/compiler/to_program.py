@@ -20,7 +20,7 @@ from ..ir.plan import Deployment, EngineChoice, Plan
 from ..sharding.layout import Layout
 
 
-def restated(plan: Plan) -> ast.File:
+def restore_program(plan: Plan) -> ast.File:
     """Return the program of a plan.
 
     Its models have the names that the workers use. Its cluster has no attributes of the plan's cluster.

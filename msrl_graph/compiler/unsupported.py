@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .. import algorithms
-from ..backends import ALONE, ENGINES, UNTRIED, runs
+from ..backends import ENGINES, SINGLE_DEVICE_KINDS, UNTESTED_KINDS, can_build
 from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
 from ..hardware.device_kinds import Where
@@ -24,7 +24,7 @@ from ..sharding.layout import AXES
 NAMED = 6  # features that a note names at most
 
 
-def unready(plan: Plan) -> list[Diagnostic]:
+def find_unsupported(plan: Plan) -> list[Diagnostic]:
     """Return errors for the features of a plan that a run rejects."""
     return [
         Diagnostic("not-yet", f"{refusal.what} cannot be {refusal.how} yet (planning only)", refusal.span, refusal.help)
@@ -32,14 +32,14 @@ def unready(plan: Plan) -> list[Diagnostic]:
     ]
 
 
-def untried(plan: Plan) -> list[Diagnostic]:
+def find_untested(plan: Plan) -> list[Diagnostic]:
     """Return warnings for devices on which this version has never run."""
     kind = plan.cluster.device.backend
     span = plan.cluster.span
     help = "start with a few iterations, and compare them with the same run on CPUs: --iterations 2"
-    if kind in UNTRIED:
+    if kind in UNTESTED_KINDS:
         return [Diagnostic("not-yet", f"nothing has run on devices of kind {kind} yet", span, help, "warning")]
-    if kind in ALONE and plan.cluster.devices > 1:
+    if kind in SINGLE_DEVICE_KINDS and plan.cluster.devices > 1:
         message = f"nothing has run on more than one device of kind {kind} yet"
         return [Diagnostic("not-yet", message, span, help, "warning")]
     return []
@@ -52,7 +52,7 @@ def notes(plan: Plan) -> tuple[PlanNote, ...]:
     plan_notes = (
         [PlanNote("run", f"this version can plan but not run: {', '.join(refused[:NAMED])}{more}")] if refused else []
     )
-    plan_notes += [PlanNote("run", diagnostic.message) for diagnostic in untried(plan)]
+    plan_notes += [PlanNote("run", diagnostic.message) for diagnostic in find_untested(plan)]
     return tuple(plan_notes)
 
 
@@ -111,9 +111,11 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
         help = f'each process uses one die: `device = "{device.name}-die"` with `devices_per_node = {more}`'
         tell(f"devices `{device.name}` of {device.dies} dies each", plan.cluster.span, help, "run on")
     for placement in plan.placements:
-        if placement.engine.name in ENGINES and not runs(placement.engine.name):
+        if placement.engine.name in ENGINES and not can_build(placement.engine.name):
             verb = plan.graph.node(placement.node).verb
-            others = [f"`{other}`" for other, candidate in ENGINES.items() if runs(other) and verb in candidate.verbs]
+            others = [
+                f"`{other}`" for other, candidate in ENGINES.items() if can_build(other) and verb in candidate.verbs
+            ]
             layout = plan.deploy.layouts.get(placement.node)  # may be the reason for the choice of the engine
             span = placement.engine.span if placement.engine.span.line or layout is None else layout.span
             engine = f"the engine `{placement.engine.name}`"
@@ -124,7 +126,9 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
             for name, span, help in _list_planned_only(spec, placement, plan.model(node.name), where):
                 tell(f"{name} with the engine `{spec.name}`", span, help)
             for key in [name for name in node.attributes if not _supports(spec, node.verb, name)]:
-                others = [other for other, candidate in ENGINES.items() if runs(other) and node.verb in candidate.verbs]
+                others = [
+                    other for other, candidate in ENGINES.items() if can_build(other) and node.verb in candidate.verbs
+                ]
                 able = [other for other in others if _supports(ENGINES[other], node.verb, key)]
                 help = f"`engine {node.name} = {able[0]}` supports it" if able else "leave it out"
                 by = f"with the engine `{spec.name}`"

@@ -13,7 +13,7 @@ from ..backends.sizes import GRADIENT
 from ..backends.spec import BYTES, EngineSpec, Moments
 from ..ir.workload import Workload, in_flight
 from ..model.architecture import Model
-from ..sharding.layout import Side, held
+from ..sharding.layout import Side, count_busiest_elements
 
 
 def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
@@ -36,7 +36,9 @@ def moments(verb: str, work: Workload, spec: EngineSpec) -> Moments:
 
 def gradients(work: Workload, spec: EngineSpec) -> int:
     """Return the bytes of float32 gradients; sharded over dp from ZeRO 2 on."""
-    return GRADIENT * held(work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout)))
+    return GRADIENT * count_busiest_elements(
+        work.model.kinds, Side(work.layout, work.layout.zero >= 2, spec.multiple(work.layout))
+    )
 
 
 def _gathered_bytes(work: Workload) -> int:
@@ -46,7 +48,7 @@ def _gathered_bytes(work: Workload) -> int:
     """
     if not work.divided:
         return 0
-    unsharded = held(work.model.kinds, Side(work.layout)) * BYTES[work.dtype]
+    unsharded = count_busiest_elements(work.model.kinds, Side(work.layout)) * BYTES[work.dtype]
     return unsharded if work.layout.zero < 3 else unsharded * 2 // max(2, work.model.layers)
 
 

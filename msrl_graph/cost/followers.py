@@ -9,7 +9,7 @@ from . import holdings
 from .time import Costs
 
 
-def followed(update: Costs) -> Figure:
+def follower_seconds(update: Costs) -> Figure:
     """Return the mean seconds per iteration of all workers that follow an update's.
 
     Their weights are written, and the update's are read; for a moving average their own are read too. If weights are in
@@ -27,4 +27,4 @@ def followed(update: Costs) -> Figure:
     return Figure(moved / bandwidth.value, bandwidth.source, "weights that follow / memory bandwidth")
 
 
-__all__ = ["followed"]
+__all__ = ["follower_seconds"]

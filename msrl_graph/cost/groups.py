@@ -17,7 +17,7 @@ BUFFERS = "collectives' buffers"
 MESH = ("pp", "dp", "cp", "tp")
 
 
-def number(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
+def count_groups(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
     """Return the number of groups of several ranks that a rank of a pool is in."""
     total = 0
     counted = set[tuple[object, ...]]()
@@ -38,10 +38,10 @@ def number(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
     return total + sum(_count_edge_groups(plan, reshard, pool) for reshard in plan.reshards)
 
 
-def buffers(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
+def buffer_bytes(plan: Plan, engines: Mapping[str, EngineSpec], pool: str) -> int:
     """Return the bytes of the buffers on a device."""
     group_bytes = plan.cluster.device.kind.group_bytes
-    return group_bytes * number(plan, engines, pool) if group_bytes else 0
+    return group_bytes * count_groups(plan, engines, pool) if group_bytes else 0
 
 
 def _mesh_key(placement: Placement) -> tuple[int, ...]:

@@ -15,16 +15,16 @@ from ..backends.spec import BYTES, EngineSpec, Moments
 from ..backends.spec import offloads as stated_away
 from ..hardware.cluster import ClusterSpec, Figure
 from ..ir import optimizer_spec
-from ..ir.async_schedule import fetched, sparse
+from ..ir.async_schedule import fetched_edges, skipping_edges
 from ..ir.attributes import GenerateAttributes, UpdateAttributes
 from ..ir.graph import Node, Value, Worker
 from ..ir.options import EngineOptions
 from ..ir.plan import Placement, Plan
 from ..ir.sequences import bound, conversations, scores_texts, sequences
 from ..ir.workload import Workload, kv_elements, micro_batches
-from ..sharding.layout import Side, held, stage_parts
+from ..sharding.layout import Side, count_busiest_elements, stage_parts
 from . import default_activations
-from .offloading import by_parts
+from .offloading import step_moments
 
 Engines = Mapping[str, EngineSpec]
 # The part of a device's memory that the KV cache and planned layouts leave free: for fragments, kernel workspaces,
@@ -85,7 +85,7 @@ def side(plan: Plan, engines: Engines, node: str) -> Side:
 
 def weights(plan: Plan, engines: Engines, node: str) -> int:
     """Return the bytes of a node's weights at rest."""
-    return held(plan.model(node).kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
+    return count_busiest_elements(plan.model(node).kinds, side(plan, engines, node)) * BYTES[dtype(plan, node)]
 
 
 def gradients(plan: Plan, engines: Engines, node: str) -> int:
@@ -107,7 +107,7 @@ def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[op
     at_rest = Side(layout, layout.zero >= 1, spec(plan, engines, node).multiple(layout))
     copies = layout.cp if layout.zero == 1 else 1  # where weights are sharded over dp, so are their states
     by_stage = [0.0] * layout.pp
-    for rule, kinds in optimizer_spec.parted(update_optimizer, plan.model(node).kinds):
+    for rule, kinds in optimizer_spec.kinds_by_rule(update_optimizer, plan.model(node).kinds):
         for stage, (dense, experts) in enumerate(stage_parts(kinds, at_rest)):
             by_stage[stage] += bytes_of(rule) * (-(-dense // copies) + experts)
     return math.ceil(max(by_stage))
@@ -254,18 +254,18 @@ def fullest(plan: Plan, engines: Engines, node: str) -> tuple[str, dict[str, int
         return "", {"KV cache": at_once * most_samples(plan, node) * kv_sequence(plan, node)}
     own_work = work(plan, engines, node)
     if not own_work.optimizer_away:
-        return largest(_moments(verb, own_work, own))
+        return largest_moment(_moments(verb, own_work, own))
     moments = _moments(verb, replace(own_work, optimizer=None), own)
     # The gradients of the stage that has most of them.
     rest = max((items["gradients"] for name, items in moments.items() if "gradient's norm" in name), default=0)
-    return largest(moments | by_parts(own_work, rest or default_activations.gradients(own_work, own)))
+    return largest_moment(moments | step_moments(own_work, rest or default_activations.gradients(own_work, own)))
 
 
 def _moments(verb: str, own_work: Workload, own: EngineSpec) -> Moments:
     return default_activations.moments(verb, own_work, own) if own.peaks is None else own.peaks(verb, own_work)
 
 
-def largest(moments: Moments) -> tuple[str, dict[str, int]]:
+def largest_moment(moments: Moments) -> tuple[str, dict[str, int]]:
     """Return the fullest of some moments: its name and its items."""
     name = max(moments, key=lambda moment: sum(moments[moment].values()))
     return name, {item: size for item, size in moments[name].items() if size}
@@ -277,13 +277,13 @@ def probe_tokens(plan: Plan, engines: Engines, src: str, dst: str) -> int:
     return max(1, min(spec(plan, engines, dst).block + TOKENS, *bounds))
 
 
-def probing(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
+def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, int]:
     """Return what the trainer holds for a probe, without what is resident."""
     probe = work(plan, engines, src)
     own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
     probe = replace(probe, rows=PROBES, prompts=PROBES, prompt=size, response=1, samples=1, batches=1)
-    return largest(_moments("infer", replace(probe, entropy=False, given=False), own))[1]
+    return largest_moment(_moments("infer", replace(probe, entropy=False, given=False), own))[1]
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
@@ -316,19 +316,19 @@ def resident(plan: Plan, engines: Engines, pool: str, busy: str = "") -> dict[st
         here = kind == "weights" and busy and plan.graph.node(busy).worker == plan.graph.node(node).worker
         if here or not offloads(plan, node, kind):
             items[item] = size
-    items |= averages(plan, engines, pool)
-    for src, _ in fetched(plan):  # the copy that generations fetch
+    items |= moving_averages(plan, engines, pool)
+    for src, _ in fetched_edges(plan):  # the copy that generations fetch
         if plan.placement(src).pool == pool:
             item = f"{plan.graph.node(src).worker} weights to fetch"
             items[item] = items.get(item, 0) + weights(plan, engines, src)
-    for dst in (dst for _, dst in sparse(plan) if dst != busy and plan.placement(dst).pool == pool):
+    for dst in (dst for _, dst in skipping_edges(plan) if dst != busy and plan.placement(dst).pool == pool):
         items[f"{dst} weights{KEPT}"] = weights(plan, engines, dst)
         if building := spec(plan, engines, dst).building:  # memory that the engine frees only with the weights
             items[f"{dst} cache{KEPT}"] = sum(building(work(plan, engines, dst)).values())
     return items
 
 
-def averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
+def moving_averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
     """Return the float32 copies of moving averages of other weight types, by item."""
     copies = {}
     for worker in plan.graph.workers:
@@ -340,7 +340,7 @@ def averages(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
     return copies
 
 
-def offloaded(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
+def offloaded_items(plan: Plan, engines: Engines, pool: str) -> dict[str, int]:
     """Return what each device of a pool keeps room for in host memory, by item."""
     at_rest = _items_at_rest(plan, engines, pool)
     return {f"offloaded {item}": size for item, size, node, kind in at_rest if offloads(plan, node, kind)}

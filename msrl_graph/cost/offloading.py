@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil
 
-from ..backends.sizes import CHUNK, orthogonal
+from ..backends.sizes import CHUNK, count_orthogonalization_bytes
 from ..backends.spec import BYTES, Moments
 from ..hardware.cluster import Device, Figure
 from ..ir import optimizer_spec
 from ..ir.workload import Workload
-from ..sharding.layout import Side, box_at, elements, held
+from ..sharding.layout import Side, box_at, count_busiest_elements, elements
 
 
-def by_parts(work: Workload, gradients: int) -> Moments:
+def step_moments(work: Workload, gradients: int) -> Moments:
     """Return the moments of an optimizer step with offloaded states, by rule.
 
     `gradients` are at rest on the device. Of the states in host memory, one part is on the device and the next one in
@@ -29,16 +29,20 @@ def by_parts(work: Workload, gradients: int) -> Moments:
     copies = layout.cp * (1 if work.divided else layout.dp)
     flat = copies > 1 and layout.zero == 1
     by_rule = {}
-    for rule, kinds in optimizer_spec.parted(work.optimizer, work.model.kinds):
+    for rule, kinds in optimizer_spec.kinds_by_rule(work.optimizer, work.model.kinds):
         per_element = rule.beside(mastered)
         largest = max((elements(box_at(kind.tensor, side, (0, 0, 0))) for kind in kinds), default=0)
         # Elements that a rank steps at once.
-        part = ceil(work.optimizer_away / optimizer_spec.PARTS / per_element) if per_element else held(kinds, side)
+        part = (
+            ceil(work.optimizer_away / optimizer_spec.PARTS / per_element)
+            if per_element
+            else count_busiest_elements(kinds, side)
+        )
         if rule.whole:
             part = max(part, -(-largest // copies) if flat else largest)
         master = 4 * part if flat and not mastered else 0
         if rule.whole:
-            turned = max((orthogonal(kind, side) for kind in kinds), default=0)
+            turned = max((count_orthogonalization_bytes(kind, side) for kind in kinds), default=0)
         else:
             # AdamW needs a root and a quotient, of a slice or piece by piece: gradients of earlier parts are freed.
             first = part if flat else min(part, elements(box_at(work.model.tensors[0], side, (0, 0, 0))))
@@ -52,7 +56,7 @@ def by_parts(work: Workload, gradients: int) -> Moments:
     return by_rule
 
 
-def beside(copies: Figure, device: Device, computing: float) -> Figure:
+def uncovered_seconds(copies: Figure, device: Device, computing: float) -> Figure:
     """Return what copies add to `computing` seconds.
 
     Where the device runs asynchronously to Python, copies overlap with its operators.

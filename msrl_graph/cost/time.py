@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..backends.spec import BYTES, Act, EngineSpec, OperatorCalls, compiled
+from ..backends.spec import BYTES, Act, EngineSpec, OperatorCalls, is_compiled
 from ..hardware.cluster import SHARES, Device, Figure, weakest
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Node
@@ -27,7 +27,7 @@ from ..sharding.layout import Layout
 from . import holdings
 from .collectives import Collectives, total
 from .lengths import Rows
-from .offloading import beside
+from .offloading import uncovered_seconds
 from .operators import DRAWING, KERNELS, PRODUCTS, SCORING, ForwardWork
 
 
@@ -54,7 +54,7 @@ class Costs:
     @cached_property
     def _eager(self) -> Callable[[Act, Layout], OperatorCalls] | None:
         """What counts operators; None if the engine or a compiler fuses kernels."""
-        fused = compiled(self.plan.placement(self.node))
+        fused = is_compiled(self.plan.placement(self.node))
         return None if fused else self.spec.eager(self.device.kind.where)
 
     @cached_property
@@ -274,7 +274,8 @@ class Costs:
         bound = self.rows(holdings.micro_batch(self.plan, self.node))
         shared = self.device.kind.where in self.spec.shares_beginnings
         share = tokens / (bound.fed if shared else bound.tokens)
-        return beside(self._host_copy(round(2 * most * share), "activations out and back in"), self.device, computing)
+        copying = self._host_copy(round(2 * most * share), "activations out and back in")
+        return uncovered_seconds(copying, self.device, computing)
 
     def _host_copy(self, amount: int, name: str) -> Figure:
         link = self.device.copies

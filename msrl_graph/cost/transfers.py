@@ -29,7 +29,7 @@ def handover(plan: Plan) -> Figure:
     return plan.cluster.device.overheads.handover
 
 
-def shares(plan: Plan) -> Figure:
+def dock_overhead(plan: Plan) -> Figure:
     """Return the processor seconds of the dock's own processes in an iteration."""
     number = 0.0
     for controller in plan.docks.controllers:
@@ -43,7 +43,7 @@ def shares(plan: Plan) -> Figure:
     )
 
 
-def around(plan: Plan) -> Figure:
+def iteration_overhead(plan: Plan) -> Figure:
     """Return the seconds that an iteration adds to its critical path.
 
     These are its start and end, and, on ranks that use all cores, the dock's processes.
@@ -51,21 +51,21 @@ def around(plan: Plan) -> Figure:
     turn = plan.cluster.device.overheads.turn
     if not plan.cluster.device.kind.is_host:
         return turn
-    return total(turn, shares(plan))
+    return total(turn, dock_overhead(plan))
 
 
-def function(plan: Plan, rows: float) -> Figure:
+def function_overhead(plan: Plan, rows: float) -> Figure:
     """Return the overhead of a Python function on `rows` rows, without its own work."""
     per_call = plan.cluster.device.overheads.function
     return Figure(per_call.value * rows / plan.cluster.nodes, per_call.source, per_call.basis)
 
 
-def taken(plan: Plan, functions: Iterable[str]) -> Figure:
+def function_seconds_of_ranks(plan: Plan, functions: Iterable[str]) -> Figure:
     """Return the seconds that calls of functions take from ranks that use all cores."""
     per_call = plan.cluster.device.overheads.function
     if not plan.cluster.device.kind.is_host:
         return Figure(0.0, "derived", "ranks have devices of their own")
-    seconds = math.fsum(function(plan, holdings.row_count(plan, name)).value for name in functions)
+    seconds = math.fsum(function_overhead(plan, holdings.row_count(plan, name)).value for name in functions)
     return Figure(seconds, per_call.source, per_call.basis)
 
 

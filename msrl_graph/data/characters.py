@@ -32,6 +32,6 @@ def half_character_within(value: Any) -> str:
     return half_character(json.dumps(value, ensure_ascii=False))
 
 
-def escaped(text: str) -> str:
+def escape_half_characters(text: str) -> str:
     r"""Escape each half character of a text as `\\udXXX`, for messages and logs."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")

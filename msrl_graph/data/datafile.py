@@ -85,7 +85,7 @@ def take_row(row: Mapping[str, Any], number: int, data: DataSource, graph: Graph
             values[column] = fields.take(row[name], graph.column(column))
         except fields.Misfit as misfit:
             help = _suggest_read(row[name], graph.column(column), name)
-            raise bad(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}", help) from None
+            raise bad_row(data, number, f"has {misfit.found} in `{name}`, where {misfit.wanted}", help) from None
     return values
 
 
@@ -111,7 +111,7 @@ def _fits(value: Any, column: Column) -> bool:
     return True
 
 
-def few(data: DataSource, has: str, prompts: int) -> Diagnostic:
+def few_rows_warning(data: DataSource, has: str, prompts: int) -> Diagnostic:
     """Warn that a file has fewer rows than an iteration takes prompts.
 
     `has` describes the rows that it has.
@@ -125,12 +125,12 @@ def is_parquet(data: DataSource) -> bool:
     return Path(data.path).suffix == ".parquet"
 
 
-def where(data: DataSource, number: int) -> str:
+def row_place(data: DataSource, number: int) -> str:
     return f"{'row' if is_parquet(data) else 'line'} {number} of {data.path}"
 
 
-def bad(data: DataSource, number: int, problem: str, help: str = "") -> Fault:
-    return Fault(Diagnostic("bad-data", f"{where(data, number)} {problem}", data.span, help))
+def bad_row(data: DataSource, number: int, problem: str, help: str = "") -> Fault:
+    return Fault(Diagnostic("bad-data", f"{row_place(data, number)} {problem}", data.span, help))
 
 
 @contextmanager
@@ -178,12 +178,12 @@ def _object(data: DataSource, number: int, line: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         problem = f"is not JSON: {error.msg} at column {error.colno}"
-        raise bad(data, number, problem, fix_commands.lfs(data.path) if number == 1 else "") from None
+        raise bad_row(data, number, problem, fix_commands.lfs(data.path) if number == 1 else "") from None
     except (ValueError, RecursionError) as error:  # a number of too many digits, too many brackets
-        raise bad(data, number, f"cannot be read: {error}") from None
+        raise bad_row(data, number, f"cannot be read: {error}") from None
     if not isinstance(row, dict):
-        raise bad(data, number, "is not an object", 'write one object a line: {"prompt": "...", ...}')
-    return _select_fields(data, where(data, number), row)
+        raise bad_row(data, number, "is not an object", 'write one object a line: {"prompt": "...", ...}')
+    return _select_fields(data, row_place(data, number), row)
 
 
 @contextmanager
@@ -219,7 +219,7 @@ def _parquet(data: DataSource, batch_size: int = 65536) -> Iterator[tuple[int, d
         for batch in file.iter_batches(batch_size, columns=list(dict.fromkeys(data.fields.values()))):
             for row in batch.to_pylist():
                 number += 1
-                values = _select_fields(data, where(data, number), row)
+                values = _select_fields(data, row_place(data, number), row)
                 yield (
                     number,
                     {name: _drop_nulls(value) if are_messages(value) else value for name, value in values.items()},
@@ -286,7 +286,7 @@ def _missing_field(
     """Report a field that a column reads and a row does not have."""
     stated = data.stated.get(column)
     if not isinstance(absent.found, Mapping):
-        kind = absent.found if isinstance(row, _Types) else fields.called(type(absent.found))
+        kind = absent.found if isinstance(row, _Types) else fields.type_name(type(absent.found))
         message = f"{place} has {kind} in `{absent.inside}`, where an object with the field `{absent.part}` belongs"
         help = f"give each row an object in `{absent.inside}`, or leave such rows out"
         if kind != "null":

@@ -93,13 +93,13 @@ def holds_tokens(column: Column) -> bool:
 def _take_text(value: Any, wanted: str) -> str:
     if not isinstance(value, str):
         is_not_finite = isinstance(value, float) and not math.isfinite(value)
-        raise Misfit(str(value) if is_not_finite else called(type(value)), wanted)
+        raise Misfit(str(value) if is_not_finite else type_name(type(value)), wanted)
     if half := half_character(value):
         raise Misfit(half, wanted)
     return value
 
 
-def called(kind: type) -> str:
+def type_name(kind: type) -> str:
     """Return the name of a JSON value's type."""
     return "null" if kind is type(None) else kind.__name__
 
@@ -131,13 +131,13 @@ def _take_numbers(value: Any, column: Column, wanted: str = "") -> Array:
     )
     flat = [value]
     for dim in column.dims:
-        if wrong_types := {called(type(item)) for item in flat if not isinstance(item, list)}:
+        if wrong_types := {type_name(type(item)) for item in flat if not isinstance(item, list)}:
             raise Misfit(min(wrong_types), wanted)
         if dim.size and not dim.ragged and (lengths := {len(item) for item in flat} - {dim.size}):
             raise Misfit(f"a list of {min(lengths)}", wanted)
         flat = list(chain.from_iterable(flat))
     context = "a list with " if column.dims else ""
-    if wrong_types := {called(kind_of_item) for kind_of_item in set(map(type, flat)) - kind.types}:
+    if wrong_types := {type_name(kind_of_item) for kind_of_item in set(map(type, flat)) - kind.types}:
         raise Misfit(context + min(wrong_types), wanted)
     try:
         with np.errstate(over="ignore"):

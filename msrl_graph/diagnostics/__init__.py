@@ -17,10 +17,10 @@ from pathlib import PurePath
 from typing import Literal, ParamSpec, TypeVar
 
 from .. import codes
-from .terminal_text import SIGNS, shown
+from .terminal_text import SIGNS, make_printable
 
 # Faults of the machines, not of the program: the exit status is 3.
-UNFIT = frozenset({"no-resources", "host-differs", "port-taken"})
+MACHINE_FAULTS = frozenset({"no-resources", "host-differs", "port-taken"})
 # Longest excerpt of a line, in characters.
 LONGEST = 240
 P = ParamSpec("P")
@@ -149,7 +149,7 @@ def render(diagnostic: Diagnostic, sources: Mapping[str, str], style: str = "ful
     span = diagnostic.span
     if style == "concise":
         where = f"{span.file}:{span.line}:{span.column}: " if span.line else ""
-        return shown(where + title + (f" (help: {diagnostic.help})" if diagnostic.help else ""))
+        return make_printable(where + title + (f" (help: {diagnostic.help})" if diagnostic.help else ""))
     margin = " " * len(str(max([span.line, *(related_span.line for related_span, _ in diagnostic.related)])))
     lines = [title]
     if span.line:
@@ -159,7 +159,7 @@ def render(diagnostic: Diagnostic, sources: Mapping[str, str], style: str = "ful
     if diagnostic.help:
         indent = "\n" + " " * (len(margin) + 9)
         lines.append(f"{margin} = help: {diagnostic.help.replace(chr(10), indent)}")
-    return shown("\n".join(lines))
+    return make_printable("\n".join(lines))
 
 
 def _excerpt(span: Span, sources: Mapping[str, str], margin: str) -> list[str]:

@@ -13,6 +13,6 @@ SIGNS |= dict.fromkeys(
 _KEPT = {code: sign for code, sign in SIGNS.items() if code != 10}
 
 
-def shown(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return text of one or more lines, safe to show."""
     return text if text.isascii() and text.isprintable() else text.translate(_KEPT)

@@ -375,7 +375,7 @@ class File:
     span: Span
 
 
-def moved(part: T, place: Callable[[Span], Span]) -> T:
+def map_spans(part: T, place: Callable[[Span], Span]) -> T:
     """Return a copy of a part with every span mapped by `place`."""
 
     def walk(value: Any) -> Any:
@@ -407,9 +407,9 @@ def words(part: Any) -> Iterator[str]:
             unvisited.extend(reversed(vars(value).values()))
 
 
-def same(first: File, second: File) -> bool:
+def same_tree(first: File, second: File) -> bool:
     """Return whether two trees are equal apart from their spans."""
-    return moved(first.items, lambda _: NOWHERE) == moved(second.items, lambda _: NOWHERE)
+    return map_spans(first.items, lambda _: NOWHERE) == map_spans(second.items, lambda _: NOWHERE)
 
 
 def word(part: object) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ..diagnostics import nearest
 from ..hardware import calibration
-from ..hardware.cluster import DEVICES, NETWORK, ClusterSpec, Figure, named
+from ..hardware.cluster import DEVICES, NETWORK, ClusterSpec, Figure, find_preset
 from ..ir.options import ClusterOptions
 from . import ast
 from .attributes import read_attributes
@@ -34,7 +34,7 @@ def lower_cluster(cluster: ast.ClusterDecl, problems: Problems) -> ClusterSpec |
             problems.report("bad-value", f"the cluster `{cluster.name.text}` has no device", cluster.name.span, help)
         return None
     target = attributes["device"]
-    preset = named(str(target.value))
+    preset = find_preset(str(target.value))
     if not preset:
         help = nearest(str(target.value).lower(), DEVICES)
         if not help.startswith("did"):
@@ -50,7 +50,7 @@ def lower_cluster(cluster: ast.ClusterDecl, problems: Problems) -> ClusterSpec |
     device = DEVICES[preset]
     if device.name == "here":
         peaks = device.peaks
-        device, warnings = calibration.here(device.name, options.devices_per_node, target.span)
+        device, warnings = calibration.preset_of_this_machine(device.name, options.devices_per_node, target.span)
         # Measured figures are achieved values; a stated figure that replaces one is a peak if the preset's was.
         device = replace(device, peaks=tuple(peak for peak in peaks if peak in device.peaks or peak in stated))
         problems.diagnostics += warnings

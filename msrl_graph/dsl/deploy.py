@@ -46,7 +46,7 @@ def bare_deploy(graph: Graph, target: str, load_model: LoadModel, folder: Path) 
 
     It uses the current machine and that model for every worker.
     """
-    cluster = ClusterSpec("here", calibration.here("here", 1)[0], 1, 1, NETWORK)
+    cluster = ClusterSpec("here", calibration.preset_of_this_machine("here", 1)[0], 1, 1, NETWORK)
     model = load_model(target, folder, None, Span("", 0, 0, 0, 0))
     models = {worker.model: model for worker in graph.workers if worker.model}
     return cluster, Deployment(graph.name, models, {}, {}, {})

@@ -35,7 +35,7 @@ class Dropped:
         return f"`{name}`" in diagnostic.message and (not self.writer or diagnostic.code == "never-written")
 
 
-def missed(diagnostic: Diagnostic, dropped: Mapping[str, Dropped]) -> Diagnostic:
+def add_drop_notes(diagnostic: Diagnostic, dropped: Mapping[str, Dropped]) -> Diagnostic:
     """Add a note to a diagnostic for each name in it that is dropped."""
     for name, gone in dropped.items():
         if not gone.is_missed(name, diagnostic):

@@ -12,10 +12,10 @@ from ..diagnostics import Span, nearest
 from ..ir.evaluation import Evaluation
 from ..ir.graph import ELEMENTS, Expr, Graph
 from ..ir.kinds import ValueKind
-from ..ir.likely_writers import without_arrow
+from ..ir.likely_writers import find_idle_writer
 from ..ir.options import EvaluateOptions
-from ..ir.plan import reported
-from ..ir.rowsets import upstream
+from ..ir.plan import is_reported
+from ..ir.rowsets import nodes_upstream
 from . import ast
 from .expressions import Problems, mistake
 
@@ -82,7 +82,7 @@ def _named_columns(value: Expr) -> dict[str, Expr]:
 def _check_draws(evaluation: Evaluation, graph: Graph, problems: Problems) -> None:
     """Check that `draws` names generations of this evaluation, each once."""
     generations = [node.name for node in graph.verb("generate")]
-    needed = upstream(graph, evaluation.columns)
+    needed = nodes_upstream(graph, evaluation.columns)
     seen = set[str]()
     for draw in evaluation.draws:
         name = draw.generation
@@ -197,7 +197,7 @@ def _tell_unwritten(column: str, span: Span, graph: Graph, problems: Problems) -
     """Report a column that no node writes, and the node that probably should."""
     help = nearest(column, graph.writers)
     related: tuple[tuple[Span, str], ...] = ()
-    idle = without_arrow(graph, column)
+    idle = find_idle_writer(graph, column)
     # What a node with a mistake writes is unknown.
     wrong = {(diagnostic.span.file, diagnostic.span.line) for diagnostic in problems.diagnostics}
     if idle is not None and (idle.span.file, idle.span.line) not in wrong:
@@ -214,7 +214,7 @@ def _explain_unreportable(graph: Graph, column: str) -> str:
     "" also if the column's type is already reported as wrong.
     """
     kind = graph.column(column)
-    if kind.element not in ELEMENTS or reported(graph, column):
+    if kind.element not in ELEMENTS or is_reported(graph, column):
         return ""
     dims = ", ".join(dim.like or f"{'<= ' if dim.ragged else ''}{dim.size}" for dim in kind.dims)
     return f"`{kind.element}{f'[{dims}]' if dims else ''}`, written by `{graph.writer(column).name}`"

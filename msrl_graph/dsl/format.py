@@ -31,7 +31,7 @@ from typing import Any
 
 from lark import Token, Tree
 
-from .ast import same
+from .ast import same_tree
 from .parse import parse, parse_tokens
 
 WIDTH = 120
@@ -71,7 +71,7 @@ def format(text: str, file: str) -> str:
     text = text.removeprefix("\ufeff")
     tree = parse(text, file)
     new = _join_lines(_layout_lines(_Reader(text, file).file(), ""))
-    if not same(tree, parse(new, file)) or _find_comments(text) != _find_comments(new):
+    if not same_tree(tree, parse(new, file)) or _find_comments(text) != _find_comments(new):
         raise RuntimeError("the layout changed the program")
     return new
 

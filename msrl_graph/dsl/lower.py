@@ -22,7 +22,7 @@ from .calls import Library
 from .cluster import lower_cluster
 from .deploy import LoadModel, bare_deploy, lower_deploy
 from .derive import derive
-from .dropped import Dropped, missed
+from .dropped import Dropped, add_drop_notes
 from .expressions import Problems, mistake
 from .params import Override, find_unused
 from .parse import parse_set
@@ -141,13 +141,15 @@ def _lower(file: ast.File, context: LoweringContext) -> LoweredProgram:
         if (derived := derive(item, algorithms, problems, broken, gone)) is not None:
             before = len(problems.diagnostics)
             lower_algorithm(derived, (), context.library, folder, problems)
-            problems.diagnostics[before:] = [missed(diagnostic, gone) for diagnostic in problems.diagnostics[before:]]
+            problems.diagnostics[before:] = [
+                add_drop_notes(diagnostic, gone) for diagnostic in problems.diagnostics[before:]
+            ]
     dropped: dict[str, Dropped] = {}
     if chosen is not None and (derived := derive(chosen, algorithms, problems, broken, dropped)) is not None:
         before = len(problems.diagnostics)
         lowering = lower_algorithm(derived, overrides, context.library, folder, problems)
         problems.diagnostics[before:] = [
-            _move_to_set(missed(diagnostic, dropped), overrides) for diagnostic in problems.diagnostics[before:]
+            _move_to_set(add_drop_notes(diagnostic, dropped), overrides) for diagnostic in problems.diagnostics[before:]
         ]
         problems.diagnostics += find_unused(derived, overrides)
     lowered_clusters = {

@@ -31,7 +31,7 @@ from ..ir.kinds import (
     NumericKind,
     WordsKind,
 )
-from ..ir.signatures import CallKind, Signature, called_as
+from ..ir.signatures import CallKind, Signature, read_signatures_as
 from . import ast, foreign_names
 from .attributes import FormReader, fit, origin, read_as, show_value
 from .calls import CallingNode, Library
@@ -156,7 +156,7 @@ def _call_in_file(caller: CallingNode, expr: ast.Call, kind: CallKind, names: Na
 
     awaited: whether it may be `async`.
     """
-    read = partial(called_as, kind)
+    read = partial(read_signatures_as, kind)
     path, name, signatures = find_in_file(caller, expr.name.text, expr.name.span, "function", read, awaited)
     called = f"{path}:{name}"
     caller.used[kind, called] = (signatures[name], str(path))
@@ -328,7 +328,7 @@ class RateReader:
             call = self._check_bound(caller.call(expr, _find_signature(caller.library, "schedule", expr.name), names))
             if len(caller.problems.diagnostics) == problems_before:
                 try:
-                    algorithms.scheduled(call)
+                    algorithms.check_schedule(call)
                 except ValueError as error:  # options that cannot be combined
                     raise mistake("bad-value", f"`{call.value}`: {error}", call.span) from None
             return call

@@ -13,7 +13,7 @@ from ..diagnostics import Span, nearest
 from ..hardware.cluster import ClusterSpec
 from ..ir.graph import Graph
 from ..ir.plan import Pool
-from ..sharding.device_range import device_range, meet
+from ..sharding.device_range import format_device_range, ranges_overlap
 from . import ast
 from .expressions import ALREADY_REPORTED, Problems, mistake
 
@@ -157,7 +157,7 @@ class _Pools:
                 device_span
                 and other.device_span
                 and self.cluster
-                and meet(device_span, other.device_span, self.cluster.devices_per_node)
+                and ranges_overlap(device_span, other.device_span, self.cluster.devices_per_node)
             ):
                 message = f"{self._format_range(device_span)} and {self._format_range(other.device_span)} overlap"
                 related = ((other.span, self._format_range(other.device_span)),)
@@ -166,7 +166,7 @@ class _Pools:
         return group
 
     def _format_range(self, device_span: tuple[int, int, int]) -> str:
-        return device_range(*device_span, self.cluster.devices_per_node if self.cluster else 1)
+        return format_device_range(*device_span, self.cluster.devices_per_node if self.cluster else 1)
 
     def _device_range(self, statement: ast.PlaceDecl) -> tuple[int, int, int]:
         """Return the first device, the number of devices, and the devices of each node.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..ir.plan import Plan
-from .humanize import duration, many, size
+from .humanize import duration, plural, size
 from .text_page import Sheet
 
 
@@ -16,10 +16,10 @@ def write_docks(page: Sheet, plan: Plan) -> None:
     """Write the warehouses and controllers of a plan."""
     docks = plan.docks
     where = (
-        f"{many(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.warehouses) == 1 else 'hosts'} "
+        f"{plural(len(docks.warehouses), 'warehouse')} on {'host' if len(docks.warehouses) == 1 else 'hosts'} "
         f"{_format_range(docks.warehouses)}"
     )
-    remark = f"{docks.mode}: {many(len(docks.controllers), 'controller')}, {where}; deadline {docks.deadline:g} s"
+    remark = f"{docks.mode}: {plural(len(docks.controllers), 'controller')}, {where}; deadline {docks.deadline:g} s"
     remark += f"; at most {size(docks.capacity)} of rows a host" if docks.capacity else ""
     remark += (
         f"; a share may be {docks.imbalance:g} x the even share, to keep rows on their host"
@@ -31,7 +31,7 @@ def write_docks(page: Sheet, plan: Plan) -> None:
     page.heading("Transfer dock", remark)
     rows = []
     for controller in docks.controllers:
-        batch = [f"{controller.chunk}"] * (controller.chunk > 0) + [many(controller.chunk_tokens, "token")] * (
+        batch = [f"{controller.chunk}"] * (controller.chunk > 0) + [plural(controller.chunk_tokens, "token")] * (
             controller.chunk_tokens > 0
         )
         chunk = f"{' or '.join(batch)} as soon as ready" if batch else "all"

@@ -12,7 +12,7 @@ import msgspec
 
 from ..ir.plan import FORMAT_VERSION, Plan
 from .facts import Fact, facts
-from .humanize import duration, many, size
+from .humanize import duration, plural, size
 from .text_page import WIDTH, Page
 
 Value = str | float | bool | None
@@ -115,7 +115,7 @@ def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour:
     shown = [change for change in changes if not change.detail]
     for part in dict.fromkeys(change.part for change in shown):
         part_changes = [change for change in shown if change.part == part]
-        page.heading(part, many(len(part_changes), "change"))
+        page.heading(part, plural(len(part_changes), "change"))
         rows = []
         item = None
         for change in part_changes:
@@ -129,7 +129,7 @@ def diff_text(changes: tuple[Change, ...], old: str, width: int = WIDTH, colour:
         page.table(("item", "property", "old", "new", "change"), rows, (4,), ())
     rest = len(changes) - len(shown)
     more = f", and {rest} that follow from these (`--format json` lists all)" if rest else ""
-    page.closing(f"{many(len(shown), 'change')} from {old}{more}.{_summarize_iteration(changes)}")
+    page.closing(f"{plural(len(shown), 'change')} from {old}{more}.{_summarize_iteration(changes)}")
     return page.text()
 
 

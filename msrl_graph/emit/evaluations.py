@@ -8,8 +8,8 @@ from __future__ import annotations
 from ..ir.attributes import GenerateAttributes
 from ..ir.evaluation import Evaluation
 from ..ir.plan import Plan
-from ..ir.rowsets import upstream
-from .humanize import many
+from ..ir.rowsets import nodes_upstream
+from .humanize import plural
 from .text_page import Sheet
 
 
@@ -21,7 +21,7 @@ def write_evaluations(page: Sheet, plan: Plan) -> None:
     page.heading("Evaluations", remark)
     rows = []
     for evaluation in plan.deploy.evaluations:
-        when = f"every {many(evaluation.every, 'iteration')}, " if evaluation.every > 1 else ""
+        when = f"every {plural(evaluation.every, 'iteration')}, " if evaluation.every > 1 else ""
         when = "every iteration, " if evaluation.every == 1 else when
         generations = _generations(plan, evaluation) or [("-", "-", "-")]
         for place, generation in enumerate(generations):
@@ -34,7 +34,7 @@ def write_evaluations(page: Sheet, plan: Plan) -> None:
         if evaluation.best:
             which = "smallest" if evaluation.goal == "minimize" else "greatest"
             sentence = f"{evaluation.task}: the checkpoint with the {which} `{evaluation.best}` is kept"
-            ends = many(evaluation.patience, "evaluation")
+            ends = plural(evaluation.patience, "evaluation")
             page.line(
                 sentence + (f"; the training ends after {ends} without a better one" if evaluation.patience else "")
             )
@@ -45,7 +45,7 @@ def _generations(plan: Plan, evaluation: Evaluation) -> list[tuple[str, str, str
 
     Each has its name, the responses for each row that it reads, and the temperature.
     """
-    needed = upstream(plan.graph, evaluation.columns)
+    needed = nodes_upstream(plan.graph, evaluation.columns)
     generations = []
     for node in plan.graph.verb("generate"):
         if node.name not in needed:

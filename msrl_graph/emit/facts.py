@@ -14,7 +14,7 @@ from typing import Any
 from ..hardware.cluster import Figure
 from ..ir.graph import Column, Expr, Graph, Node
 from ..ir.plan import Plan, Reshard
-from .humanize import doing
+from .humanize import describe_instructions
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def _traffic_facts(plan: Plan) -> Section:
 def _schedule_facts(plan: Plan) -> Section:
     section: Section = {}
     for stream in plan.schedule:
-        section[f"{stream.task}, {stream.pool}"] = {"": Fact(doing(plan, stream))}
+        section[f"{stream.task}, {stream.pool}"] = {"": Fact(describe_instructions(plan, stream))}
     return section
 
 

@@ -17,8 +17,8 @@ import jinja2
 
 from ..ir.graph import Graph
 from ..ir.plan import PhaseMemory, Plan
-from ..sharding.device_range import runs
-from .humanize import duration, many, size
+from ..sharding.device_range import iterate_runs
+from .humanize import duration, plural, size
 from .picture import Picture, graph_picture, placed_picture, plan_picture
 from .svg import COLOURS, clean, shorten, svg
 from .text import write_graph, write_placed, write_plan
@@ -101,7 +101,7 @@ def graph_html(graph: Graph) -> str:
     """Return a page of an algorithm: its graph, workers, columns, states and edges."""
     sheet = Sections()
     write_graph(sheet, graph)
-    return _render_page(f"Algorithm {graph.name}", sheet, **drawn(graph_picture(graph)))
+    return _render_page(f"Algorithm {graph.name}", sheet, **picture_context(graph_picture(graph)))
 
 
 def placed_html(plan: Plan) -> str:
@@ -111,7 +111,7 @@ def placed_html(plan: Plan) -> str:
     return _render_page(
         f"Placed graph of {plan.graph.name} on {plan.cluster.name}",
         sheet,
-        **drawn(placed_picture(plan)),
+        **picture_context(placed_picture(plan)),
         **_devices(plan),
     )
 
@@ -121,7 +121,7 @@ def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
     sheet = Sections()
     write_plan(sheet, plan)
     shown = {
-        **drawn(plan_picture(plan)),
+        **picture_context(plan_picture(plan)),
         **_devices(plan),
         "memory": _memory(plan),
         "timeline": _timeline(plan, timeline),
@@ -132,7 +132,7 @@ def plan_html(plan: Plan, timeline: Timeline | None = None) -> str:
 def fragment(picture: Picture) -> str:
     """Return a picture with its legend for another page, such as a notebook."""
     # A plain string: jinja's Markup would escape strings that are joined to it.
-    return str(template("drawing.html.j2").module.fragment(**drawn(picture)))  # type: ignore[attr-defined]
+    return str(template("drawing.html.j2").module.fragment(**picture_context(picture)))  # type: ignore[attr-defined]
 
 
 def graph_fragment(graph: Graph) -> str:
@@ -157,7 +157,7 @@ def _render_page(title: str, sheet: Sections, **more: Any) -> str:
     return template("page.html.j2").render(title=title, parts=sheet.parts, end=sheet.end, **shown) + "\n"
 
 
-def drawn(picture: Picture) -> dict[str, Any]:
+def picture_context(picture: Picture) -> dict[str, Any]:
     kinds = {box.kind for box in picture.boxes}
     legend = [(number % COLOURS, name, more) for number, (name, more) in enumerate(picture.groups)]
     arrows = dict.fromkeys(arrow.kind for arrow in picture.arrows)
@@ -191,7 +191,7 @@ def _figures(plan: Plan) -> list[tuple[str, str, str]]:
                 )
             )
     cluster = plan.cluster
-    figures.append(("devices", f"{cluster.devices:,}", f"{cluster.device.name}, {many(cluster.nodes, 'host')}"))
+    figures.append(("devices", f"{cluster.devices:,}", f"{cluster.device.name}, {plural(cluster.nodes, 'host')}"))
     if plan.memory:
         fullest = max(plan.memory, key=lambda phase: phase.total / phase.capacity.value)
         where = "a host" if fullest.place == "host" else "a device"
@@ -228,7 +228,9 @@ def _devices(plan: Plan) -> dict[str, Any]:
     cuts = {0, plan.cluster.nodes}
     for device_pool in plan.pools:
         for end in (
-            end for run in runs(device_pool.first, device_pool.devices, device_pool.each, per_host) for end in run
+            end
+            for run in iterate_runs(device_pool.first, device_pool.devices, device_pool.each, per_host)
+            for end in run
         ):
             cuts |= {end // per_host, end // per_host + 1}
     marks = sorted(cut for cut in cuts if cut <= plan.cluster.nodes)
@@ -236,7 +238,7 @@ def _devices(plan: Plan) -> dict[str, Any]:
     for first, last in pairwise(marks):
         here: list[tuple[int, str, int | None, int]] = []
         for device_pool in plan.pools:
-            for start, stop in runs(device_pool.first, device_pool.devices, device_pool.each, per_host):
+            for start, stop in iterate_runs(device_pool.first, device_pool.devices, device_pool.each, per_host):
                 begin = max(start, first * per_host)
                 end = min(stop, (first + 1) * per_host)
                 if begin < end:
@@ -260,7 +262,7 @@ def _devices(plan: Plan) -> dict[str, Any]:
             (placement.node, str(placement.layout) if on else "", placement.engine.name if on else "")
             for placement in placed
         ]
-        title = many(on.devices, "device") if on else f"CPUs of {many(plan.cluster.nodes, 'host')}"
+        title = plural(on.devices, "device") if on else f"CPUs of {plural(plan.cluster.nodes, 'host')}"
         pools.append(
             {
                 "name": name,
@@ -368,9 +370,9 @@ __all__ = [
     "BusyInterval",
     "Timeline",
     "colours",
-    "drawn",
     "graph_fragment",
     "graph_html",
+    "picture_context",
     "placed_html",
     "plan_fragment",
     "plan_html",

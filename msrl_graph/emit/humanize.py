@@ -5,7 +5,7 @@ Invariant: nothing here draws, so that a mere check of a program can load it.
 
 from __future__ import annotations
 
-from ..ir.async_schedule import leads, opening
+from ..ir.async_schedule import count_opening, lead_of_pools
 from ..ir.instruction import InstructionStream
 from ..ir.plan import FUNCTIONS, Plan
 from ..ir.search_record import Rival, SearchRecord
@@ -31,20 +31,20 @@ def duration(seconds: float) -> str:
     return "< 1 us"
 
 
-def many(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """Format a count with its noun: `1 host`, `2 hosts`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def doing(plan: Plan, stream: InstructionStream) -> str:
+def describe_instructions(plan: Plan, stream: InstructionStream) -> str:
     """Describe a pool's instructions in an iteration, in order."""
     steps = [*map(str, stream.instructions)]
-    first = opening(plan, stream)
+    first = count_opening(plan, stream)
     if not first:
         return ", ".join(steps)
     if stream.pool == FUNCTIONS:
         return f"{', '.join(steps[:first])}; after those of the iteration before: {', '.join(steps[first:])}"
-    lead = leads(plan)[stream.pool]
+    lead = lead_of_pools(plan)[stream.pool]
     iteration = "the next iteration" if lead == 1 else f"the iteration {lead} after this"
     return f"for {iteration}: {', '.join(steps[:first])}; then for this one: {', '.join(steps[first:])}"
 
@@ -54,19 +54,19 @@ def staleness(mean: float, bound: int) -> str:
     return f"{mean:.3g} version{'' if mean == 1 else 's'} old on average, and rows at most {bound}"
 
 
-def laid(layout: Layout) -> str:
+def format_layout(layout: Layout) -> str:
     """Format a layout."""
     return f"{layout} zero{layout.zero}" if layout.zero > 1 else str(layout)
 
 
-def spread(experts: ExpertSizes, layout: Layout) -> str:
+def describe_experts(experts: ExpertSizes, layout: Layout) -> str:
     """Describe a rank's share of a layer's experts, and their mesh in a stage."""
     part = f"1/{layout.etp} of each of " if layout.etp > 1 else ""
     number = f"{experts.number // layout.ep} of {experts.number}" if layout.ep > 1 else f"all {experts.number}"
     return f"{part}{number} a rank; ep {layout.ep} x etp {layout.etp} x edp {layout.edp}"
 
 
-def versus(record: SearchRecord, rival: Rival) -> str:
+def compare_rival(record: SearchRecord, rival: Rival) -> str:
     """Describe what staleness gains or would cost.
 
     The file leaves open whether any pool is ahead.

@@ -11,8 +11,8 @@ import msgspec
 
 from ..ir.graph import Graph
 from ..ir.plan import FORMAT_VERSION, Plan
-from ..ir.plan_paths import located
-from .placed_graph import placed
+from ..ir.plan_paths import make_existing_absolute
+from .placed_graph import build_placed_graph
 
 
 def tree_json(root: object) -> str:
@@ -39,14 +39,14 @@ def placed_json(plan: Plan) -> str:
 
     Nodes are states, docks and allgather_swaps.
     """
-    nodes, edges = placed(plan)
+    nodes, edges = build_placed_graph(plan)
     parts = {"pools": plan.pools, "placements": plan.placements, "docks": plan.docks, "reshards": plan.reshards}
     return _format_json({"format_version": FORMAT_VERSION, "stage": "placed", "nodes": nodes, "edges": edges, **parts})
 
 
 def plan_json(plan: Plan) -> str:
     """Return a plan as JSON, with absolute file paths: it runs from any folder."""
-    return _format_json(located(plan))
+    return _format_json(make_existing_absolute(plan))
 
 
 def _format_json(content: object) -> str:

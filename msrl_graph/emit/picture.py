@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ..ir.graph import Edge, Graph, Node
 from ..ir.plan import Plan, Reshard
-from .humanize import duration, many, size
-from .placed_graph import placed
+from .humanize import duration, plural, size
+from .placed_graph import build_placed_graph
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def plan_picture(plan: Plan) -> Picture:
 def placed_picture(plan: Plan) -> Picture:
     """Return nodes by pool, with the docks, allgather-swaps and sends between them."""
     graph = plan.graph
-    vertices, arcs = placed(plan)
+    vertices, arcs = build_placed_graph(plan)
     vertex_of = {vertex.name: vertex for vertex in vertices}
     feeds = {arc.src: arc.dst for arc in arcs if vertex_of[arc.src].kind != "state"}
     boxes = []
@@ -182,7 +182,7 @@ def _describe_moves(reshard: Reshard) -> tuple[str, ...]:
 
 
 def _pool_groups(plan: Plan, boxes: Sequence[Box]) -> tuple[tuple[str, str], ...]:
-    words = [(pool.name, many(pool.devices, "device")) for pool in plan.pools]
+    words = [(pool.name, plural(pool.devices, "device")) for pool in plan.pools]
     return _order_groups(
         [*words, *((box.group, "the hosts' CPUs") for box in boxes if box.group not in dict(words))], boxes
     )

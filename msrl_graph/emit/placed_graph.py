@@ -30,7 +30,7 @@ class Arc:
     kind: str  # sample or reshard
 
 
-def placed(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
+def build_placed_graph(plan: Plan) -> tuple[tuple[Vertex, ...], tuple[Arc, ...]]:
     """Return the vertices and arcs of a plan with placements, docks and reshards."""
     vertices = []
     arcs = []

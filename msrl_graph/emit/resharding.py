@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..ir.async_schedule import Sends
 from ..ir.plan import Plan, Reshard, ReshardRoute
-from .humanize import duration, laid, many, size
+from .humanize import duration, format_layout, plural, size
 from .text_page import Sheet
 
 
@@ -15,10 +15,8 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
     """Write each resharding edge, step by step."""
     sent = Sends(plan)
     for reshard in plan.reshards:
-        page.heading(
-            f"Reshard {reshard.name}",
-            f"{laid(plan.placement(reshard.src).layout)} to {laid(plan.placement(reshard.dst).layout)}",
-        )
+        source, target = (format_layout(plan.placement(end).layout) for end in (reshard.src, reshard.dst))
+        page.heading(f"Reshard {reshard.name}", f"{source} to {target}")
         sends = reshard.mode == "send"
         page.line(f"mode {reshard.mode}, order {reshard.order}: {reshard.reason}")
         largest = "as large as the largest bucket"
@@ -28,7 +26,7 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
             else "; ".join(_describe_route(route, len(reshard.ways)) for route in reshard.ways)
         )
         page.line(
-            f"{many(len(reshard.buckets), 'bucket')} of up to {size(reshard.bucket_bytes)}; {how}; "
+            f"{plural(len(reshard.buckets), 'bucket')} of up to {size(reshard.bucket_bytes)}; {how}; "
             f"the buffer is {largest}"
         )
         steps = [
@@ -73,7 +71,7 @@ def write_reshards(page: Sheet, plan: Plan) -> None:
             "(update weights swapped out; derived)"
         )
         page.line(f"peak {size(reshard.peak_bytes_per_device)} a device: {_peak_formula(reshard.order)} (derived)")
-        devices = many(plan.cluster.devices, "device")
+        devices = plural(plan.cluster.devices, "device")
         page.line(
             f"naive resharding would leave {size(reshard.redundant_bytes)} on {devices} (derived; cross-check: eq. 3)"
         )
@@ -93,7 +91,7 @@ def _write_share(page: Sheet, reshard: Reshard, sent: Sends) -> None:
 def _describe_route(way: ReshardRoute, ways: int) -> str:
     """Describe how weights reach the ranks that want them."""
     name = f"{way.of}: " if ways > 1 else ""
-    blocks = f" ({many(way.block, 'neighbour')} of each stage)" if way.across else ""
+    blocks = f" ({plural(way.block, 'neighbour')} of each stage)" if way.across else ""
     if way.how == "all-to-all":
         return f"{name}each rank receives only its slices, in groups of {way.ranks}{blocks}"
     return f"{name}ranks gather in groups of {way.ranks}{blocks}"

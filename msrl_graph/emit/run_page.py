@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 
 from ..ir.plan import Plan
-from .html import drawn, template
+from .html import picture_context, template
 from .picture import plan_picture
 
 
@@ -21,7 +21,7 @@ def watch_html(plan: Plan) -> str:
             title=f"{plan.deploy.name}: {plan.graph.name} on {plan.cluster.name}",
             first=[*scalars[:1], "loss", "tokens_per_second"][:3],
             nonce=secrets.token_urlsafe(16),
-            **drawn(plan_picture(plan)),
+            **picture_context(plan_picture(plan)),
         )
         + "\n"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..ir.plan import Plan
 from ..ir.search_record import Candidate, SearchRecord
-from .humanize import duration, versus
+from .humanize import compare_rival, duration
 from .text_page import WIDTH, Page
 
 
@@ -61,7 +61,7 @@ def _write_search(page: Page, heading: str, record: SearchRecord, choices: str =
         )
         page.line(f"{record.ended} ended the search at {duration(record.seconds)}: {gap}")
     if record.rival is not None:
-        page.line(versus(record, record.rival))
+        page.line(compare_rival(record, record.rival))
     rows = [
         (
             "chosen",

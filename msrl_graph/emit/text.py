@@ -18,8 +18,8 @@ from ..ir.graph import Graph, Node, Worker
 from ..ir.plan import EngineChoice, Plan
 from .dataflow import write_docks, write_traffic
 from .evaluations import write_evaluations
-from .humanize import doing, duration, laid, many, size, spread, staleness
-from .placed_graph import placed
+from .humanize import describe_experts, describe_instructions, duration, format_layout, plural, size, staleness
+from .placed_graph import build_placed_graph
 from .resharding import write_reshards
 from .text_page import WIDTH, Page, Sheet
 
@@ -126,11 +126,12 @@ def write_graph(page: Sheet, graph: Graph) -> None:
         for edge in graph.edges
     ]
     page.table(("from", "", "to", "attributes"), edges)
-    samples = len(graph.samples())
-    reshards = len(graph.reshards())
-    page.closing(
-        f"Graph: {many(len(graph.nodes), 'state')}, {many(samples, 'sample edge')}, {many(reshards, 'reshard')}."
-    )
+    counts = [
+        plural(len(graph.nodes), "state"),
+        plural(len(graph.samples()), "sample edge"),
+        plural(len(graph.reshards()), "reshard"),
+    ]
+    page.closing(f"Graph: {', '.join(counts)}.")
 
 
 def _write_states(page: Sheet, graph: Graph) -> None:
@@ -164,7 +165,7 @@ def placed_text(plan: Plan, width: int = WIDTH, colour: bool = False) -> str:
 
 def write_placed(page: Sheet, plan: Plan) -> None:
     """Write a placed graph to any sheet."""
-    vertices, arcs = placed(plan)
+    vertices, arcs = build_placed_graph(plan)
     page.heading(f"Placed graph of {plan.graph.name}", f"on cluster {plan.cluster.name}")
     rows = [
         (vertex.name, vertex.kind, vertex.where, ", ".join(f"{fact} {value}" for fact, value in vertex.facts.items()))
@@ -185,7 +186,7 @@ def _write_head(page: Sheet, plan: Plan) -> None:
         page.line(f"model {name}: {model.name}, {_format_parameters(model.parameters)} parameters, {model.dtype}")
     for name, data in plan.deploy.data.items():
         page.line(f"data {name}: {data.path}")
-    kind = f"{many(cluster.nodes, 'host')} of {many(cluster.devices_per_node, 'device')} `{device.name}`"
+    kind = f"{plural(cluster.nodes, 'host')} of {plural(cluster.devices_per_node, 'device')} `{device.name}`"
     page.line(f"cluster {cluster.name}: {kind}, {cluster.devices} in all")
     rows = [("device memory", size(device.memory.value), "", device.memory)]
     rows += [
@@ -216,7 +217,7 @@ def _format_flops(rate: float) -> str:
 
 def _describe_rows(graph: Graph) -> str:
     """Describe the prompts of an iteration, and what is generated at each level."""
-    words = [many(graph.rows[0], "prompt")]
+    words = [plural(graph.rows[0], "prompt")]
     for level in range(1, len(graph.rows)):
         above = graph.under[level]
         noun = (
@@ -225,7 +226,7 @@ def _describe_rows(graph: Graph) -> str:
             else f"`{graph.made(level)}` a {f'`{graph.made(above)}`' if above else 'prompt'}"
         )
         words.append(
-            many(graph.fan(level, above), noun) if len(graph.rows) == 2 else f"{graph.fan(level, above):,} {noun}"
+            plural(graph.fan(level, above), noun) if len(graph.rows) == 2 else f"{graph.fan(level, above):,} {noun}"
         )
     return f"{' x '.join(words[:2])}{''.join(f', {word}' for word in words[2:])}"
 
@@ -239,7 +240,7 @@ def _write_pools(page: Sheet, plan: Plan) -> None:
         if pool in on_devices:
             device_pool = on_devices[pool]
             how = f"{device_pool.reason}; shared by its" if device_pool.reason else "shared by all"
-            remark = f"{many(device_pool.devices, 'device')}, {how} states in turn"
+            remark = f"{plural(device_pool.devices, 'device')}, {how} states in turn"
         page.heading(f"Pool {pool}", remark)
         if pool in on_devices:
             rows = []
@@ -247,7 +248,7 @@ def _write_pools(page: Sheet, plan: Plan) -> None:
                 time = seconds.get(state.node)
                 cells = (
                     state.node,
-                    laid(replace(state.layout, etp=1)),  # listed below, with the experts
+                    format_layout(replace(state.layout, etp=1)),  # listed below, with the experts
                     state.engine.name,
                     str(state.layout.devices),
                     size(state.weight_bytes),
@@ -265,7 +266,7 @@ def _write_pools(page: Sheet, plan: Plan) -> None:
                 stated = plan.deploy.engines.get(state.node)
                 page.line(f"engine of {state.node}: {_describe_engine(state.engine, stated)}")
                 if experts := plan.model(state.node).experts:
-                    page.line(f"experts of {state.node}: {spread(experts, state.layout)}")
+                    page.line(f"experts of {state.node}: {describe_experts(experts, state.layout)}")
         else:
             page.table(
                 ("state", "hosts", "why here"),
@@ -297,7 +298,7 @@ def _describe_engine(engine: EngineChoice, stated: EngineChoice | None) -> str:
 
 def _write_schedule(page: Sheet, plan: Plan) -> None:
     page.heading("Schedule", "what each pool's processes do, in order")
-    rows = [(stream.task, stream.pool, doing(plan, stream) or "-") for stream in plan.schedule]
+    rows = [(stream.task, stream.pool, describe_instructions(plan, stream) or "-") for stream in plan.schedule]
     page.table(("task", "pool", "instructions"), rows, (), (0, 1))
 
 
@@ -342,13 +343,12 @@ def _write_estimate(page: Sheet, plan: Plan) -> None:
         in_step = stale.in_step_seconds
         page.line(f"staleness: the weights that generate are {staleness(mean.value, stale.bound)} ({mean.source})")
         for state, most in late_states(plan).items():
-            page.line(f"state {state}: rows are sampled by its value from up to {many(most, 'iteration')} before")
-        page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saved(iteration, in_step)}")
+            page.line(f"state {state}: rows are sampled by its value from up to {plural(most, 'iteration')} before")
+        saving = describe_saving(iteration, in_step)
+        page.line(f"the same pools in step: {duration(in_step.value)} ({in_step.source}); {saving}")
     if cuts := max((GenerateAttributes.of(node).cuts for node in plan.graph.verb("generate") if node.cuts), default=0):
-        page.line(
-            f"partial rollout: rows are at most {many(row_age_bound(plan), 'version')} old; {cuts} of these are due to "
-            "`cuts`"
-        )
+        age = plural(row_age_bound(plan), "version")
+        page.line(f"partial rollout: rows are at most {age} old; {cuts} of these are due to `cuts`")
 
 
 def _write_environment(page: Sheet, plan: Plan) -> None:
@@ -372,7 +372,7 @@ def _write_environment(page: Sheet, plan: Plan) -> None:
         page.table(("variable", "why", "pools")[: 2 + apart], [row[: 2 + apart] for row in rows], (), (0,))
 
 
-def saved(iteration: Figure, in_step: Figure) -> str:
+def describe_saving(iteration: Figure, in_step: Figure) -> str:
     """Describe what staleness saves."""
     share = 1 - iteration.value / in_step.value
     return f"staleness saves {100 * share:.3g} % of it" if share > 0 else "staleness saves none of it"
@@ -394,11 +394,13 @@ def _count_parts(plan: Plan) -> str:
     """Return the closing line: what this plan adds to the graph."""
     hosts = plan.cluster.nodes
     released = sum(reshard.released_bytes_per_device for reshard in plan.reshards)
-    parts = [
-        f"{many(len(plan.placements), 'state')} on {many(plan.cluster.devices, 'device')} of {many(hosts, 'host')}"
+    states, devices = plural(len(plan.placements), "state"), plural(plan.cluster.devices, "device")
+    parts = [f"{states} on {devices} of {plural(hosts, 'host')}"]
+    parts += [
+        plural(len(plan.docks.controllers), "controller"),
+        plural(len(plan.docks.warehouses), "warehouse"),
     ]
-    parts += [many(len(plan.docks.controllers), "controller"), many(len(plan.docks.warehouses), "warehouse")]
     moved = f" ({size(sum(traffic.bytes for traffic in plan.traffic))} an iteration)" if plan.traffic else ""
-    parts.append(many(len(plan.graph.samples()), "sample edge") + moved)
-    parts.append(many(len(plan.reshards), "reshard") + (f" ({size(released)} released a device)" if released else ""))
+    parts.append(plural(len(plan.graph.samples()), "sample edge") + moved)
+    parts.append(plural(len(plan.reshards), "reshard") + (f" ({size(released)} released a device)" if released else ""))
     return f"Plan: {', '.join(parts)}."

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..diagnostics.terminal_text import shown
+from ..diagnostics.terminal_text import make_printable
 
 WIDTH = 100
 
@@ -56,10 +56,10 @@ class Page:
 
     def heading(self, text: str, more: str = "") -> None:
         self.console.print()
-        self.console.print(Text.assemble((shown(text), "bold"), f"  {shown(more)}" if more else ""))
+        self.console.print(Text.assemble((make_printable(text), "bold"), f"  {make_printable(more)}" if more else ""))
 
     def line(self, text: str) -> None:
-        self.console.print(Padding(Text(shown(text)), (0, 0, 0, 2)))
+        self.console.print(Padding(Text(make_printable(text)), (0, 0, 0, 2)))
 
     def table(
         self,
@@ -75,12 +75,12 @@ class Page:
                 name, justify="right" if figure else "left", no_wrap=figure or index in keep, overflow="fold"
             )
         for row in rows:
-            table.add_row(*(Text(shown(cell)) for cell in row))
+            table.add_row(*(Text(make_printable(cell)) for cell in row))
         self.console.print(Padding(table, (0, 0, 0, 2)))
 
     def closing(self, text: str) -> None:
         self.console.print()
-        self.console.print(Text(shown(text), style="bold"))
+        self.console.print(Text(make_printable(text), style="bold"))
 
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.out.getvalue().strip("\n").split("\n")) + "\n"

@@ -20,18 +20,18 @@ def read(path: Path, name: str, span: Span = NOWHERE) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise Fault(Diagnostic("missing-file", f"`{name}` cannot be read: {reason.lower()}", span)) from None
-    return decoded(data, name, span)
+    return decode(data, name, span)
 
 
-def decoded(data: bytes, name: str, span: Span = NOWHERE) -> str:
+def decode(data: bytes, name: str, span: Span = NOWHERE) -> str:
     """Decode a program's bytes. Raises Fault if they are not UTF-8."""
     try:
-        return plain(data.decode(), name)
+        return normalize(data.decode(), name)
     except UnicodeDecodeError:
         raise _not_text(name, span) from None
 
 
-def plain(text: str, name: str) -> str:
+def normalize(text: str, name: str) -> str:
     r"""Normalize a text: no byte order mark, and each line ends with `\n`."""
     if not text.isascii():
         try:

@@ -57,7 +57,7 @@ def is_url(text: str) -> bool:
     return _URL.fullmatch(text) is not None
 
 
-def same(one: str, other: str) -> bool:
+def is_same_place(one: str, other: str) -> bool:
     """Return whether two paths or URLs name one place.
 
     A path and its `file://` URL are the same place.
@@ -71,7 +71,7 @@ def _canonical(text: str) -> str:
     return str(Path(text.removeprefix("file://")).resolve())
 
 
-def bare(url: str) -> str:
+def strip_version(url: str) -> str:
     """Return a URL without the version that `pinned` added."""
     match = _PIN.fullmatch(url)
     return match[1] if match else url
@@ -79,39 +79,39 @@ def bare(url: str) -> str:
 
 def name(url: str) -> str:
     """Return the name of the file or folder at a URL."""
-    return PurePosixPath(bare(url).split("?")[0].rstrip("/")).name
+    return PurePosixPath(strip_version(url).split("?")[0].rstrip("/")).name
 
 
-def under(url: str, *names: str) -> str:
-    return "/".join((bare(url).rstrip("/"), *names))
+def join(url: str, *names: str) -> str:
+    return "/".join((strip_version(url).rstrip("/"), *names))
 
 
-def home() -> Path:
+def copies_folder() -> Path:
     """Return the folder of this host's copies."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "msrl_graph" / CACHE
 
 
-def opened(url: str) -> tuple[Any, str]:
+def open_filesystem(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the URL's path in it.
 
     Raises errors that `told` converts.
     """
     import fsspec
 
-    fs, path = fsspec.core.url_to_fs(bare(url))
+    fs, path = fsspec.core.url_to_fs(strip_version(url))
     fs.invalidate_cache()
     return fs, path
 
 
 @contextmanager
-def told(url: str, span: Span = NOWHERE) -> Iterator[None]:
+def report_errors(url: str, span: Span = NOWHERE) -> Iterator[None]:
     """Convert errors at a URL into a Fault at the line that names it."""
     try:
         yield
     except Fault:
         raise
     except Exception as error:  # each file system raises what its library does
-        raise Fault(_explain_error(bare(url), error, span)) from None
+        raise Fault(_explain_error(strip_version(url), error, span)) from None
 
 
 def _explain_error(url: str, error: Exception, span: Span) -> Diagnostic:
@@ -134,14 +134,14 @@ def _explain_error(url: str, error: Exception, span: Span) -> Diagnostic:
     return Diagnostic("missing-file", f"`{url}` cannot be read: {reason}", span)
 
 
-def look(url: str, folder: bool = False, span: Span = NOWHERE) -> RemoteListing:
+def list_remote(url: str, folder: bool = False, span: Span = NOWHERE) -> RemoteListing:
     """List a file or `folder` at a URL, with subfolders one level down. Raises Fault."""
-    with told(url, span):
+    with report_errors(url, span):
         return _with_timeout(lambda: _list_files(url, folder))
 
 
 def _list_files(url: str, folder: bool) -> RemoteListing:
-    fs, path = opened(url)
+    fs, path = open_filesystem(url)
     if folder:
         infos = {
             os.path.relpath(file_path, path): info for file_path, info in fs.find(path, maxdepth=2, detail=True).items()
@@ -156,7 +156,7 @@ def _list_files(url: str, folder: bool) -> RemoteListing:
     else:
         infos = {name(url): fs.info(path)}
         if infos[name(url)]["type"] != "file":
-            raise IsADirectoryError(f"{bare(url)} is a folder")
+            raise IsADirectoryError(f"{strip_version(url)} is a folder")
     if not infos:
         raise FileNotFoundError(url)
     properties = [
@@ -197,12 +197,12 @@ def _with_timeout(ask: Callable[[], T]) -> T:
         raise TimeoutError(f"no answer within {ANSWER:g} s") from None
 
 
-def pinned(url: str, folder: bool = False, span: Span = NOWHERE) -> str:
+def pin_version(url: str, folder: bool = False, span: Span = NOWHERE) -> str:
     """Return a URL with the version that it has now. Raises Fault.
 
     A copy of another version is never used for it.
     """
-    return f"{bare(url)}#{look(url, folder, span).version}"
+    return f"{strip_version(url)}#{list_remote(url, folder, span).version}"
 
 
 def copy(url: str, folder: bool = False, only: Sequence[str] = (), span: Span = NOWHERE) -> Path:
@@ -213,16 +213,16 @@ def copy(url: str, folder: bool = False, only: Sequence[str] = (), span: Span = 
     match = _PIN.fullmatch(url)
     if match and (existing := _copy_path(url, match[2], only)).is_dir():
         return _mark_used(existing, url, folder)
-    listing = look(url, folder, span)
+    listing = list_remote(url, folder, span)
     if match and match[2] != listing.version:
         message = f"the content of `{match[1]}` has changed since the run started"
         raise Fault(Diagnostic("missing-file", message, span, "start the run again"))
     place = _copy_path(url, listing.version, only)
     files = {file: size for file, size in listing.files.items() if not only or file in only}
-    with _lock_copy(place, span), told(url, span):
+    with _lock_copy(place, span), report_errors(url, span):
         if not place.is_dir():
             _remove_old_copies()
-            fetch(url if folder else under(url).rpartition("/")[0], files, place)
+            fetch(url if folder else join(url).rpartition("/")[0], files, place)
     return _mark_used(place, url, folder)
 
 
@@ -231,7 +231,7 @@ def fetch(url: str, files: Mapping[str, int | None], place: Path) -> None:
 
     Raises errors that `told` converts.
     """
-    fs, path = opened(url)
+    fs, path = open_filesystem(url)
     partial = Path(tempfile.mkdtemp(prefix=f"{place.name}.", dir=place.parent))
     try:
         for file, size in files.items():
@@ -252,7 +252,7 @@ def names(url: str) -> list[str]:
 
     Raises errors that `told` converts.
     """
-    fs, path = opened(url)
+    fs, path = open_filesystem(url)
     try:
         return sorted(
             {PurePosixPath(entry.rstrip("/")).name for entry in fs.ls(path, detail=False) if entry.rstrip("/") != path}
@@ -268,7 +268,7 @@ def send(folder: Path, url: str, wanted: Sequence[str], atomic: bool = False) ->
     copy on some file systems. Raises OSError for every error.
     """
     try:
-        fs, path = opened(url)
+        fs, path = open_filesystem(url)
         for file in (
             source
             for entry in wanted
@@ -289,7 +289,7 @@ def send(folder: Path, url: str, wanted: Sequence[str], atomic: bool = False) ->
 def remove(url: str, wanted: Sequence[str]) -> None:
     """Remove files and folders below a URL; missing ones are skipped. Raises OSError."""
     try:
-        fs, path = opened(url)
+        fs, path = open_filesystem(url)
         for target in (f"{path.rstrip('/')}/{entry}" for entry in wanted):
             if fs.exists(target):
                 fs.rm(target, recursive=True)
@@ -297,7 +297,7 @@ def remove(url: str, wanted: Sequence[str]) -> None:
         raise OSError(_explain_write_error(url, error).message) from None
 
 
-def writable(url: str) -> None:
+def check_writable(url: str) -> None:
     """Raise Fault if nothing can be written at a URL."""
 
     protocol = url.partition("://")[0]
@@ -305,7 +305,7 @@ def writable(url: str) -> None:
     def attempt() -> None:
         if protocol in ("http", "https"):
             raise NotImplementedError  # few servers accept uploads, and none can list and remove them
-        fs, path = opened(url)
+        fs, path = open_filesystem(url)
         folder = path.rstrip("/")
         bucket = path.partition("/")[0]
         if bucket and not fs.exists(bucket):  # making a folder in it would create the bucket
@@ -329,8 +329,8 @@ def writable(url: str) -> None:
 
 
 def _explain_write_error(url: str, error: Exception) -> Diagnostic:
-    diagnostic = _explain_error(bare(url), error, NOWHERE)
-    message = f"nothing can be written at `{bare(url)}`: {type(error).__name__}: {error}"
+    diagnostic = _explain_error(strip_version(url), error, NOWHERE)
+    message = f"nothing can be written at `{strip_version(url)}`: {type(error).__name__}: {error}"
     return (
         diagnostic
         if diagnostic.code != "missing-file"
@@ -339,8 +339,8 @@ def _explain_write_error(url: str, error: Exception) -> Diagnostic:
 
 
 def _copy_path(url: str, version: str, only: Sequence[str]) -> Path:
-    digest = hashlib.sha256("\n".join((bare(url).rstrip("/"), *only)).encode()).hexdigest()[:16]
-    return home() / f"{digest}-{version}"
+    digest = hashlib.sha256("\n".join((strip_version(url).rstrip("/"), *only)).encode()).hexdigest()[:16]
+    return copies_folder() / f"{digest}-{version}"
 
 
 def _mark_used(place: Path, url: str, folder: bool) -> Path:
@@ -371,7 +371,7 @@ def _lock_copy(place: Path, span: Span) -> Iterator[None]:
 
 def _remove_old_copies() -> None:
     """Remove copies that are unused for long, and leftovers of killed processes."""
-    for path in home().iterdir():
+    for path in copies_folder().iterdir():
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > KEPT:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -174,7 +174,7 @@ def _find_invalid(calibration: Calibration) -> str:
     return ""
 
 
-def here(name: str, ranks: int, span: Span = NOWHERE) -> tuple[Device, list[Diagnostic]]:
+def preset_of_this_machine(name: str, ranks: int, span: Span = NOWHERE) -> tuple[Device, list[Diagnostic]]:
     """Return the CPU preset `name` with the measurements of this machine.
 
     `ranks` is the number of ranks on the host. The second value are warnings about the file.
@@ -190,14 +190,14 @@ def here(name: str, ranks: int, span: Span = NOWHERE) -> tuple[Device, list[Diag
     )
 
 
-def applied(cluster: ClusterSpec) -> tuple[ClusterSpec, list[Diagnostic]]:
+def apply_calibration(cluster: ClusterSpec) -> tuple[ClusterSpec, list[Diagnostic]]:
     """Apply the measurements of this machine to a cluster of CPUs.
 
     Figures that the program states stay. The second value are warnings about the file.
     """
     if not cluster.device.kind.is_host:
         return cluster, []
-    measured, warnings = here(cluster.device.name, cluster.devices_per_node, cluster.span)
+    measured, warnings = preset_of_this_machine(cluster.device.name, cluster.devices_per_node, cluster.span)
     stated: dict[str, Any] = {item.name: getattr(cluster.device, item.name) for item in fields(cluster.device)}
     stated = {name: value for name, value in stated.items() if isinstance(value, Figure) and value.source == "stated"}
     flops = {dtype: figure for dtype, figure in cluster.device.flops.items() if figure.source == "stated"}

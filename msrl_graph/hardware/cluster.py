@@ -399,7 +399,7 @@ _ALIASES = {
 _MAKERS = re.compile("nvidia|geforce|huawei|ascend|sxm[45]?")
 
 
-def named(name: str) -> str:
+def find_preset(name: str) -> str:
     """Return the preset that a name means; "" if there is none.
 
     Case, hyphens, the maker, and the preset's own memory size are ignored, as in `NVIDIA A100-SXM4-80GB`.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from . import visibility_masks
-from .environment_variables import Setting, SettingConditions, Settings, nothing
+from .environment_variables import Setting, SettingConditions, Settings, no_settings
 
 # Where an engine computes: on the cores of a host, or on its devices.
 Where = Literal["host", "device"]
@@ -57,7 +57,7 @@ class DeviceKind:
     groups_beside_sleep: bool = True  # process groups can be made while an engine on the device sleeps
     group_bytes: int = 0  # device memory of a process group in addition to tensors, if the makers document it
     adaptors: tuple[tuple[str, str], ...] = ()
-    settings: Settings = nothing
+    settings: Settings = no_settings
 
     @property
     def where(self) -> Where:
@@ -76,7 +76,7 @@ class DeviceKind:
         """Count this machine's cores, or the devices that this process may see."""
         if self.is_host:
             return os.cpu_count() or 1
-        return len(visibility_masks.seen(self, os.environ.get(self.visible), self.there()))
+        return len(visibility_masks.visible_ids(self, os.environ.get(self.visible), self.there()))
 
     def there(self) -> int:
         """Count the devices of this machine, whatever a process may see of them."""

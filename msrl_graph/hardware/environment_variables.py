@@ -43,11 +43,11 @@ class SettingConditions:
 Settings = Callable[[SettingConditions], Iterable[Setting]]
 
 
-def nothing(wants: SettingConditions) -> Iterable[Setting]:
+def no_settings(wants: SettingConditions) -> Iterable[Setting]:
     return ()
 
 
-def differing(settings: Iterable[Setting], environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
+def find_overridden(settings: Iterable[Setting], environment: Mapping[str, str]) -> list[tuple[Setting, str]]:
     """Return the settings that an environment overrides, with their values there."""
     return [
         (setting, environment[setting.name])
@@ -56,6 +56,6 @@ def differing(settings: Iterable[Setting], environment: Mapping[str, str]) -> li
     ]
 
 
-def applied(settings: Iterable[Setting], environment: Mapping[str, str]) -> dict[str, str]:
+def missing_settings(settings: Iterable[Setting], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to set in an environment."""
     return {setting.name: setting.value for setting in settings if setting.name not in environment}

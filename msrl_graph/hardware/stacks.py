@@ -221,7 +221,7 @@ class VersionConflict:
         return f"{self.package}: {' and '.join(needs)}"
 
 
-def clash(packages: Collection[str]) -> VersionConflict | None:
+def find_conflict(packages: Collection[str]) -> VersionConflict | None:
     """Return why packages cannot be in one environment, by their newest releases.
 
     None if releases of all of them are compatible, as far as is known.

@@ -80,7 +80,7 @@ PAIRS = (
 )
 
 
-def broken(versions: Mapping[str, str]) -> Iterator[VersionPair]:
+def find_broken_pairs(versions: Mapping[str, str]) -> Iterator[VersionPair]:
     """Yield the incompatible pairs among versions, the first to fix first.
 
     A package whose version has to change is in no later pair. Packages without a version are skipped.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .device_kinds import DeviceKind
 
 
-def read(kind: DeviceKind, mask: str, count: int) -> tuple[list[str], str]:
+def parse_mask(kind: DeviceKind, mask: str, count: int) -> tuple[list[str], str]:
     """Parse a visibility mask; return the accepted ids and why parsing stopped.
 
     `there` is the number of devices of the host. A driver stops at the first id that it cannot use. Ids that only
@@ -40,19 +40,19 @@ def read(kind: DeviceKind, mask: str, count: int) -> tuple[list[str], str]:
     return accepted, ""
 
 
-def seen(kind: DeviceKind, mask: str | None, count: int) -> list[str]:
+def visible_ids(kind: DeviceKind, mask: str | None, count: int) -> list[str]:
     """Return the ids, in torch's order, of the visible devices; all without a mask.
 
     `there` is the number of devices of the host.
     """
-    return [*map(str, range(count))] if mask is None else read(kind, mask, count)[0]
+    return [*map(str, range(count))] if mask is None else parse_mask(kind, mask, count)[0]
 
 
-def wrong(kind: DeviceKind, mask: str | None, count: int) -> str:
+def describe_problem(kind: DeviceKind, mask: str | None, count: int) -> str:
     """Describe the ids of a mask that are not visible; "" if all are."""
     if mask is None or not count:
         return ""
-    accepted, reason = read(kind, mask, count)
+    accepted, reason = parse_mask(kind, mask, count)
     if not accepted and not reason:
         return f"{kind.visible} is empty: no device is visible"
     ids = mask.split(",")
@@ -60,7 +60,7 @@ def wrong(kind: DeviceKind, mask: str | None, count: int) -> str:
     return f"{kind.visible}={mask}: {reason}; {accepted_part}" if reason else ""
 
 
-def index(assigned: Sequence[str], mask: str | None) -> int:
+def torch_index(assigned: Sequence[str], mask: str | None) -> int:
     """Return torch's number of the device that Ray assigned to this process.
 
     It is the device's position in the mask of the process; without a mask it is the host's number. Raises

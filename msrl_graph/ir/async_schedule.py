@@ -26,13 +26,20 @@ from .attributes import GenerateAttributes, ReshardingEdgeAttributes
 from .evaluation import Evaluation
 from .instruction import Instruction, InstructionStream
 from .plan import FUNCTIONS, Plan
-from .pools_in_step import Edge, find_openings, hindered, once_per_placement, pools_of_nodes, staleness_of_edges
-from .pools_in_step import waiting as waiting
-from .sequences import heating
+from .pools_in_step import (
+    Edge,
+    find_openings,
+    functions_with_states,
+    once_per_placement,
+    pools_of_nodes,
+    reasons_in_step,
+    staleness_of_edges,
+)
+from .sequences import temperature_states
 
 
 @once_per_placement
-def leads(plan: Plan) -> dict[str, int]:
+def lead_of_pools(plan: Plan) -> dict[str, int]:
     """Return how many iterations each pool ahead may begin before the updates.
 
     A pipelined pool begins at most the next iteration, since no pool waits for its weights. Only with `deterministic`,
@@ -42,7 +49,7 @@ def leads(plan: Plan) -> dict[str, int]:
     if not any(staleness_of.values()):
         return {}
     pool_of = pools_of_nodes(plan)
-    hindrances = hindered(plan)
+    hindrances = reasons_in_step(plan)
     turns = find_openings(plan)[0]
     lead_of_pool = dict[str, int]()
     for pool in (placed_pool.name for placed_pool in plan.pools if placed_pool.name not in hindrances):
@@ -53,13 +60,13 @@ def leads(plan: Plan) -> dict[str, int]:
     return lead_of_pool
 
 
-def aged(plan: Plan) -> dict[Edge, int]:
+def staleness_bounds(plan: Plan) -> dict[Edge, int]:
     """Return the staleness bound of each edge into a pool ahead, in versions.
 
     The edges are resharding edges, as (src, dst). Other edges always send the newest weights, even if they state
     `staleness`.
     """
-    if not (lead_of_pool := leads(plan)):
+    if not (lead_of_pool := lead_of_pools(plan)):
         return {}
     pool_of = pools_of_nodes(plan)
     turns = find_openings(plan)[0]
@@ -76,7 +83,7 @@ def row_age_bound(plan: Plan) -> int:
     The age of a token is the number of versions that the trainer's weights are newer than the weights that drew it. The
     age of a row is that of its oldest token. A row that is cut `cuts` times (`partial`) is that much older.
     """
-    lags = aged(plan)
+    lags = staleness_bounds(plan)
     return max(
         (
             max((staleness for (_, dst), staleness in lags.items() if dst == node.name), default=0)
@@ -87,16 +94,20 @@ def row_age_bound(plan: Plan) -> int:
     )
 
 
-def fetched(plan: Plan) -> dict[Edge, int]:
+def fetched_edges(plan: Plan) -> dict[Edge, int]:
     """Return the edges of `aged` over which weights come from another pool."""
     pool_of = pools_of_nodes(plan)
-    return {(src, dst): staleness for (src, dst), staleness in aged(plan).items() if pool_of[src] != pool_of[dst]}
+    return {
+        (src, dst): staleness
+        for (src, dst), staleness in staleness_bounds(plan).items()
+        if pool_of[src] != pool_of[dst]
+    }
 
 
-def pipelined(plan: Plan) -> dict[str, frozenset[str]]:
+def pipelined_openings(plan: Plan) -> dict[str, frozenset[str]]:
     """Return the opening of each pool that generates ahead of its own updates."""
     openings, _ = find_openings(plan)
-    hindrances = hindered(plan) if openings else {}
+    hindrances = reasons_in_step(plan) if openings else {}
     return {pool: nodes for pool, nodes in openings.items() if pool not in hindrances}
 
 
@@ -105,20 +116,24 @@ def late_states(plan: Plan) -> dict[str, int]:
 
     These are weights of the source and temperatures. The age is how early a pool may begin an iteration.
     """
-    most = max(leads(plan).values(), default=0)
+    most = max(lead_of_pools(plan).values(), default=0)
     graph = plan.graph
-    read = (state for node in graph.nodes for state in (node.states if node.verb == "source" else heating(graph, node)))
+    read = (
+        state
+        for node in graph.nodes
+        for state in (node.states if node.verb == "source" else temperature_states(graph, node))
+    )
     return dict.fromkeys(read, most) if most else {}
 
 
-def opening(plan: Plan, stream: InstructionStream) -> int:
+def count_opening(plan: Plan, stream: InstructionStream) -> int:
     """Return the number of instructions in the opening of a stream.
 
     It is 0 if there is no opening, as in a stream of an evaluation. If an iteration may begin early, the opening of the
     functions' stream has all instructions before the first function that reads a state.
     """
     if stream.pool == FUNCTIONS and stream.task == "train":
-        late = waiting(plan) if leads(plan) else {}
+        late = functions_with_states(plan) if lead_of_pools(plan) else {}
         return next(
             (
                 index
@@ -127,7 +142,7 @@ def opening(plan: Plan, stream: InstructionStream) -> int:
             ),
             0,
         )
-    nodes = pipelined(plan).get(stream.pool, frozenset()) if stream.task == "train" else frozenset()
+    nodes = pipelined_openings(plan).get(stream.pool, frozenset()) if stream.task == "train" else frozenset()
     ran = [
         index
         for index, instruction in enumerate(stream.instructions)
@@ -141,19 +156,19 @@ def opening(plan: Plan, stream: InstructionStream) -> int:
     )
 
 
-def sparse(plan: Plan) -> dict[Edge, int]:
+def skipping_edges(plan: Plan) -> dict[Edge, int]:
     """Return the edges of `fetched` that skip versions, with their `every`.
 
     Weights fetched over such an edge stay on the devices until the next fetch: an iteration may generate with the
     weights of the previous one.
     """
     many = {(reshard.src, reshard.dst): ReshardingEdgeAttributes.of(reshard).every for reshard in plan.graph.reshards()}
-    return {edge: many[edge] for edge in fetched(plan) if many[edge] > 1}
+    return {edge: many[edge] for edge in fetched_edges(plan) if many[edge] > 1}
 
 
-def lanes(plan: Plan) -> int:
+def count_lanes(plan: Plan) -> int:
     """Return how many iterations may be in progress at once."""
-    return 1 + max(leads(plan).values(), default=0)
+    return 1 + max(lead_of_pools(plan).values(), default=0)
 
 
 class Sends:
@@ -170,14 +185,14 @@ class Sends:
     def __init__(self, plan: Plan, first: int = 0) -> None:
         self.run = plan.deploy.run
         self.first = first
-        self.leads = leads(plan)
-        self.behind = aged(plan)
-        self.sparse = sparse(plan)
+        self.leads = lead_of_pools(plan)
+        self.behind = staleness_bounds(plan)
+        self.sparse = skipping_edges(plan)
         self.saves = plan.deploy.saves
         # By edge: a version is sent if it is a multiple of one of these numbers.
         self.multiples: dict[Edge, tuple[int, ...]] = dict.fromkeys(self.behind, (1,))
         for edge, many in self.sparse.items():
-            between = (*self.saves, *(evaluation.every for evaluation in evaluations(plan, edge)))
+            between = (*self.saves, *(evaluation.every for evaluation in evaluations_of_edge(plan, edge)))
             self.multiples[edge] = (many, *filter(None, between))
         pool_of = pools_of_nodes(plan)
         self.into = {pool: [edge for edge in self.behind if pool_of[edge[1]] == pool] for pool in self.leads}
@@ -229,7 +244,7 @@ class PoolProgress(Sends, ABC):
     def __init__(self, plan: Plan, first: int = 0) -> None:
         super().__init__(plan, first)
         self.begun = dict.fromkeys(self.leads, first - 1)
-        self.awaits = awaits(plan, self.leads)
+        self.awaits = awaited_pools(plan, self.leads)
         self.taken: dict[Edge, int] = {}  # the version that a generation used last
 
     @abstractmethod
@@ -282,13 +297,13 @@ class PoolProgress(Sends, ABC):
         return not stays
 
 
-def evaluations(plan: Plan, edge: Edge) -> list[Evaluation]:
+def evaluations_of_edge(plan: Plan, edge: Edge) -> list[Evaluation]:
     """Return the evaluations that use the weights of an edge."""
     takes = {stream.task for stream in plan.schedule if Instruction("RESHARD", *edge) in stream.instructions}
     return [evaluation for evaluation in plan.deploy.evaluations if evaluation.task in takes]
 
 
-def awaits(plan: Plan, pools_ahead: Mapping[str, int]) -> dict[str, set[str]]:
+def awaited_pools(plan: Plan, pools_ahead: Mapping[str, int]) -> dict[str, set[str]]:
     """Return the pools whose rows each pool ahead waits for in an iteration.
 
     Only pools that may be ahead are considered.

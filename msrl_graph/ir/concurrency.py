@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .attributes import CallAttributes
 from .graph import Node
-from .signatures import Signature, called_as
+from .signatures import Signature, read_signatures_as
 
 MAX_ASYNC_CALLS = 256  # of one `async def` function; a file that needs fewer uses a semaphore
 
@@ -35,7 +35,7 @@ def read_signature(node: Node) -> Signature | None:
     """
     path, _, name = str(CallAttributes.of(node).functions[0].value).rpartition(":")
     try:
-        return called_as("function", Path(path).read_text(encoding="utf-8-sig")).get(name)
+        return read_signatures_as("function", Path(path).read_text(encoding="utf-8-sig")).get(name)
     except (OSError, SyntaxError, ValueError):
         return None
 

@@ -135,7 +135,7 @@ class Walk:
             case "AGAIN":
                 if walker.again(pool, step.node, self._rounds[pool]):
                     self._rounds[pool] += 1
-                    self._position[pool] = back(stream, index)
+                    self._position[pool] = find_round_start(stream, index)
                     return True
             case _:
                 assert_never(step.op)
@@ -149,7 +149,7 @@ class Walk:
         return all(self.step(pool) is None for pool in self.streams)
 
 
-def back(stream: Sequence[Instruction], index: int) -> int:
+def find_round_start(stream: Sequence[Instruction], index: int) -> int:
     """Return the index where a walk continues after an AGAIN at `index`.
 
     It is that of the RUN of the round's first node, or of the RESHARD before it if the weights that the node needs have

@@ -64,7 +64,7 @@ class FlagKind:
         return expr.value if isinstance(expr.value, bool) else None
 
     def __str__(self) -> str:
-        return either(("true", "false"))
+        return join_words(("true", "false"))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class WordsKind:
         return _text(expr)
 
     def __str__(self) -> str:
-        return either(self.words)
+        return join_words(self.words)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ OPTIMIZER = FormKind("a call of an optimizer")
 REDUCE = FormKind("`tokens`, `sequences` or `constant(n)`")
 
 
-def either(words: tuple[str, ...], last: str = " or ") -> str:
+def join_words(words: tuple[str, ...], last: str = " or ") -> str:
     """List words of the language: `a`, `b` or `c`."""
     quoted = [f"`{word}`" for word in words]
     return last.join([", ".join(quoted[:-1]), quoted[-1]]) if len(quoted) > 1 else "".join(quoted)

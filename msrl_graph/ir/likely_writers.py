@@ -46,7 +46,7 @@ def choose_writer(graph: Graph, writers: Iterable[Node], column: str, other: str
     return list(votes.values()) if len(votes) == 1 else able
 
 
-def without_arrow(graph: Graph, column: str) -> Node | None:
+def find_idle_writer(graph: Graph, column: str) -> Node | None:
     """Find the function node without outputs that should likely write a column.
 
     It calls a function and writes nothing. It is named after the column, or its rows go to a node that reads it.

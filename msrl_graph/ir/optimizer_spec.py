@@ -73,7 +73,9 @@ class OptimizerSpec:
 
 
 @lru_cache(maxsize=1 << 10)
-def parted(optimizer: OptimizerSpec, kinds: tuple[TensorKind, ...]) -> tuple[tuple[Rule, tuple[TensorKind, ...]], ...]:
+def kinds_by_rule(
+    optimizer: OptimizerSpec, kinds: tuple[TensorKind, ...]
+) -> tuple[tuple[Rule, tuple[TensorKind, ...]], ...]:
     """Return each rule of an optimizer with the kinds of tensors that it updates."""
     if len(optimizer.rules) == 1:
         return ((optimizer.rule, kinds),)

@@ -15,7 +15,7 @@ from ..diagnostics import NOWHERE, Span
 from ..hardware.cluster import ClusterSpec, Figure
 from ..hardware.environment_variables import Setting
 from ..model.architecture import Model
-from ..sharding.device_range import DeviceRange, runs
+from ..sharding.device_range import DeviceRange, iterate_runs
 from ..sharding.layout import Layout, Tensor
 from .attributes import ReshardingEdgeAttributes
 from .evaluation import Evaluation
@@ -40,7 +40,7 @@ def shared_staleness(graph: Graph, pool_of: Callable[[str], str]) -> list[Edge]:
     ]
 
 
-def reported(graph: Graph, column: str) -> bool:
+def is_reported(graph: Graph, column: str) -> bool:
     """Return whether a run reports the mean of a column.
 
     It does so for scalars that are not fields of the data.
@@ -362,7 +362,7 @@ class Plan(PlanViews):
         placed = self.pool(pool)
         per_host = self.cluster.devices_per_node
         counts = [0] * self.cluster.nodes
-        for first, stop in runs(placed.first, placed.devices, placed.each, per_host):
+        for first, stop in iterate_runs(placed.first, placed.devices, placed.each, per_host):
             for host in range(first // per_host, min(self.cluster.nodes, -(-stop // per_host))):
                 counts[host] += min(stop, (host + 1) * per_host) - max(first, host * per_host)
         return counts

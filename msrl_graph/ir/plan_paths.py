@@ -22,24 +22,24 @@ from .plan import DataSource, Plan
 T = TypeVar("T", Model, DataSource)
 
 
-def absolute(plan: Plan) -> Plan:
+def make_absolute(plan: Plan) -> Plan:
     """Make all paths absolute: processes of Ray have another working directory."""
     return _map_paths(plan, lambda path: path if urls.is_url(path) else str(Path(path).absolute()))
 
 
-def pinned(plan: Plan) -> Plan:
+def pin_urls(plan: Plan) -> Plan:
     """Pin each URL to its current version. Raises Fault.
 
     So all readers use the same version.
     """
     return _replace_urls(
         plan,
-        lambda model: urls.pinned(model.path, True, model.span),
-        lambda data: urls.pinned(data.path, span=data.span),
+        lambda model: urls.pin_version(model.path, True, model.span),
+        lambda data: urls.pin_version(data.path, span=data.span),
     )
 
 
-def here(plan: Plan, data: bool = True) -> Plan:
+def copy_to_host(plan: Plan, data: bool = True) -> Plan:
     """Replace URLs by copies on this host, fetched if missing. Raises Fault.
 
     URLs of models are always replaced, those of data if `data` is true.
@@ -51,14 +51,14 @@ def here(plan: Plan, data: bool = True) -> Plan:
     )
 
 
-def at_hand(plan: Plan) -> Plan:
+def copy_model_heads(plan: Plan) -> Plan:
     """Replace URLs of models by copies of the files that the compiler reads."""
     return _replace_urls(
         plan, lambda model: str(urls.copy(model.path, True, SHAPE, model.span)), lambda data: data.path
     )
 
 
-def remote(plan: Plan) -> bool:
+def has_urls(plan: Plan) -> bool:
     """Return whether a model or data file of the plan is at a URL."""
     paths = [*(model.path for model in plan.deploy.models.values()), *(data.path for data in plan.deploy.data.values())]
     return any(map(urls.is_url, paths))
@@ -84,7 +84,7 @@ def _replace_urls(plan: Plan, model: Callable[[Model], str], data: Callable[[Dat
     return replace(plan, deploy=moved_deploy)
 
 
-def located(plan: Plan) -> Plan:
+def make_existing_absolute(plan: Plan) -> Plan:
     """Make paths of existing files absolute.
 
     Files that are not on this machine yet keep their paths.

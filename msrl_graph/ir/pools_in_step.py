@@ -12,8 +12,8 @@ from typing import TypeVar
 
 from .attributes import ReshardingEdgeAttributes
 from .plan import FUNCTIONS, Plan
-from .rowsets import looping
-from .sequences import latest
+from .rowsets import find_refill
+from .sequences import previous_states
 
 Edge = tuple[str, str]  # a resharding edge, (src, dst)
 T = TypeVar("T")
@@ -36,15 +36,15 @@ def once_per_placement(function: Callable[[Plan], T]) -> Callable[[Plan], T]:
     return once
 
 
-def waiting(plan: Plan) -> dict[str, str]:
+def functions_with_states(plan: Plan) -> dict[str, str]:
     """Return the functions that read states, each with the first state that it reads."""
     graph = plan.graph
-    readers = (node for node in graph.nodes if latest(graph, node))
+    readers = (node for node in graph.nodes if previous_states(graph, node))
     return {node.name: node.states[0] for node in readers if graph.worker(node.worker).kind == "function"}
 
 
 @once_per_placement
-def hindered(plan: Plan) -> dict[str, str]:
+def reasons_in_step(plan: Plan) -> dict[str, str]:
     """Return the pools that must be in step with the updates, each with the reason.
 
     The reason is the end of a sentence that begins with the pool.
@@ -57,12 +57,12 @@ def hindered(plan: Plan) -> dict[str, str]:
             continue
         if not staleness:
             reasons[pool_of[dst]] = f"gives `{dst}` the newest weights"
-        elif because := by_state(plan, [dst]):
+        elif because := describe_state_wait(plan, [dst]):
             reasons.setdefault(pool_of[dst], f"runs `{dst}`, which {because}")
     for node in plan.graph.verb("update"):
         if node.name in pool_of and pool_of[node.name] not in turns:
             reasons[pool_of[node.name]] = f"runs `{node.name}`"
-    filter, rounds = looping(plan.graph)
+    filter, rounds = find_refill(plan.graph)
     if filter and plan.deploy.run.deterministic:
         why = f"begins when it is known how often `{filter}` refills, and `deterministic` lets nothing depend on timing"
         reasons = dict.fromkeys(pool_of.values(), why) | reasons
@@ -81,13 +81,13 @@ def hindered(plan: Plan) -> dict[str, str]:
     return reasons
 
 
-def in_turns(plan: Plan) -> dict[str, str]:
+def reasons_in_turns(plan: Plan) -> dict[str, str]:
     """Return the pools that state `staleness` but cannot be pipelined, with reasons.
 
     They have both ends of an edge with `staleness`. A reason is a sentence.
     """
     turns, reasons = find_openings(plan)
-    return reasons | {pool: f"its pool {why}" for pool, why in hindered(plan).items() if pool in turns}
+    return reasons | {pool: f"its pool {why}" for pool, why in reasons_in_step(plan).items() if pool in turns}
 
 
 @once_per_placement
@@ -127,7 +127,7 @@ def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], poo
     graph = plan.graph
     pool_of = pools_of_nodes(plan)
     staleness_of = staleness_of_edges(plan)
-    filter, rounds = looping(graph)
+    filter, rounds = find_refill(graph)
     seldom = {(edge.src, edge.dst) for edge in graph.reshards() if ReshardingEdgeAttributes.of(edge).every > 1}
     for src, dst in edges:
         if (src, dst) in seldom:
@@ -141,7 +141,7 @@ def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], poo
             return f"it waits for rows of `{node}`, which is on other devices"
         if graph.node(node).verb == "update" or graph.worker(graph.node(node).worker).follows:
             return f"it waits for rows of `{node}`"
-    if because := by_state(plan, [dst for _, dst in edges]):
+    if because := describe_state_wait(plan, [dst for _, dst in edges]):
         return f"it {because}"
     for (src, dst), staleness in staleness_of.items():
         if dst in needed and not staleness:
@@ -151,12 +151,12 @@ def _why_waiting(plan: Plan, edges: Sequence[Edge], needed: Collection[str], poo
     return ""
 
 
-def by_state(plan: Plan, generations: Sequence[str]) -> str:
+def describe_state_wait(plan: Plan, generations: Sequence[str]) -> str:
     """Describe a function with a state that a generation waits for; "" if none does.
 
     The text is the end of a sentence that begins with the generation.
     """
-    late = waiting(plan)
+    late = functions_with_states(plan)
     before = {name for dst in generations for name in plan.graph.flow.before(dst)}
     node = next((name for name in late if name in before), "")
     return f"waits for `{node}`, which reads the state `{late[node]}` of the iteration before" if node else ""

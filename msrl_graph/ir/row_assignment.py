@@ -41,7 +41,9 @@ class Units:
         return sum(map(self.weight, units))
 
 
-def deal(units: Units, hosts: Sequence[int], imbalance: float = 1.0, had: Sequence[float] = ()) -> list[list[int]]:
+def assign_units(
+    units: Units, hosts: Sequence[int], imbalance: float = 1.0, had: Sequence[float] = ()
+) -> list[list[int]]:
     """Return the positions of the units of each group, ascending.
 
     `hosts` is the host of each group, `had` the load that it got before: the heaviest share of a host goes to the group

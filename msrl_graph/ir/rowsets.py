@@ -154,7 +154,7 @@ def rowsets(graph: Graph) -> Rowsets:
     return sets
 
 
-def looping(graph: Graph) -> tuple[str, frozenset[str]]:
+def find_refill(graph: Graph) -> tuple[str, frozenset[str]]:
     """Return the filter that refills, and the nodes that work in rounds of prompts.
 
     These are the filter and all nodes before it. Without such a filter the result is "" and an empty set.
@@ -163,7 +163,7 @@ def looping(graph: Graph) -> tuple[str, frozenset[str]]:
     return filter, frozenset((filter, *graph.flow.before(filter))) if filter else frozenset()
 
 
-def upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
+def nodes_upstream(graph: Graph, columns: Sequence[str]) -> set[str]:
     """Return the nodes that columns need.
 
     These are their writers and, recursively, the writers of what those read. The source, which provides the states of a

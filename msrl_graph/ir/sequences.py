@@ -67,7 +67,7 @@ def is_tokens(graph: Graph, column: str) -> bool:
     return kind.element in ("i32", "i64") and len(kind.dims) == 1 and not kind.dims[0].like
 
 
-def weighs(graph: Graph, node: Node) -> dict[str, int]:
+def length_columns(graph: Graph, node: Node) -> dict[str, int]:
     """Return the columns that determine the length of a node's rows.
 
     Each has the number of times that it counts. These are the tokens that the node computes on. For a function they are
@@ -81,7 +81,7 @@ def weighs(graph: Graph, node: Node) -> dict[str, int]:
     return dict.fromkeys([column for column in node.reads if is_tokens(graph, column)] or node.reads, 1)
 
 
-def of_response(graph: Graph, node: Node, element: str) -> str:
+def find_response_column(graph: Graph, node: Node, element: str) -> str:
     """Return the column of an element type that a generation writes for each token.
 
     It is the column of log-probabilities (f32), of the mask (bool) or of versions (i32); "" if there is none.
@@ -104,7 +104,7 @@ def temperature(graph: Graph, column: str) -> Expr:
     return next(drawn, GenerateAttributes.temperature)
 
 
-def tempered(graph: Graph, node: Node) -> tuple[Expr, ...]:
+def temperature_exprs(graph: Graph, node: Node) -> tuple[Expr, ...]:
     """Return the columns and states with the temperatures of a node's samples.
 
     The node samples with them, or scores what was sampled with them.
@@ -118,7 +118,7 @@ def tempered(graph: Graph, node: Node) -> tuple[Expr, ...]:
     return tuple(expr for expr in exprs if expr.kind in ("column", "state"))
 
 
-def as_drawn(state: str) -> str:
+def drawn_name(state: str) -> str:
     """Return the name of the value of a state with which rows were drawn.
 
     It may be older than the value that the previous iteration left.
@@ -126,17 +126,17 @@ def as_drawn(state: str) -> str:
     return f"{state}/drawn"
 
 
-def heat(stated: Expr) -> str:
+def temperature_name(stated: Expr) -> str:
     """Return the name of the values of a temperature that a column or a state holds."""
-    return as_drawn(str(stated.value)) if stated.kind == "state" else str(stated.value)
+    return drawn_name(str(stated.value)) if stated.kind == "state" else str(stated.value)
 
 
-def heating(graph: Graph, node: Node) -> tuple[str, ...]:
+def temperature_states(graph: Graph, node: Node) -> tuple[str, ...]:
     """Return the states from which a node takes the temperatures of its rows."""
-    return tuple(dict.fromkeys(str(expr.value) for expr in tempered(graph, node) if expr.kind == "state"))
+    return tuple(dict.fromkeys(str(expr.value) for expr in temperature_exprs(graph, node) if expr.kind == "state"))
 
 
-def latest(graph: Graph, node: Node) -> tuple[str, ...]:
+def previous_states(graph: Graph, node: Node) -> tuple[str, ...]:
     """Return the states that a node reads as the previous iteration left them.
 
     Models before the update read only temperatures from states, and the source only weights. Both draw rows, which may
@@ -145,7 +145,7 @@ def latest(graph: Graph, node: Node) -> tuple[str, ...]:
     return () if node.verb in ("source", "generate", "infer") else node.states
 
 
-def whole(graph: Graph, node: Node) -> bool:
+def is_whole_conversation(graph: Graph, node: Node) -> bool:
     """Return whether a node computes on conversations without a context.
 
     The conversation of an agent or an environment contains the text before the policy's first token.
@@ -175,7 +175,7 @@ def conversations(graph: Graph, column: str) -> int:
     )
 
 
-def beginnings(graph: Graph, node: Node) -> dict[str, str]:
+def begins_columns(graph: Graph, node: Node) -> dict[str, str]:
     """Return scored columns with several conversations, and their begins columns.
 
     That column, known only to the dock, has the tokens at which the conversations begin.
@@ -186,7 +186,7 @@ def beginnings(graph: Graph, node: Node) -> dict[str, str]:
     return {column: f"{column}.begins" for column in columns}
 
 
-def speaker(graph: Graph) -> Worker | None:
+def source_worker(graph: Graph) -> Worker | None:
     """Return the worker whose tokenizer made the tokens of the source.
 
     It is a policy, or else another worker with weights; of these the first trained one, or else the first.
@@ -196,7 +196,7 @@ def speaker(graph: Graph) -> Worker | None:
     return min(candidates, key=lambda worker: (worker.kind != "policy", worker.name not in trained), default=None)
 
 
-def models(graph: Graph) -> list[Node]:
+def nodes_with_weights(graph: Graph) -> list[Node]:
     """Return the nodes with weights."""
     kinds = {worker.name: worker.kind for worker in graph.workers}
     return [node for node in graph.nodes if kinds.get(node.worker, "function") != "function"]
@@ -207,7 +207,7 @@ def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
 
     These are columns of the source that some node scores and no node has as context.
     """
-    read = [sequences(graph, node) for node in models(graph)]
+    read = [sequences(graph, node) for node in nodes_with_weights(graph)]
     source_columns = {column for node in graph.verb("source") for column in node.writes}
     before = {column for sequence in read for column in sequence.context}
     return {
@@ -218,21 +218,21 @@ def responses(graph: Graph) -> dict[str, tuple[str, ...]]:
     }
 
 
-def preceding(graph: Graph) -> dict[str, tuple[str, ...]]:
+def columns_before(graph: Graph) -> dict[str, tuple[str, ...]]:
     """Return columns that are never first in a sequence, with the columns before each."""
-    columns_before: dict[str, tuple[str, ...]] = {}
+    contexts: dict[str, tuple[str, ...]] = {}
     first = set[str]()
-    for read in (sequences(graph, node) for node in models(graph)):
+    for read in (sequences(graph, node) for node in nodes_with_weights(graph)):
         first |= {*read.context[:1]} or {*read.scored}
-        columns_before |= {column: read.context[:index] for index, column in enumerate(read.context)} | dict.fromkeys(
+        contexts |= {column: read.context[:index] for index, column in enumerate(read.context)} | dict.fromkeys(
             read.scored, read.context
         )
-    return {column: before for column, before in columns_before.items() if column not in first}
+    return {column: before for column, before in contexts.items() if column not in first}
 
 
 def token_columns(graph: Graph) -> list[str]:
     """Return all columns of tokens, and the texts that models read."""
-    read = {column for node in models(graph) for column in sequences(graph, node).context}
+    read = {column for node in nodes_with_weights(graph) for column in sequences(graph, node).context}
     return [column.name for column in graph.columns if is_tokens(graph, column.name) or column.name in read]
 
 
@@ -270,6 +270,10 @@ def reads_tempered(graph: Graph, node: Node) -> Node:
     """
     if node.verb == "source":
         return node
-    reads = dict.fromkeys((*node.reads, *(str(expr.value) for expr in tempered(graph, node) if expr.kind == "column")))
-    states = dict.fromkeys((*node.states, *(str(expr.value) for expr in tempered(graph, node) if expr.kind == "state")))
+    reads = dict.fromkeys(
+        (*node.reads, *(str(expr.value) for expr in temperature_exprs(graph, node) if expr.kind == "column"))
+    )
+    states = dict.fromkeys(
+        (*node.states, *(str(expr.value) for expr in temperature_exprs(graph, node) if expr.kind == "state"))
+    )
     return replace(node, reads=tuple(reads), states=tuple(states))

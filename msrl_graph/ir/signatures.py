@@ -135,7 +135,7 @@ class Signature:
         return next((option for option in self.options if option.name == name), None)
 
 
-def signatures(source: str) -> dict[str, Signature]:
+def read_signatures(source: str) -> dict[str, Signature]:
     """Read the signatures of the top-level functions of a Python source, by name.
 
     Only functions for function nodes may be `async`. Raises SyntaxError.
@@ -146,14 +146,14 @@ def signatures(source: str) -> dict[str, Signature]:
     return {item.name: _signature(item, makers) for item in items}
 
 
-def called_as(kind: CallKind, source: str) -> dict[str, Signature]:
+def read_signatures_as(kind: CallKind, source: str) -> dict[str, Signature]:
     """Read the signatures of the functions of a user's file that are called as `kind`.
 
     These are its top-level functions. Loss terms and schedules need no mark: the place of the call decides. Functions
     are read by their marks.
     """
     if kind == "function":
-        return signatures(source)
+        return read_signatures(source)
     return {
         item.name: _signature(item, {}, kind) for item in ast.parse(source).body if isinstance(item, ast.FunctionDef)
     }
@@ -182,13 +182,13 @@ def describe_binding(source: str, name: str) -> str:
     return ""
 
 
-def agents(source: str) -> dict[str, Signature]:
+def read_agents(source: str) -> dict[str, Signature]:
     """Read the signatures of the top-level functions, async ones too, as agents."""
     functions = (item for item in ast.parse(source).body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
     return {item.name: _signature(item, {}, "function", (*GIVEN, *ENDPOINT)) for item in functions}
 
 
-def classes(source: str) -> dict[str, dict[str, Signature]]:
+def read_classes(source: str) -> dict[str, dict[str, Signature]]:
     """Read the signatures of the methods of top-level classes, by class and name.
 
     Methods inherited within the source are included. The instance parameter is left out. Raises SyntaxError.

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations
 
-from ..sharding.device_range import meet, runs
-from .async_schedule import sparse
+from ..sharding.device_range import iterate_runs, ranges_overlap
+from .async_schedule import skipping_edges
 from .graph import KINDS, Expr, Graph, Node
 from .instruction import Instruction, InstructionStream, Walk, Walker, nodes_run
 from .plan import FUNCTIONS, Plan
-from .rowsets import looping, upstream
+from .rowsets import find_refill, nodes_upstream
 
 LITERALS = {"number": 0, "string": 0, "bool": 0, "quantity": 0, "word": 0, "column": 0, "state": 0, "neg": 1}
 
@@ -162,12 +162,12 @@ def placements(plan: Plan) -> Iterator[str]:
     pools = {pool.name: pool for pool in plan.pools}
     per_host = cluster.devices_per_node
     for pool in plan.pools:
-        ranges = runs(pool.first, pool.devices, pool.each, per_host)
+        ranges = iterate_runs(pool.first, pool.devices, pool.each, per_host)
         if pool.devices < 1 or pool.first < 0 or any(stop > cluster.devices for _, stop in ranges):
             yield f"the cluster does not have the devices of its pool `{pool.name}`"
             return
     for one, other in combinations(plan.pools, 2):
-        if meet((one.first, one.devices, one.each), (other.first, other.devices, other.each), per_host):
+        if ranges_overlap((one.first, one.devices, one.each), (other.first, other.devices, other.each), per_host):
             yield f"its pools `{one.name}` and `{other.name}` have a device in common"
     for placement in plan.placements:
         if _is_on_hosts(plan, plan.graph.node(placement.node)) != (placement.pool == FUNCTIONS):
@@ -237,7 +237,9 @@ def schedule(plan: Plan) -> Iterator[str]:
     if not _every_node_once(plan, nodes_run(plan.schedule)):
         yield _describe_incomplete("schedule")
         return
-    evaluated = {evaluation.task: upstream(plan.graph, evaluation.columns) for evaluation in plan.deploy.evaluations}
+    evaluated = {
+        evaluation.task: nodes_upstream(plan.graph, evaluation.columns) for evaluation in plan.deploy.evaluations
+    }
     tasks = ("train", *evaluated)
     pools = (*(pool.name for pool in plan.pools), FUNCTIONS)
     if Counter((stream.pool, stream.task) for stream in plan.schedule) != Counter(
@@ -265,7 +267,7 @@ def _list_misfits(plan: Plan, stream: InstructionStream) -> Iterator[tuple[Instr
         (reshard.src, reshard.dst): {plan.placement(node).pool for node in (reshard.src, reshard.dst)}
         for reshard in plan.reshards
     }
-    filter = looping(plan.graph)[0] if stream.task == "train" else ""
+    filter = find_refill(plan.graph)[0] if stream.task == "train" else ""
     begun: set[str] = set()  # nodes that a round may go back to
     again = False
     for instruction in stream.instructions:
@@ -292,13 +294,13 @@ class _Streams(Walker):
     def __init__(self, plan: Plan, task: str, streams: Sequence[InstructionStream]) -> None:
         self.plan = plan
         self.streams = streams
-        self.repeated = looping(plan.graph)[1] if task == "train" else frozenset[str]()
+        self.repeated = find_refill(plan.graph)[1] if task == "train" else frozenset[str]()
         self.remaining = {
             node: 2 if node in self.repeated else 1 for node in nodes_run(streams, task)
         }  # remaining runs
         self.edges = {reshard.dst: reshard for reshard in plan.reshards}
         self.loaded = set[str]()  # generations whose weights are on the devices
-        self.staying = {dst for _, dst in sparse(plan)}  # generations whose weights stay for the next task
+        self.staying = {dst for _, dst in skipping_edges(plan)}  # generations whose weights stay for the next task
         self.swapped_out = set[str]()  # workers whose weights have left the devices
         self.returning = set[str]()  # updates whose weights are returning to the devices
         self.problems: list[str] = []

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..diagnostics import NOWHERE, Span
-from ..sharding.layout import Tensor, TensorKind, kinds
+from ..sharding.layout import Tensor, TensorKind, group_by_kind
 
 HEAD = "score.weight"  # of a model that scores
 CORRECTION = "e_score_correction_bias"
 
 
-def copied(tensor: Tensor) -> bool:
+def is_copied(tensor: Tensor) -> bool:
     """Return whether all tp ranks have a copy, with a gradient from their own tokens.
 
     With sequence parallelism (arXiv:2205.05198) that is true of all copied tensors except a score head, which sees
@@ -111,7 +111,7 @@ class Model(Shape):
 
     @cached_property
     def kinds(self) -> tuple[TensorKind, ...]:
-        return kinds(self.tensors)
+        return group_by_kind(self.tensors)
 
     @cached_property
     def norms_heads(self) -> bool:

@@ -355,7 +355,7 @@ def fields(config: Config) -> dict[str, Any]:
     return {**nulls, "num_key_value_heads": config["num_attention_heads"], **result}
 
 
-def positions(config: Config, family: str) -> int:
+def count_positions(config: Config, family: str) -> int:
     """Return the number of positions of a sequence, scaled ones included."""
     stated: int = config.get("max_position_embeddings") or POSITIONS.get(family, 32768)
     table = config.get("rope_parameters") or config.get("rope_scaling") or {}

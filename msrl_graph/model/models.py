@@ -38,7 +38,7 @@ FAMILIES = {
 SHAPE = ("config.json", "tokenizer.json")  # files read from a folder at a URL before a run fetches all of it
 
 
-def tokens(path: str, special: bool = True) -> dict[int, str] | None:
+def read_token_texts(path: str, special: bool = True) -> dict[int, str] | None:
     """Return the text of each token id, by the tokenizer.json of a model's folder.
 
     `special`: include special tokens. Returns None if there is no readable tokenizer.json.
@@ -75,7 +75,7 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
     bare = "/" not in target and target not in (".", "..")
     config = folder / target / "config.json"
     hub = "" if bare or is_folder(config.parent) else hub_name(target)
-    if (bare or hub) and (preset := presets.named(target)):
+    if (bare or hub) and (preset := presets.find_preset(target)):
         return _make_model(target, "", presets.PRESETS[preset], dtype, span)
     if bare or not is_file(config):
         raise Fault(_make_unknown_model(target, folder, hub, span))
@@ -84,7 +84,7 @@ def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHE
 
 def _load_url(url: str, dtype: str | None, span: Span) -> Model:
     """Load the model of a folder at a URL; its path is the URL with the version read."""
-    path = urls.pinned(url, True, span)
+    path = urls.pin_version(url, True, span)
     folder = urls.copy(path, True, SHAPE, span)
     if not is_file(folder / "config.json"):
         help = "a Hugging Face model folder holds a config.json"
@@ -93,7 +93,7 @@ def _load_url(url: str, dtype: str | None, span: Span) -> Model:
 
 
 def _load_folder(target: str, folder: Path, path: str, dtype: str | None, span: Span) -> Model:
-    stated = content(folder, target, span)
+    stated = read_config(folder, target, span)
     if stated.get("quantization_config") is not None:
         message = f"the weights of `{target}` are quantized, by the `quantization_config` of its config.json"
         raise Fault(Diagnostic("not-yet", message, span, "name a folder with weights in float32 or bfloat16"))
@@ -108,7 +108,7 @@ def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diag
             f"`{target}` is not a folder here: it looks like a model's name on the Hugging Face Hub, which is not read"
         )
         help = f"{presets.download(hub)}; {shape}"
-        if near := presets.near(hub):
+        if near := presets.find_similar_preset(hub):
             help = f"to plan with its shape, write the preset `{near}`; {help}"
     elif "/" in target or target in (".", ".."):
         exists = is_folder(folder / target)
@@ -119,13 +119,13 @@ def _make_unknown_model(target: str, folder: Path, hub: str, span: Span) -> Diag
         help = f'for the folder next to the program, write `"./{target}"`'
     else:
         message = f"no model preset is called `{target}`"
-        help = presets.others(target)
+        help = presets.suggest_presets(target)
         if not help.startswith("did"):
             help += f"; {shape}, a run also its weights: write a folder with a slash, `./my-model`"
     return Diagnostic("unknown-model", message, span, help)
 
 
-def content(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:
+def read_config(folder: Path, name: str, span: Span = NOWHERE) -> dict[str, Any]:
     """Read the config.json of a model's folder. Raises Fault: unknown-model."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -103,7 +103,7 @@ TOKENIZERS = {
 }
 
 
-def named(target: str) -> str:
+def find_preset(target: str) -> str:
     """Return the preset that a name or a Hub name means, or ""."""
     name = _normalize_name(target)
     for candidate in (name, plain := _WORDS.sub("", name), _SUBJECTS.sub(r"\1-", plain)):
@@ -123,14 +123,14 @@ def _normalize_name(target: str) -> str:
     return _SERIES.sub(r"\1", name)
 
 
-def tokenizer(name: str) -> str | None:
+def find_tokenizer_name(name: str) -> str | None:
     """Return the tokenizer's name of a model that is a preset, or None."""
-    preset = named(name)
+    preset = find_preset(name)
     prefix = max((start for start in TOKENIZERS if preset.startswith(start)), key=len, default="")
     return TOKENIZERS.get(prefix)
 
 
-def near(hub: str) -> str:
+def find_similar_preset(hub: str) -> str:
     """Return the preset with which a Hub name begins, or "".
 
     Its shape may be that of the model.
@@ -142,7 +142,7 @@ def near(hub: str) -> str:
     )
 
 
-def others(target: str) -> str:
+def suggest_presets(target: str) -> str:
     """Return help for an unknown preset: the probable name, or all presets."""
     name = _normalize_name(target)
     numbers = _find_numbers(name)

@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..cost import transfers as costs
-from ..cost.followers import followed
+from ..cost.followers import follower_seconds
 from ..cost.lengths import Rows
 from ..cost.time import Costs
 from ..hardware.cluster import Figure, weakest
 from ..ir import verify
-from ..ir.async_schedule import Sends, leads, row_age_bound
+from ..ir.async_schedule import Sends, lead_of_pools, row_age_bound
 from ..ir.attributes import UpdateAttributes
 from ..ir.graph import Graph
 from ..ir.plan import FUNCTIONS, Estimate, Phase, Plan, PlanNote, StalenessEstimate
 from .spec import Pass
-from .throughput import critical, pace
+from .throughput import critical_path, estimate_pace
 
 EXCHANGE = "gradient exchange"
 
@@ -82,7 +82,7 @@ class EstimateTime(Pass):
             pool = plan.placement(node.name).pool
             if pool == FUNCTIONS:
                 if node.verb != "source":
-                    figure = costs.function(plan, holdings.row_count(plan, node.name))
+                    figure = costs.function_overhead(plan, holdings.row_count(plan, node.name))
                     phases.append(Phase(node.name, pool, figure))
                     seconds["RUN", node.name] = figure
                 continue
@@ -100,15 +100,15 @@ class EstimateTime(Pass):
             phases.append(
                 Phase("dispatch, all sample edges", "docks", Figure(total, weakest(*dispatch), "the sum of the edges"))
             )
-        around = costs.around(plan)
+        around = costs.iteration_overhead(plan)
         phases.append(Phase("start and end", "driver", around))
         values = {key: figure.value for key, figure in seconds.items()}
-        paced = pace(plan, values, around.value)
+        paced = estimate_pace(plan, values, around.value)
         source = weakest(around, plan.cluster.device.overheads.handover, *seconds.values(), *dispatch)
         iteration = Figure(paced.seconds, source, paced.why)
         staleness = None
-        if leads(plan):
-            length, path = critical(plan, values)
+        if lead_of_pools(plan):
+            length, path = critical_path(plan, values)
             mean = Figure(paced.mean_staleness(plan), source, "in the long run")
             in_step = Figure(length + around.value, source, f"critical path: {path}")
             staleness = StalenessEstimate(mean, row_age_bound(plan), in_step)
@@ -124,7 +124,7 @@ class EstimateTime(Pass):
                     f"only the call overhead of Python functions is counted, not their work: {', '.join(names)}",
                 ),
             )
-        if words := unfiltered(plan.graph):
+        if words := describe_filters(plan.graph):
             notes += (PlanNote("estimate", words),)
         if any(generation.cuts for generation in plan.graph.verb("generate")):
             notes += (
@@ -159,7 +159,7 @@ class EstimateTime(Pass):
             seconds += step.value * node.steps()
             basis = f"{basis}; steps: {step.basis}"
             source = weakest(batch, step)
-            if (follow := followed(node)).value:
+            if (follow := follower_seconds(node)).value:
                 seconds += follow.value
                 basis = f"{basis}; {follow.basis}"
                 source = weakest(batch, step, follow)
@@ -226,7 +226,7 @@ def _scale_by_share(figure: Figure, share: float) -> Figure:
     )
 
 
-def unfiltered(graph: Graph) -> str:
+def describe_filters(graph: Graph) -> str:
     """Return a note on the filters, whose functions are not run; "" if there are none."""
     names = [node.name for node in graph.nodes if "keep" in node.attributes or "select" in node.attributes]
     return (

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..backends.spec import BYTES, EngineSpec
 from ..cost import groups, holdings
 from ..ir import verify
-from ..ir.async_schedule import lanes
+from ..ir.async_schedule import count_lanes
 from ..ir.attributes import CallAttributes
 from ..ir.graph import Graph
 from ..ir.plan import PhaseMemory, Plan
@@ -40,7 +40,7 @@ class CountMemory(Pass):
         devices = self.devices(plan)
         offloaded_bytes: dict[str, int] = {}
         for pool in plan.pools:
-            for item, size in holdings.offloaded(plan, self.engines, pool.name).items():
+            for item, size in holdings.offloaded_items(plan, self.engines, pool.name).items():
                 offloaded_bytes[item] = offloaded_bytes.get(item, 0) + size * max(plan.on_hosts(pool.name))
         rounds = _rounds_by_column(plan.graph)
         rows = sum(size * rounds.get(column, 1) for column, size in plan.graph.column_bytes.items())
@@ -72,7 +72,7 @@ class CountMemory(Pass):
         return [max(by_phase[phase], key=lambda entry: entry.total) for phase in PHASES if by_phase[phase]]
 
     def _make_entry(self, plan: Plan, pool: str, phase: str, items: dict[str, int], remark: str = "") -> PhaseMemory:
-        all_items = {**items, groups.BUFFERS: groups.buffers(plan, self.engines, pool)}
+        all_items = {**items, groups.BUFFERS: groups.buffer_bytes(plan, self.engines, pool)}
         return PhaseMemory(
             "device",
             pool,
@@ -90,7 +90,7 @@ class CountMemory(Pass):
         nodes = [placement.node for placement in plan.placements if placement.pool == pool]
         largest = max((plan.model(node).largest_read * BYTES[holdings.dtype(plan, node)] for node in nodes), default=0)
         # Weights that will be offloaded are read first, one state after the other.
-        leaving = holdings.offloaded(plan, self.engines, pool)
+        leaving = holdings.offloaded_items(plan, self.engines, pool)
         first = max(((size, item) for item, size in leaving.items() if item.endswith(" weights")), default=(0, ""))
         if first[0] > sum(items.values()):
             items = {first[1].removeprefix("offloaded "): first[0]}
@@ -155,7 +155,7 @@ class CountMemory(Pass):
             how = reshard.order if source == target else reshard.mode
             entries.append(self._make_entry(plan, pool, "reshard", items, f"{reshard.name}, {how}"))
             if pool == source:  # first the trainer computes the reference for the comparison with the generator
-                items = holdings.resident(plan, self.engines, pool) | holdings.probing(
+                items = holdings.resident(plan, self.engines, pool) | holdings.probe_bytes(
                     plan, self.engines, reshard.src, reshard.dst
                 )
                 entries.append(self._make_entry(plan, pool, "reshard", items, f"{reshard.name}, while it is probed"))
@@ -237,7 +237,7 @@ class CountMemory(Pass):
                 items[name] = max(items.get(name, 0), reshard.released_bytes_per_device * ranks)
         if phase in PHASES[2:]:
             # A generation may be several iterations ahead: no update has read their rows yet.
-            items["rows"] = lanes(plan) * rows // len(plan.docks.warehouses)
+            items["rows"] = count_lanes(plan) * rows // len(plan.docks.warehouses)
         if cluster.device.kind.shares_host_memory:
             # A pool without this phase may be in any of its own phases meanwhile.
             held_bytes = [0] * cluster.nodes
@@ -267,7 +267,7 @@ def _rounds_by_column(graph: Graph) -> dict[str, int]:
     return rounds_of
 
 
-def over(memory: Iterable[PhaseMemory]) -> str:
+def describe_overflow(memory: Iterable[PhaseMemory]) -> str:
     """Describe the worst phase that does not fit; "" if all fit."""
     too_large = [entry for entry in memory if entry.total > entry.capacity.value]
     if not too_large:

@@ -14,20 +14,20 @@ from ..backends.spec import BYTES, EngineSpec
 from ..cost import holdings
 from ..hardware.cluster import ClusterSpec, Figure, weakest
 from ..ir import verify
-from ..ir.async_schedule import fetched
+from ..ir.async_schedule import fetched_edges
 from ..ir.graph import Edge
 from ..ir.plan import Plan, Reshard, ReshardRoute, Step
-from ..sharding.layout import Side, Tensor, TensorKind, elements, nameless, shard, stages
+from ..sharding.layout import Side, Tensor, TensorKind, elements, shard, stages, strip_name
 from ..sharding.redistribute import (
     Movement,
+    count_gathered,
+    count_lacking,
+    count_left_behind,
+    count_movement,
     crosses,
+    find_served_stages,
     gather_block,
-    gathered,
-    lacking,
-    left_behind,
-    movement,
     pairs,
-    served,
 )
 from .spec import Pass
 
@@ -80,9 +80,9 @@ class InsertResharding(Pass):
         sizes = {tensor.name: item * _count_wanted(tensor, target) for tensor in model.tensors}
         buckets = _split_into_buckets(sizes, plan.deploy.reshard.bucket or min(GIB, -(-sum(sizes.values()) // FEW)))
         bucket = max(sum(sizes[name] for name in names) for names in buckets)
-        moved = movement(model.kinds, source, target, cluster.devices_per_node)
+        moved = count_movement(model.kinds, source, target, cluster.devices_per_node)
         none = Figure(0.0, "derived", "the update weights stay where they are")
-        is_fetched = (edge.src, edge.dst) in fetched(plan)
+        is_fetched = (edge.src, edge.dst) in fetched_edges(plan)
         reason = f"generation is on {pools[1]}, so nothing needs to leave {pools[0]}"
         if plan.deploy.reshard.mode != "swap" or plan.deploy.reshard.order:
             reason += "; the stated mode and order are for states that share devices"
@@ -120,7 +120,7 @@ class InsertResharding(Pass):
         item = BYTES[holdings.dtype(plan, edge.src)]
         update, generate = (holdings.weights(plan, self.engines, node) for node in (edge.src, edge.dst))
         families = _group_families(model.kinds, source, target)
-        choices = ways_of(model.kinds, source, target, cluster.devices_per_node, item)
+        choices = list_routes(model.kinds, source, target, cluster.devices_per_node, item)
         ways = tuple(way for way, _ in choices)
         moved = _sum_movements([movement for _, movement in choices])
 
@@ -132,7 +132,7 @@ class InsertResharding(Pass):
             source_stage, target_stage = (
                 side.layout.stage_of(tensor.layer, tensor.layers) for side in (source, target)
             )
-            return nameless(tensor), source_stage, target_stage
+            return strip_name(tensor), source_stage, target_stage
 
         # The temporary buffer holds a bucket as it arrives: for an all-gather all that the block holds, else what this
         # rank wants; in both cases only what a neighbour uses.
@@ -144,10 +144,10 @@ class InsertResharding(Pass):
                 one = (TensorKind(tensor, tensor.layer, tensor.layer + 1, 1),)
                 per_host = cluster.devices_per_node
                 if way.how == "all-to-all":  # in two buffers: outgoing and incoming
-                    amount = 2 * movement(one, source, target, per_host).received
+                    amount = 2 * count_movement(one, source, target, per_host).received
                 else:
-                    moves = way.how == "all-gather" and movement(one, source, target, per_host, way.block).total
-                    amount = gathered(tensor, source, way.block) if moves else 0
+                    moves = way.how == "all-gather" and count_movement(one, source, target, per_host, way.block).total
+                    amount = count_gathered(tensor, source, way.block) if moves else 0
                 moved_by_tensor[movement_key(tensor)] = index, item * amount
         moved_of = {item_tensor.name: moved_by_tensor[movement_key(item_tensor)] for item_tensor in model.tensors}
         sizes = {name: size for name, (_, size) in moved_of.items()}
@@ -159,7 +159,7 @@ class InsertResharding(Pass):
         }
         bucket = max(
             sum(sizes[name] for name in names if not seen[uses[name][0]].isdisjoint(uses[name][1]))
-            for seen in served(source, target, tuple((route.across, route.block) for route in ways))
+            for seen in find_served_stages(source, target, tuple((route.across, route.block) for route in ways))
             for names in buckets
         )
 
@@ -201,11 +201,11 @@ class InsertResharding(Pass):
             generate_bytes_per_device=generate,
             released_bytes_per_device=out.bytes,
             peak_bytes_per_device=max(update, generate) + bucket if order == "staged" else update + generate + bucket,
-            redundant_bytes=left_behind(model.kinds, source, target) * item if self.compare else 0,
+            redundant_bytes=count_left_behind(model.kinds, source, target) * item if self.compare else 0,
         )
 
 
-def ways_of(
+def list_routes(
     kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, item: int
 ) -> list[tuple[ReshardRoute, Movement]]:
     """Return the routes of weights between two layouts on the same devices.
@@ -243,7 +243,7 @@ def least_seconds(plan: Plan, engines: Mapping[str, EngineSpec], edge: Edge) -> 
     cluster = plan.cluster
     model = plan.model(edge.src)
     source, target = (holdings.side(plan, engines, node) for node in (edge.src, edge.dst))
-    inward = lacking(model.kinds, source, target, cluster.devices_per_node)
+    inward = count_lacking(model.kinds, source, target, cluster.devices_per_node)
     links = cluster.between(min(side.on_host(side.devices, cluster.devices_per_node) for side in (source, target)))
     comes = BYTES[holdings.dtype(plan, edge.src)] * inward / links.value
     if plan.placement(edge.src).pool != plan.placement(edge.dst).pool or plan.deploy.reshard.mode != "swap":
@@ -266,7 +266,7 @@ def _choose_route(
     ranks = block * (source.layout.pp if across else 1)
     if ranks == 1:
         return ReshardRoute(name, "in place", 1, False, 1, 0), Movement()
-    gather, exact = (movement(kinds, source, target, per_host, block_size) for block_size in (block, 0))
+    gather, exact = (count_movement(kinds, source, target, per_host, block_size) for block_size in (block, 0))
     how, moved = ("all-to-all", exact) if 2 * exact.received <= gather.received else ("all-gather", gather)
     return ReshardRoute(name, how, block, across, ranks, item * moved.received), moved
 

@@ -18,11 +18,12 @@ from itertools import chain
 
 from ..cost.holdings import update_of
 from ..ir import verify
-from ..ir.async_schedule import leads, pipelined, sparse, waiting
+from ..ir.async_schedule import lead_of_pools, pipelined_openings, skipping_edges
 from ..ir.graph import Node
 from ..ir.instruction import Instruction, InstructionStream
 from ..ir.plan import FUNCTIONS, Plan
-from ..ir.rowsets import looping, upstream
+from ..ir.pools_in_step import functions_with_states
+from ..ir.rowsets import find_refill, nodes_upstream
 from .spec import Pass
 
 
@@ -41,11 +42,11 @@ class BuildSchedule(Pass):
         return verify.schedule(plan)
 
     def apply(self, plan: Plan) -> Plan:
-        filter, repeated = looping(plan.graph)
+        filter, repeated = find_refill(plan.graph)
         order = _order_nodes(plan, repeated)
         streams = [*_build_streams(plan, "train", order, filter, repeated)]
         for evaluation in plan.deploy.evaluations:
-            needed = upstream(plan.graph, evaluation.columns)
+            needed = nodes_upstream(plan.graph, evaluation.columns)
             streams += _build_streams(plan, evaluation.task, [node for node in order if node.name in needed])
         return replace(plan, schedule=tuple(streams))
 
@@ -125,7 +126,7 @@ def _device_instructions(plan: Plan, order: Sequence[Node], pool: str) -> tuple[
         if user.name in swapped
         and next((later.name for later in order[i + 1 :] if owner[later.name] == owner[user.name]), "") not in swapped
     }
-    stay = {dst for _, dst in sparse(plan)}
+    stay = {dst for _, dst in skipping_edges(plan)}
     out: list[Instruction] = []
     returning: dict[str, str] = {}  # by worker: the update whose weights are returning
     for node in order:
@@ -158,8 +159,8 @@ def _order_nodes(plan: Plan, repeated: Collection[str]) -> list[Node]:
     ahead, functions that wait for the iteration before come last.
     """
     graph = plan.graph
-    first = {*repeated, *chain.from_iterable(pipelined(plan).values())}
-    late = waiting(plan) if leads(plan) else {}
+    first = {*repeated, *chain.from_iterable(pipelined_openings(plan).values())}
+    late = functions_with_states(plan) if lead_of_pools(plan) else {}
 
     def rank(node: Node) -> tuple[bool, int]:
         once = node.name not in first

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..cost import transfers as costs
-from ..ir.async_schedule import Sends, awaits, fetched, leads, opening, pipelined
+from ..ir.async_schedule import Sends, awaited_pools, count_opening, fetched_edges, lead_of_pools, pipelined_openings
 from ..ir.instruction import Instruction, Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
 
@@ -63,7 +63,7 @@ class Throughput:
         """
         sends = Sends(plan)
         run = plan.deploy.run
-        turns = pipelined(plan)
+        turns = pipelined_openings(plan)
         leading_pools = [pool_name for pool_name in sends.leads if pool_name not in turns]
         many = ROUNDS * self.places * (1 + max(sends.leads.values(), default=0))
         begins: dict[str, list[float]] = {name: [] for name in (*leading_pools, UPDATES)}
@@ -89,7 +89,7 @@ class Throughput:
         return sum(behind) / len(behind) if behind else 0.0
 
 
-def critical(plan: Plan, seconds: Seconds) -> tuple[float, str]:
+def critical_path(plan: Plan, seconds: Seconds) -> tuple[float, str]:
     """Return the length of an iteration and its critical path.
 
     All pools begin the iteration at once.
@@ -98,13 +98,13 @@ def critical(plan: Plan, seconds: Seconds) -> tuple[float, str]:
     return clock.length, clock.path()
 
 
-def pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
+def estimate_pace(plan: Plan, seconds: Seconds, around: float) -> Throughput:
     """Return the throughput of a plan.
 
     `around` are the seconds that begin and end an iteration of pools that run on their own.
     """
-    if not leads(plan):
-        length, path = critical(plan, seconds)
+    if not lead_of_pools(plan):
+        length, path = critical_path(plan, seconds)
         return Throughput(length + around, f"critical path: {path}")
     deploy = replace(plan.deploy, run=replace(plan.deploy.run, save=0), evaluations=())
     sends = Sends(replace(plan, deploy=deploy))
@@ -126,8 +126,8 @@ def _list_arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places
     Each pool that may be ahead is on its own. All others begin an iteration together, when the one before has ended
     completely.
     """
-    edges = frozenset(fetched(plan))
-    turns = pipelined(plan)
+    edges = frozenset(fetched_edges(plan))
+    turns = pipelined_openings(plan)
     parts = _parts(plan)
     leading = {pool: lead for pool, lead in sends.leads.items() if pool not in turns}
     in_step = {member.name: 0.0 for member in plan.pools if member.name not in leading}
@@ -150,7 +150,7 @@ def _list_arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places
     if chain := [name for name in _functions_after_opening(plan) if alone.functions[name]]:
         total_seconds = math.fsum(alone.functions[name] for name in chain)
         arcs += [_Arc(FUNCTIONS, FUNCTIONS, 1, total_seconds, " > ".join(chain), place) for place in range(places)]
-    waits = awaits(plan, sends.leads)
+    waits = awaited_pools(plan, sends.leads)
     for pool, lead in leading.items():
         opened = -math.inf if waits[pool] else 0.0  # else opened by the pools that it waits for
         # Limited by its own devices, or by weights of the largest allowed staleness.
@@ -222,7 +222,7 @@ def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
     parts: dict[str, Sequence[Instruction]] = {}
     for stream in plan.schedule:
         if stream.task == "train" and stream.pool != FUNCTIONS:
-            first = opening(plan, stream)
+            first = count_opening(plan, stream)
             parts |= {_opening_name(stream.pool): stream.instructions[:first]} if first else {}
             parts[stream.pool] = stream.instructions[first:]
     return parts
@@ -231,7 +231,7 @@ def _parts(plan: Plan) -> dict[str, Sequence[Instruction]]:
 def _functions_after_opening(plan: Plan) -> list[str]:
     """Return the functions that begin after those of the iteration before, in order."""
     stream = next(candidate for candidate in plan.schedule if (candidate.pool, candidate.task) == (FUNCTIONS, "train"))
-    first = opening(plan, stream)
+    first = count_opening(plan, stream)
     return [instruction.node for instruction in stream.instructions[first:] if instruction.op == "RUN"] if first else []
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..backends.divisibility import misfits
+from ..backends.divisibility import find_misfits
 from ..backends.spec import EngineSpec
 from ..emit.humanize import duration, staleness
 from ..ir.attributes import ReshardingEdgeAttributes
@@ -155,7 +155,10 @@ class Advice:
                 (spec.spread.settled(replace(sized, etp=0), model), *spec.spread.meshes(sized, model))
             )
             tried += [
-                replace(mesh, zero=stage) for mesh in meshes for stage in stages if not any(misfits(model, spec, mesh))
+                replace(mesh, zero=stage)
+                for mesh in meshes
+                for stage in stages
+                if not any(find_misfits(model, spec, mesh))
             ]
 
         def distance(candidate: Layout) -> float:

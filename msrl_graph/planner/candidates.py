@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ..backends import runs
-from ..backends.divisibility import misfits, rows_in_step
-from ..backends.spec import EngineSpec, compiled, compiles
+from ..backends import can_build
+from ..backends.divisibility import find_misfits, rows_in_step
+from ..backends.spec import EngineSpec, can_compile, is_compiled
 from ..cost import holdings
 from ..ir.graph import Node
 from ..ir.plan import FUNCTIONS, EngineChoice, Placement, Plan, Pool
@@ -104,8 +104,8 @@ class Choices:
         stated = (replace(choice, engine=plan.deploy.engines.get(node, choice.engine)) for node in owner.nodes)
         return (
             not any(count is not None and count % layout.dp for count in rows)
-            and not any(misfits(model, spec, layout))
-            and (compiles(model, layout) or not any(map(compiled, stated)))
+            and not any(find_misfits(model, spec, layout))
+            and (can_compile(model, layout) or not any(map(is_compiled, stated)))
         )
 
     def _evaluate(self, skeleton: Plan, owner: Owner, placement: Placement) -> Choice:
@@ -203,7 +203,7 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
     host = pool.each or plan.cluster.devices_per_node
     # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
     zero = [stage for stage in (1, 3) if stage in spec.zero and node.verb != "generate"] or [1]
-    here = runs(spec.name)
+    here = can_build(spec.name)
     planned = spec.planned(plan.cluster.device.kind.where)
     axes = [axis for axis in spec.axes if not (here and axis in planned)]
     for tp in _divisors(devices, spec, "tp", devices if wide else host):
@@ -227,7 +227,7 @@ def _divisors(number: int, spec: EngineSpec, axis: str, most: int) -> Iterable[i
     )
 
 
-def undominated(choices: list[Choice]) -> list[Choice]:
+def drop_dominated(choices: list[Choice]) -> list[Choice]:
     """Drop choices that are slower than another and hold more, alone and with others.
 
     Only for nodes that no reshard touches.

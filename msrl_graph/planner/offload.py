@@ -13,14 +13,14 @@ from ..backends.spec import BYTES
 from ..cost import holdings
 from ..ir.graph import Node, Worker
 from ..ir.plan import Plan, PlanNote
-from ..passes.memory import CountMemory, over
+from ..passes.memory import CountMemory, describe_overflow
 from ..passes.reshard import GIB, InsertResharding
 
 
-def relieved(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
+def complete_with_offloading(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], Plan]) -> Plan:
     """Complete a placed plan with `complete`, offloading what it must to fit."""
     placed = complete(plan)
-    workers = [candidate for candidate in plan.graph.workers if offers(plan, engines, candidate)]
+    workers = [candidate for candidate in plan.graph.workers if can_offload(plan, engines, candidate)]
     if not workers or not (why := _describe_overflow(placed, engines)):
         return placed
     chosen: list[Worker] = []
@@ -37,24 +37,24 @@ def relieved(plan: Plan, engines: holdings.Engines, complete: Callable[[Plan], P
     relieved_plan = complete(_with_offloading(plan, chosen))
     offloaded = [
         f"{'the weights' if node.verb == 'infer' else 'the optimizer states'} of {node.name}"
-        for node in (kept_by(plan, chosen_worker)[0] for chosen_worker in chosen)
+        for node in (offloading_nodes(plan, chosen_worker)[0] for chosen_worker in chosen)
     ]
     note = PlanNote("offload", f"in host memory while others compute: {', '.join(offloaded)}; otherwise {why}")
     return replace(relieved_plan, notes=(*relieved_plan.notes, note))
 
 
-def offers(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
+def can_offload(plan: Plan, engines: holdings.Engines, worker: Worker) -> bool:
     """Return whether a worker's weights or optimizer states may be offloaded.
 
     It must be open in the file, the engine must support it, and host memory must be separate.
     """
     if plan.cluster.device.kind.shares_host_memory:
         return False
-    choices = [plan.placement(node.name).engine for node in kept_by(plan, worker)[:1]]
+    choices = [plan.placement(node.name).engine for node in offloading_nodes(plan, worker)[:1]]
     return any("offload" in engines[choice.name].options and "offload" not in choice.options for choice in choices)
 
 
-def kept_by(plan: Plan, worker: Worker) -> tuple[Node, ...]:
+def offloading_nodes(plan: Plan, worker: Worker) -> tuple[Node, ...]:
     """Return the nodes whose engine decides where a worker's state is stored."""
     return plan.graph.sharing(worker.name) if worker.kind != "function" else ()
 
@@ -64,7 +64,7 @@ def _with_offloading(plan: Plan, workers: Sequence[Worker]) -> Plan:
     how = {
         node.name: "weights" if holdings.update_of(plan, worker.name) is None else "optimizer"
         for worker in workers
-        for node in kept_by(plan, worker)
+        for node in offloading_nodes(plan, worker)
     }
 
     placements = (
@@ -80,11 +80,11 @@ def _describe_overflow(plan: Plan, engines: holdings.Engines) -> str:
     Reshards are only planned where they might not fit.
     """
     counted = CountMemory(engines).devices(plan)
-    if (why := over(counted)) or not any(
+    if (why := describe_overflow(counted)) or not any(
         _may_overflow(plan, engines, edge.src, edge.dst) for edge in plan.graph.reshards()
     ):
         return why
-    return over(CountMemory(engines).devices(InsertResharding(engines, compare=False).apply(plan)))
+    return describe_overflow(CountMemory(engines).devices(InsertResharding(engines, compare=False).apply(plan)))
 
 
 def _may_overflow(plan: Plan, engines: holdings.Engines, source: str, target: str) -> bool:

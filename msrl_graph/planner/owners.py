@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from ..backends import runs
-from ..backends.divisibility import misfits
+from ..backends import can_build
+from ..backends.divisibility import find_misfits
 from ..backends.spec import EngineSpec
 from ..cost import holdings
 from ..ir.graph import Node
@@ -87,7 +87,7 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
         lambda spec: family in spec.families,
         lambda spec: not _missing_support(plan, owner, spec),
         lambda spec: device.kind.where in spec.chosen,
-        lambda spec: runs(spec.name),
+        lambda spec: can_build(spec.name),
     )
     for met in conditions:
         candidates = [spec for spec in candidates if met(spec)] or candidates
@@ -95,7 +95,7 @@ def engines(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec]) -> list[E
     return sorted(candidates, key=lambda spec: len(spec.chosen))
 
 
-def why(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], chosen: str) -> str:
+def explain_engine(plan: Plan, owner: Owner, known: Mapping[str, EngineSpec], chosen: str) -> str:
     """Return who chose an unstated engine.
 
     Engines that are meant for these devices but were not chosen are listed with the reason.
@@ -133,4 +133,4 @@ def _missing_support(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
         lacking += [f"no ZeRO {layout.zero}"] * (trains and layout.zero not in spec.zero)
     if lacking:
         return f"has {', '.join(lacking)}"
-    return next(misfits(model, spec, layout), "") and "cannot divide the model so" if layout is not None else ""
+    return next(find_misfits(model, spec, layout), "") and "cannot divide the model so" if layout is not None else ""

@@ -22,8 +22,8 @@ from ..passes.estimate import EstimateTime
 from ..passes.spec import Pass
 from ..sharding.layout import Layout
 from ..sharding.redistribute import gather_block
-from .offload import relieved
-from .owners import Owner, engines, first_stated, owners, why
+from .offload import complete_with_offloading
+from .owners import Owner, engines, explain_engine, first_stated, owners
 from .pools import Division, divide
 
 # The most tokens of a micro-batch that is not stated.
@@ -101,7 +101,11 @@ class PlaceNodes(PlacementPass):
             else ()
         )
         placed_plan = replace(placed_plan, notes=(*plan.notes, *notes))
-        return relieved(placed_plan, self.engines, self._complete_all) if numbered else self._complete_all(placed_plan)
+        return (
+            complete_with_offloading(placed_plan, self.engines, self._complete_all)
+            if numbered
+            else self._complete_all(placed_plan)
+        )
 
     def _complete_all(self, plan: Plan) -> Plan:
         return replace(plan, placements=tuple(self.complete(plan, placement) for placement in plan.placements))
@@ -177,7 +181,7 @@ class PlaceNodes(PlacementPass):
                     }
                 return EngineChoice(placed_nodes[owner].engine.name, own, chosen=f"{owner}, as the layout is")
             name = decision.engines.get(owner) or engines(plan, owned, self.engines)[0].name
-            return EngineChoice(name, chosen=why(plan, owned, self.engines, name))
+            return EngineChoice(name, chosen=explain_engine(plan, owned, self.engines, name))
         # Only the micro-batch is its own; checks/sharing.py compares its other options with the owner's.
         theirs = placed_nodes[sharing].engine if update is not None else plan.deploy.engines[sharing]
         if stated is None:

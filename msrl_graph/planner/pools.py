@@ -13,7 +13,7 @@ from itertools import chain, combinations, product
 from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.graph import Edge, Node
 from ..ir.plan import DEVICES, Plan, Pool, shared_staleness
-from ..sharding.device_range import device_range, meet, runs
+from ..sharding.device_range import format_device_range, iterate_runs, ranges_overlap
 
 # Up to this many hosts (or devices of one host), a pool takes 1 to 4 of them, or all but those; of more, some eighths.
 FINE = 8
@@ -82,16 +82,16 @@ def open_to_staleness(plan: Plan) -> bool:
     )
 
 
-def in_step(plan: Plan) -> Plan:
+def without_staleness(plan: Plan) -> Plan:
     """Return the plan without staleness."""
 
-    def without_staleness(edge: Edge) -> Edge:
+    def drop_staleness(edge: Edge) -> Edge:
         return replace(
             edge,
             attributes={name: value for name, value in edge.attributes.items() if name not in ("staleness", "every")},
         )
 
-    return replace(plan, graph=replace(plan.graph, edges=tuple(map(without_staleness, plan.graph.edges))))
+    return replace(plan, graph=replace(plan.graph, edges=tuple(map(drop_staleness, plan.graph.edges))))
 
 
 def _list_divisions(plan: Plan) -> Iterator[Division]:
@@ -233,7 +233,7 @@ def _lay_out(pools: list[Pool], devices: int, per_host: int) -> list[Pool]:
     laid = [open_pool for open_pool in pools if open_pool.first >= 0]
     for pool in (open_pool for open_pool in pools if open_pool.first < 0):
         used = [(placed.first, placed.devices, placed.each) for placed in laid]
-        ends = {0, *(stop for taken_range in used for _, stop in runs(*taken_range, per_host))}
+        ends = {0, *(stop for taken_range in used for _, stop in iterate_runs(*taken_range, per_host))}
         tried = (
             (first, per_host_devices)
             for per_host_devices in _devices_per_host(pool.devices, devices, per_host)
@@ -265,7 +265,7 @@ def _is_free(
     return (
         within
         and last <= total
-        and not any(meet((first, devices, on_host), range_used, per_host) for range_used in used)
+        and not any(ranges_overlap((first, devices, on_host), range_used, per_host) for range_used in used)
     )
 
 
@@ -273,5 +273,5 @@ def _pool_name(pool: Pool, total: int, per_host: int) -> str:
     return (
         DEVICES
         if (pool.first, pool.devices) == (0, total)
-        else device_range(pool.first, pool.devices, pool.each, per_host)
+        else format_device_range(pool.first, pool.devices, pool.each, per_host)
     )

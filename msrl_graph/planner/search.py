@@ -19,21 +19,21 @@ from typing import NamedTuple
 
 from ..backends.spec import EngineSpec
 from ..cost import holdings
-from ..cost.transfers import function
-from ..emit.humanize import laid, versus
-from ..ir.async_schedule import fetched, leads
+from ..cost.transfers import function_overhead
+from ..emit.humanize import compare_rival, format_layout
+from ..ir.async_schedule import fetched_edges, lead_of_pools
 from ..ir.attributes import ReshardingEdgeAttributes
 from ..ir.plan import FUNCTIONS, Plan, PlanNote
 from ..ir.search_record import NOTHING_FITS, Candidate, Rival, SearchRecord
 from ..passes.estimate import EstimateTime
-from ..passes.memory import CountMemory, over
+from ..passes.memory import CountMemory, describe_overflow
 from ..passes.order import passes
 from ..passes.reshard import least_seconds
 from ..passes.spec import Passes
-from .candidates import Choice, Choices, undominated
+from .candidates import Choice, Choices, drop_dominated
 from .owners import Owner, engines, has_open_layout, owners
 from .place import PlacementDecision, PlacementPass, PlaceNodes
-from .pools import Division, divisions, in_step
+from .pools import Division, divisions, without_staleness
 from .search_space import Space
 
 # The limit of a search, after which it reports a gap: in units of about a millisecond, the same on any machine.
@@ -74,7 +74,7 @@ class Search(PlacementPass):
         staleness.
         """
         record = plan.search
-        is_ahead = bool(leads(plan))
+        is_ahead = bool(lead_of_pools(plan))
         if (
             record is None
             or not record.seconds
@@ -86,10 +86,10 @@ class Search(PlacementPass):
             for division in run.divisions
         ]
         program = run.plan
-        others = [division for division, other in placed if leads(other)]
+        others = [division for division, other in placed if lead_of_pools(other)]
         if is_ahead:  # search all divisions if in some of them generations take turns with their updates
-            program = in_step(program)
-            others = [*run.divisions] if any(not fetched(other) for _, other in placed) else []
+            program = without_staleness(program)
+            others = [*run.divisions] if any(not fetched_edges(other) for _, other in placed) else []
         if not others:
             return plan
         rival = _Run(self, run.place, program, run.passes, others, RIVALS, 0.0, began=run.began, lists=run.lists).best()
@@ -99,7 +99,7 @@ class Search(PlacementPass):
         old = (stale.mean.value, stale.bound) if stale is not None else ()
         record = replace(record, rival=Rival(not is_ahead, rival.search.seconds, rival.search.best, *old))
         assert record.rival is not None
-        note = f"{'' if is_ahead else 'not used: '}{versus(record, record.rival)}"
+        note = f"{'' if is_ahead else 'not used: '}{compare_rival(record, record.rival)}"
         return replace(plan, search=record, notes=(*plan.notes, PlanNote("staleness", note)))
 
     def _has_choice(self, plan: Plan, place: PlaceNodes, division: Division) -> bool:
@@ -247,7 +247,9 @@ class _Run:
             for node in skeleton.graph.nodes
             if node.verb != "source" and skeleton.placement(node.name).pool == FUNCTIONS
         ]
-        functions = {("RUN", name): function(skeleton, holdings.row_count(skeleton, name)).value for name in hosted}
+        functions = {
+            ("RUN", name): function_overhead(skeleton, holdings.row_count(skeleton, name)).value for name in hosted
+        }
         return Space(division, skeleton, space_owners, lists, functions, later)
 
     def _list_choices(self, skeleton: Plan, division: Division, owner: Owner) -> list[Choice]:
@@ -260,7 +262,7 @@ class _Run:
         if key not in self.lists:
             choices = Choices(self.place, self.wide)(skeleton, division, owner)
             moved = {node for edge in self.plan.graph.reshards() for node in (edge.src, edge.dst)}
-            self.lists[key] = choices if moved & set(owner.nodes) else undominated(choices)
+            self.lists[key] = choices if moved & set(owner.nodes) else drop_dominated(choices)
         return self.lists[key]
 
     def _push(self, heap: list[_Item], number: int, space: Space, position: tuple[int, ...]) -> None:
@@ -291,7 +293,7 @@ class _Run:
             placed = self.place.apply(self.plan, self._make_decision(space, position))
             rough = replace(space.skeleton, placements=placed.placements, pools=placed.pools)
             rough = CountMemory(self.search.engines).apply(rough)
-            if why := over(rough.memory):
+            if why := describe_overflow(rough.memory):
                 self._refuse(item.bound, space, position, why)
                 return
             time_of = EstimateTime(self.search.engines).of_node
@@ -318,7 +320,7 @@ class _Run:
         plan = self.passes.after("place").apply(plan)
         assert plan.estimate is not None
         seconds = plan.estimate.iteration_seconds.value
-        if why := over(plan.memory):
+        if why := describe_overflow(plan.memory):
             self._refuse(seconds, space, position, why)
             return
         self.results.append(_Found(seconds, space, position, plan))
@@ -362,7 +364,7 @@ class _Run:
     def _make_candidate(self, result: _Found) -> Candidate:
         space = result.space
         layouts = {
-            owner.node: f"{laid(choice.layout)}, {choice.engine}"
+            owner.node: f"{format_layout(choice.layout)}, {choice.engine}"
             for owner, choice in zip(space.owners, space.chosen(result.position), strict=True)
         }
         pools = (

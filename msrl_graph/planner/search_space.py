@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..cost import holdings
 from ..ir.plan import Plan
-from ..passes.throughput import pace
+from ..passes.throughput import estimate_pace
 from .candidates import Choice
 from .owners import Owner
 from .pools import Division
@@ -53,7 +53,7 @@ class Space:
         """
         # The cost of the dock's processes also depends on the layouts: only an iteration's start and end are certain.
         turn = self.skeleton.cluster.device.overheads.turn.value
-        return pace(self.skeleton, {**self.functions, **seconds}, turn).seconds
+        return estimate_pace(self.skeleton, {**self.functions, **seconds}, turn).seconds
 
     def bound_from(self, position: Sequence[int]) -> float:
         """Return a bound for all combinations whose choices come at or after `position`.

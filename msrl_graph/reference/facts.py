@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import get_args
 
 from .. import algorithms
-from ..backends import ENGINES, runs
+from ..backends import ENGINES, can_build
 from ..dsl import expressions
 from ..hardware.cluster import DEVICES, SHARES, Device, Figure
 from ..hardware.device_kinds import Where
 from ..ir.attribute_schema import Attribute
 from ..ir.graph import ELEMENTS, KINDS, Expr
-from ..ir.kinds import FlagKind, FormKind, QuantityKind, WordsKind, either
+from ..ir.kinds import FlagKind, FormKind, QuantityKind, WordsKind, join_words
 from ..ir.options import STATEMENTS, ClusterOptions
 from ..ir.signatures import CallKind, Option, Signature
 from ..model import models, presets
@@ -107,7 +107,7 @@ def _peak_note(name: str, share: Figure) -> str:
         if len(peak) <= len(other)
         else (other, "What is reached", counts.replace("A", "a", 1))
     )
-    return f"{many} with {either(tuple(few))}; with all other presets {rest}."
+    return f"{many} with {join_words(tuple(few))}; with all other presets {rest}."
 
 
 # Functions
@@ -148,8 +148,8 @@ def _function_text(signature: Signature) -> str:
     )
     reads += f"{', ' * bool(reads)}all remaining columns of the node" if signature.rest else ""
     sentences = [f"Reads {reads}." if reads else "Reads nothing."] if signature.kind in ("function", "loss") else []
-    sentences += [f"Needs all or none of {either(signature.together, ' and ')}."] if signature.together else []
-    filled = either(
+    sentences += [f"Needs all or none of {join_words(signature.together, ' and ')}."] if signature.together else []
+    filled = join_words(
         tuple(
             filled_name
             for filled_name in signature.fills
@@ -159,9 +159,9 @@ def _function_text(signature: Signature) -> str:
     )
     sentences += [f"The update provides {filled}."] if filled and signature.kind == "loss" else []
     tokens = tuple(sorted(signature.logps | signature.scores))
-    sentences += [f"Token columns: {either(tokens, ' and ')}."] if tokens else []
+    sentences += [f"Token columns: {join_words(tokens, ' and ')}."] if tokens else []
     sentences += [
-        f"`{option.name}`: {either((*option.words, *(f'{call}(…)' for call in option.calls)))}."
+        f"`{option.name}`: {join_words((*option.words, *(f'{call}(…)' for call in option.calls)))}."
         for option in signature.options
         if option.words or option.calls
     ]
@@ -261,7 +261,7 @@ def _devices() -> str:
             value, _, basis = text.partition(" (")
             if text:
                 lines.append(
-                    f"| `{name}` | {either(tuple(devices), ', ')} | {value} | {_cell(basis.removesuffix(')'))} |"
+                    f"| `{name}` | {join_words(tuple(devices), ', ')} | {value} | {_cell(basis.removesuffix(')'))} |"
                 )
     return "\n".join(lines)
 
@@ -273,7 +273,7 @@ def _models() -> str:
         size = sum(tensor.elements for tensor in model.tensors)
         lines.append(
             f"| `{name}` | {model.family} | {size / 1e9:.3g} B | {model.layers} | {model.hidden} | "
-            f"{presets.tokenizer(name) or 'its own'} |"
+            f"{presets.find_tokenizer_name(name) or 'its own'} |"
         )
     return "\n".join(lines)
 
@@ -285,13 +285,13 @@ def _engines() -> str:
     ]
     for name, engine in ENGINES.items():
         zero = ", ".join(map(str, engine.zero)) if "update" in engine.verbs else ""
-        here = "yes" if runs(name) else "no: planned and simulated"
+        here = "yes" if can_build(name) else "no: planned and simulated"
         verbs = ", ".join(engine.verbs)
         families = ", ".join(engine.families)
-        cells = (verbs, either(engine.axes, ", "), zero, either(engine.options, ", "), families, here)
+        cells = (verbs, join_words(engine.axes, ", "), zero, join_words(engine.options, ", "), families, here)
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     host, other = (
-        either(tuple(engine_name for engine_name, spec in ENGINES.items() if where in spec.chosen), ", ")
+        join_words(tuple(engine_name for engine_name, spec in ENGINES.items() if where in spec.chosen), ", ")
         for where in get_args(Where)
     )
     return "\n".join(
@@ -324,22 +324,22 @@ def _kinds() -> str:
 def _units() -> str:
     decimal = expressions.PREFIXES
     binary = expressions.BINARY
-    sizes = (either(tuple(f"{prefix}B" for prefix in powers), ", ") for powers in (decimal, binary))
+    sizes = (join_words(tuple(f"{prefix}B" for prefix in powers), ", ") for powers in (decimal, binary))
     lines = [
         f"| bytes | {' (powers of 1000), '.join(sizes)} (powers of 1024) |",
-        f"| work | {either(tuple(f'{prefix}FLOP' for prefix in decimal), ', ')} |",
+        f"| work | {join_words(tuple(f'{prefix}FLOP' for prefix in decimal), ', ')} |",
         "| rate | bytes or work per second, such as `MB/s` or `TFLOP/s` |",
-        f"| time | {either(tuple(expressions.SECONDS), ', ')} |",
+        f"| time | {join_words(tuple(expressions.SECONDS), ', ')} |",
     ]
     return "\n".join(["| kind | units |", "|---|---|", *lines])
 
 
 def _elements() -> str:
-    return either(tuple(ELEMENTS), ", ")
+    return join_words(tuple(ELEMENTS), ", ")
 
 
 LISTS: dict[str, Callable[[], str]] = {
-    "reserved": lambda: either(tuple(syntax.reserved()), ", "),
+    "reserved": lambda: join_words(tuple(syntax.reserved()), ", "),
     "units": _units,
     "algorithms": _algorithms,
     "functions": lambda: _list_functions("function"),

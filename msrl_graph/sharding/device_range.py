@@ -38,7 +38,7 @@ class DeviceRange:
         return min(devices, self.each or per_host)
 
 
-def runs(first: int, devices: int, each: int, per_host: int) -> Iterator[tuple[int, int]]:
+def iterate_runs(first: int, devices: int, each: int, per_host: int) -> Iterator[tuple[int, int]]:
     """Yield runs of consecutive devices as (first, one beyond the last).
 
     There is one run, or one on each host.
@@ -50,9 +50,9 @@ def runs(first: int, devices: int, each: int, per_host: int) -> Iterator[tuple[i
         yield first + host * per_host, first + host * per_host + each
 
 
-def meet(one: tuple[int, int, int], other: tuple[int, int, int], per_host: int) -> bool:
+def ranges_overlap(one: tuple[int, int, int], other: tuple[int, int, int], per_host: int) -> bool:
     """Return whether two ranges, each as (first, devices, each), share a device."""
-    first_runs, second_runs = (runs(*stretch, per_host) for stretch in sorted((one, other)))
+    first_runs, second_runs = (iterate_runs(*stretch, per_host) for stretch in sorted((one, other)))
     # Both are in the order of their devices: the run that ends first is replaced by the next.
     start, stop = next(first_runs)
     begin, end = next(second_runs)
@@ -67,9 +67,9 @@ def meet(one: tuple[int, int, int], other: tuple[int, int, int], per_host: int) 
     return True
 
 
-def device_range(first: int, devices: int, each: int = 0, per_host: int = 1) -> str:
+def format_device_range(first: int, devices: int, each: int = 0, per_host: int = 1) -> str:
     """Format a range: `device 3`, `devices 0..7`, `devices 0..3 of nodes 0..1`."""
     if each:
         node = first // per_host
-        return f"{device_range(first % per_host, each)} of nodes {node}..{node + devices // each - 1}"
+        return f"{format_device_range(first % per_host, each)} of nodes {node}..{node + devices // each - 1}"
     return f"device {first}" if devices == 1 else f"devices {first}..{first + devices - 1}"

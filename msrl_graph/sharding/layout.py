@@ -244,7 +244,7 @@ def _count_layers_by_stage(
     )
 
 
-def nameless(tensor: Tensor) -> Tensor:
+def strip_name(tensor: Tensor) -> Tensor:
     """Return a tensor without name and layer, equal for all tensors of a kind."""
     return replace(tensor, name="", layer=0)
 
@@ -260,14 +260,14 @@ class TensorKinds(tuple[TensorKind, ...]):
         return super().__hash__()
 
 
-def kinds(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
+def group_by_kind(tensors: Iterable[Tensor]) -> tuple[TensorKind, ...]:
     """Return the kinds of a model's tensors.
 
     What is true of one tensor is true of all of its kind, except its stage.
     """
     groups: dict[Tensor, tuple[Tensor, dict[int, int]]] = {}
     for tensor in tensors:
-        _, counts = groups.setdefault(nameless(tensor), (tensor, {}))
+        _, counts = groups.setdefault(strip_name(tensor), (tensor, {}))
         counts[tensor.layer] = counts.get(tensor.layer, 0) + 1
     return TensorKinds(kind for tensor, counts in groups.values() for kind in _iterate_kinds(tensor, counts))
 
@@ -302,7 +302,7 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * size, length), min((index + 1) * size, length)
 
 
-def full(shape: tuple[int, ...]) -> Box:
+def full_box(shape: tuple[int, ...]) -> Box:
     return tuple((0, size) for size in shape)
 
 
@@ -332,7 +332,7 @@ def box_at(tensor: Tensor, side: Side, coordinates: tuple[int, int, int]) -> Box
     """Return the box at (tp, 0, dp), for experts at (etp, ep, edp), on any stage."""
     tp, ep, dp = coordinates
     layout = side.layout
-    box = list(full(tensor.shape))
+    box = list(full_box(tensor.shape))
     ranks, replicas = (layout.etp, layout.edp) if tensor.experts else (layout.tp, layout.dp)
     if tensor.experts:
         box[0] = chunk(tensor.shape[0], layout.ep, ep)
@@ -379,7 +379,7 @@ def overlap(a: Box, b: Box) -> Box | None:
     return box if all(start < stop for start, stop in box) else None
 
 
-def within(part: Box, outer: Box) -> Box:
+def relative_box(part: Box, outer: Box) -> Box:
     """Return `part` in coordinates relative to the start of `outer`."""
     return tuple((inside[0] - around[0], inside[1] - around[0]) for inside, around in zip(part, outer, strict=True))
 
@@ -415,6 +415,6 @@ def _as_tuple(tensor_kinds: Iterable[TensorKind]) -> tuple[TensorKind, ...]:
     return tensor_kinds if isinstance(tensor_kinds, tuple) else tuple(tensor_kinds)
 
 
-def held(tensor_kinds: Iterable[TensorKind], side: Side) -> int:
+def count_busiest_elements(tensor_kinds: Iterable[TensorKind], side: Side) -> int:
     """Return the elements on the busiest rank of all."""
     return max(map(sum, stage_parts(_as_tuple(tensor_kinds), side)))

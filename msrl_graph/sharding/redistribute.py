@@ -73,7 +73,7 @@ def _covers(tensor: Tensor, source: Side, target: Side, block: int, width: int, 
     return True
 
 
-def gatherers(source: Side, across: bool, block: int) -> list[tuple[int, ...]]:
+def list_gather_groups(source: Side, across: bool, block: int) -> list[tuple[int, ...]]:
     """Return the groups of ranks that gather together.
 
     They are blocks of `block` ranks of a stage, `across` all stages or in each stage alone.
@@ -89,7 +89,9 @@ def gatherers(source: Side, across: bool, block: int) -> list[tuple[int, ...]]:
 
 
 @lru_cache(maxsize=1 << 12)
-def served(source: Side, target: Side, ways: tuple[tuple[bool, int], ...]) -> frozenset[tuple[frozenset[int], ...]]:
+def find_served_stages(
+    source: Side, target: Side, ways: tuple[tuple[bool, int], ...]
+) -> frozenset[tuple[frozenset[int], ...]]:
     """Return the target stages that a rank's neighbours are on, for each kind of rank.
 
     They are given by way (`across` and `block` as in `gatherers`). Weights of other stages never reach the rank.
@@ -108,7 +110,7 @@ def served(source: Side, target: Side, ways: tuple[tuple[bool, int], ...]) -> fr
     return frozenset(tuple(find_target_stages(rank, *way) for way in ways) for rank in range(0, source.devices, step))
 
 
-def gathered(tensor: Tensor, source: Side, block: int) -> int:
+def count_gathered(tensor: Tensor, source: Side, block: int) -> int:
     """Return the elements that an all-gather over a block collects, each box once."""
     return sum(map(elements, boxes(tensor, source, range(min(block, period(source, tensor.experts))))))
 
@@ -155,7 +157,7 @@ class BoxTransfer(NamedTuple):
     box: Box
 
 
-def fetches(tensor: Tensor, source: Side, target: Side, per_host: int) -> list[BoxTransfer]:
+def list_transfers(tensor: Tensor, source: Side, target: Side, per_host: int) -> list[BoxTransfer]:
     """Return the transfers for one tensor, in an order that all ranks agree on.
 
     Holders of the same box take turns.
@@ -199,7 +201,9 @@ class Movement:
 
 
 @lru_cache(maxsize=1 << 12)
-def movement(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, block: int = 0) -> Movement:
+def count_movement(
+    kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int, block: int = 0
+) -> Movement:
     """Count what `fetches` moves over all tensors of `kinds`.
 
     Each device receives only what it lacks. With `block` it receives all that an all-gather over blocks of that many
@@ -241,7 +245,7 @@ def _classify_hosts(source: Side, target: Side, per_host: int, block: int, exper
 
 
 @lru_cache(maxsize=1 << 12)
-def lacking(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int) -> int:
+def count_lacking(kinds: tuple[TensorKind, ...], source: Side, target: Side, per_host: int) -> int:
     """Return the elements that the first or the last host of the target lacks.
 
     That is at most what `movement` finds for the busiest host, for less work.
@@ -266,7 +270,7 @@ def _count_by_stages(kinds: Iterable[TensorKind], source: Side, target: Side) ->
     return by_stages
 
 
-def left_behind(kinds: Iterable[TensorKind], source: Side, target: Side) -> int:
+def count_left_behind(kinds: Iterable[TensorKind], source: Side, target: Side) -> int:
     """Count the elements that naive resharding leaves besides the new weights.
 
     They are those of all devices (arXiv:2507.19017, figure 3 and eq. 3).

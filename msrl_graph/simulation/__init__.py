@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ..backends import ENGINES
 from ..ir.plan import Plan
-from .assumptions import read
+from .assumptions import read_specs
 from .result import Simulation
 from .run import Simulator
 from .text import simulation_text
@@ -38,7 +38,7 @@ def simulate(
     Raises Fault for arguments that it cannot read.
     """
     texts = (lengths,) if isinstance(lengths, str) else tuple(lengths)
-    specs = read(plan, texts, stragglers, function_seconds or {}, plan.deploy.run.seed if seed is None else seed)
+    specs = read_specs(plan, texts, stragglers, function_seconds or {}, plan.deploy.run.seed if seed is None else seed)
     return Simulator(plan, ENGINES, specs).run(max(1, iterations))
 
 

@@ -99,7 +99,9 @@ class Specs:
     seed: int
 
 
-def read(plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping[str, str | float], seed: int) -> Specs:
+def read_specs(
+    plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping[str, str | float], seed: int
+) -> Specs:
     """Parse the texts of the flags. Raises Fault."""
     sources: dict[str, Source] = {}
     for text in lengths:
@@ -112,7 +114,7 @@ def read(plan: Plan, lengths: Sequence[str], stragglers: str, functions: Mapping
     )
 
 
-def generated(graph: Graph) -> list[str]:
+def generated_columns(graph: Graph) -> list[str]:
     """Return the columns that generations write."""
     return [column for node in graph.verb("generate") for column in sequences(graph, node).scored]
 
@@ -123,7 +125,7 @@ def _parse_lengths(plan: Plan, text: str) -> dict[str, Source]:
     Without a column it is for what is generated; a file of pairs also gives the prompts.
     """
     known = token_columns(plan.graph)
-    responses = generated(plan.graph)
+    responses = generated_columns(plan.graph)
     column, equals, rest = text.partition("=")
     stated = bool(equals) and re.fullmatch(r"\s*[A-Za-z]\w*\s*", column) is not None
     column, rest = (column.strip(), rest.strip()) if stated else ("", text.strip())

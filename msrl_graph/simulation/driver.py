@@ -14,10 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..cost import transfers as costs
-from ..ir.async_schedule import PoolProgress, evaluations, fetched, lanes, opening, pipelined
+from ..ir.async_schedule import (
+    PoolProgress,
+    count_lanes,
+    count_opening,
+    evaluations_of_edge,
+    fetched_edges,
+    pipelined_openings,
+)
 from ..ir.instruction import Instruction, Walk, Walker
 from ..ir.plan import FUNCTIONS, Plan
-from ..ir.rowsets import looping
+from ..ir.rowsets import find_refill
 from .iteration import Turn
 from .lanes import Lanes
 
@@ -80,16 +87,16 @@ class SimulatedDriver(PoolProgress):
         self.opened = opened
         self.steps = steps
         training = [stream for stream in plan.schedule if stream.task == "train"]
-        first = {stream.pool: opening(plan, stream) for stream in training}
+        first = {stream.pool: count_opening(plan, stream) for stream in training}
         # What a pipelined pool runs while the updates are in an earlier iteration; and the rest of all instructions.
         self.openings = {stream.pool: stream.instructions[: first[stream.pool]] for stream in training}
         self.streams = {stream.pool: stream.instructions[first[stream.pool] :] for stream in training}
-        self.pipelined = [*pipelined(plan)]
+        self.pipelined = [*pipelined_openings(plan)]
         self.others = [pool for pool in self.leads if pool not in self.pipelined]
-        self.lanes = lanes(plan)
+        self.lanes = count_lanes(plan)
         self.published = {
-            edge: SimulatedPublication([evaluation.every for evaluation in evaluations(plan, edge)])
-            for edge in fetched(plan)
+            edge: SimulatedPublication([evaluation.every for evaluation in evaluations_of_edge(plan, edge)])
+            for edge in fetched_edges(plan)
         }
         self.turns: dict[int, Turn] = {}
         self.left = {-1: 0.0}  # by iteration: when its functions had ended and its states were known
@@ -103,8 +110,8 @@ class SimulatedDriver(PoolProgress):
             for node in plan.graph.nodes
             if plan.placement(node.name).pool == FUNCTIONS and node.verb != "source"
         ]
-        self.around = costs.around(plan).value + costs.taken(plan, functions).value
-        self.refills = bool(looping(plan.graph)[0])
+        self.around = costs.iteration_overhead(plan).value + costs.function_seconds_of_ranks(plan, functions).value
+        self.refills = bool(find_refill(plan.graph)[0])
         self.knowing = [
             pool for pool in self.others if any(instruction.op == "AGAIN" for instruction in self.streams.get(pool, ()))
         ]

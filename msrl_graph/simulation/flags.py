@@ -13,7 +13,7 @@ from ..ir.plan import Plan
 from . import simulate, simulation_text
 
 
-def simulated(plan: Plan, options: argparse.Namespace, width: int, colour: bool) -> str:
+def simulate_by_flags(plan: Plan, options: argparse.Namespace, width: int, colour: bool) -> str:
     """Simulate by the flags, write the trace if one is wanted, and return the text.
 
     Raises Fault.

@@ -16,8 +16,8 @@ from ..cost import transfers as costs
 from ..ir.attributes import SampleEdgeAttributes, UpdateAttributes
 from ..ir.graph import Node
 from ..ir.plan import ControllerSpec, Plan, Traffic
-from ..ir.row_assignment import Units, deal
-from ..ir.sequences import weighs
+from ..ir.row_assignment import Units, assign_units
+from ..ir.sequences import length_columns
 from .rows import RowSampler
 
 Lengths = Mapping[str, list[int]]  # by token column, of the rows of an iteration
@@ -79,7 +79,7 @@ class SimulatedDocks:
         level = graph.level(node)
         rows = self.rows(level)
         unit_tokens = [0.0] * units
-        for name, times in weighs(graph, node).items():
+        for name, times in length_columns(graph, node).items():
             column = graph.column(name)
             known = lengths.get(next((dim.like for dim in column.dims if dim.like), name))
             below = graph.fan(level, column.level)
@@ -109,7 +109,7 @@ class SimulatedDocks:
                 hosts,
                 [tokens[unit] for unit in chosen] if balanced else None,
             )
-            shares = deal(shared, [0] * controller.groups, had=load)
+            shares = assign_units(shared, [0] * controller.groups, had=load)
             load[:] = [load_before + shared.load(part) for load_before, part in zip(load, shares, strict=True)]
             return [[chosen[index] for index in part] for part in shares]
 

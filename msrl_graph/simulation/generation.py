@@ -82,7 +82,7 @@ def generate(
     return result
 
 
-def tail(stretches: Iterable[tuple[float, float, int]]) -> float:
+def tail_share(stretches: Iterable[tuple[float, float, int]]) -> float:
     """Return the share of the time in which fewer than half of the peak are live.
 
     Live are sequences; the time is from the first start to the last end.

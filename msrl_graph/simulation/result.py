@@ -136,7 +136,7 @@ class Simulation:
         """
         return {
             **{pool.name: pool.devices for pool in self.plan.pools},
-            FUNCTIONS: self.plan.cluster.nodes * async_schedule.lanes(self.plan),
+            FUNCTIONS: self.plan.cluster.nodes * async_schedule.count_lanes(self.plan),
         }
 
     def idle(self, pool: str) -> float:

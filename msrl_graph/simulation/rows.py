@@ -40,7 +40,7 @@ def keys(prefix: Sequence[int], numbers: range) -> list[int]:
     return [_mix(state ^ _mix(number + 0x9E3779B97F4A7C15 & _MASK)) for number in numbers]
 
 
-def stream(seed: int, purpose: str, name: str) -> int:
+def stream_key(seed: int, purpose: str, name: str) -> int:
     """Return the key of a run's stream, as `noise.RandomStream` makes it.
 
     It does not load numpy.
@@ -49,12 +49,12 @@ def stream(seed: int, purpose: str, name: str) -> int:
     return key(seed, int.from_bytes(digest, "little"))
 
 
-def share(bits: int) -> float:
+def to_unit_interval(bits: int) -> float:
     """Map 64 bits to a number in (0, 1)."""
     return ((bits >> 12) + 0.5) * 2.0**-52
 
 
-def number(name: str) -> int:
+def name_number(name: str) -> int:
     """Return the number of a name in a key."""
     return zlib.crc32(name.encode())
 
@@ -80,7 +80,8 @@ class RowSampler:
                 lengths = (source.of(iteration, row, rows) for row in range(rows))
             case Distribution():
                 lengths = (
-                    source.at(share(bits)) for bits in keys((self.specs.seed, number(column), iteration), range(rows))
+                    source.at(to_unit_interval(bits))
+                    for bits in keys((self.specs.seed, name_number(column), iteration), range(rows))
                 )
         return [min(most, max(1, round(length))) for length in lengths]
 
@@ -89,7 +90,8 @@ class RowSampler:
         stragglers = self.specs.stragglers
         return (
             stragglers.factor
-            if stragglers.share and share(key(self.specs.seed, number("stragglers"), device)) < stragglers.share
+            if stragglers.share
+            and to_unit_interval(key(self.specs.seed, name_number("stragglers"), device)) < stragglers.share
             else 1.0
         )
 
@@ -99,12 +101,12 @@ class RowSampler:
         if distribution is None:
             return [0.0] * rows
         return [
-            max(0.0, distribution.at(share(bits)))
-            for bits in keys((self.specs.seed, number(node), iteration), range(rows))
+            max(0.0, distribution.at(to_unit_interval(bits)))
+            for bits in keys((self.specs.seed, name_number(node), iteration), range(rows))
         ]
 
     def mini_batches(self, node: str, iteration: int, epoch: int, units: int, size: int) -> list[list[int]]:
         """Return the units of each round of an update, ascending."""
-        drawn = keys((stream(self.specs.seed, "mini_batch", node), iteration, epoch), range(units))
+        drawn = keys((stream_key(self.specs.seed, "mini_batch", node), iteration, epoch), range(units))
         order = [unit for _, unit in sorted(zip(drawn, range(units), strict=True))]
         return [sorted(order[begin : begin + size]) for begin in range(0, units, size)]

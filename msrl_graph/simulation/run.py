@@ -23,7 +23,7 @@ from ..ir.sequences import token_columns
 from .assumptions import Specs
 from .driver import SimulatedDriver
 from .flow import Lengths, RowTimes, SimulatedDocks
-from .generation import tail
+from .generation import tail_share
 from .iteration import Turn
 from .lanes import Lanes, LaneSpan
 from .nodes import ModelNode, NodeTiming
@@ -177,7 +177,7 @@ class Simulator:
 
     def _make_iteration(self, turn: Turn, before: float, end: float) -> Iteration:
         generates = [node.name for node in self.plan.graph.verb("generate")]
-        tails = [tail(turn.ran[name].stretches) for name in generates]
+        tails = [tail_share(turn.ran[name].stretches) for name in generates]
         prompt, response = self._count_tokens(turn.lengths)
         behind = [turn.number - version for version in turn.versions]
         return Iteration(
@@ -281,7 +281,9 @@ class Simulator:
         if node.verb == "source":
             return NodeTiming(RowTimes.at(level, self.flow.rows(level), turn.base), "")
         # The overhead of a call; on a CPU cluster it counts as the ranks' (SimulatedDriver.around).
-        call = costs.function(self.plan, self.plan.cluster.nodes).value * (not self.plan.cluster.device.kind.is_host)
+        call = costs.function_overhead(self.plan, self.plan.cluster.nodes).value * (
+            not self.plan.cluster.device.kind.is_host
+        )
         seconds = [call + own_seconds for own_seconds in self.draws.seconds(name, turn.number, self.flow.rows(level))]
         calls = concurrent_calls(node, self.plan.deploy.run.function_workers, read_signature(node))
         together = self.plan.graph.fan(level, self.plan.graph.unit_level(node))  # rows per call

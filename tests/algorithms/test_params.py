@@ -6,7 +6,7 @@ import pytest
 
 from msrl_graph import algorithms, check
 from msrl_graph.compiler.pipeline import translate
-from msrl_graph.compiler.sources import read
+from msrl_graph.compiler.sources import read_source
 from msrl_graph.ir.attributes import GenerateAttributes, UpdateAttributes
 
 NAMES = sorted(path.stem for path in Path(algorithms.FOLDER).glob("*.rlg"))
@@ -17,7 +17,7 @@ OF_PAIRS = {"bradley_terry", "dpo"}
 
 def graph(name, **sets):
     """The graph of an algorithm of the package; a param that has no effect is told of as a warning."""
-    result = translate(read(name), sets={key: str(value) for key, value in sets.items()}, until="graph")
+    result = translate(read_source(name), sets={key: str(value) for key, value in sets.items()}, until="graph")
     assert not [w for w in result.warnings if w.code == "unused-param"], name
     return result.graph
 
@@ -84,7 +84,7 @@ def test_a_statement_that_takes_the_place_of_a_param_is_told_when_it_is_set(tmp_
     path = tmp_path / "mine.rlg"
     path.write_text(text)
     (told,) = [
-        w for w in translate(read(path), sets={"lr": "1e-3"}, until="graph").warnings if w.code == "unused-param"
+        w for w in translate(read_source(path), sets={"lr": "1e-3"}, until="graph").warnings if w.code == "unused-param"
     ]
     assert "`lr` is set, but nothing in `mine` uses it" in told.message
-    assert not translate(read(path), until="graph").warnings  # and only then
+    assert not translate(read_source(path), until="graph").warnings  # and only then

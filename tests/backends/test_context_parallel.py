@@ -47,7 +47,7 @@ def working(rank):
             return None
         ring_attention.KERNELS = kernels
         packed = packed_rows(rows)
-        tree = prefix_tree.tree(packed)
+        tree = prefix_tree.build_tree(packed)
         draw = torch.Generator().manual_seed(0)
         shapes = [(HEADS, len(tree.ids), 8), *[(kv_heads, len(tree.ids), 8)] * 2, (len(tree.before), HEADS, 8)]
         *states, slope = (torch.randn(s, generator=draw, dtype=torch.float64).to(dtype) for s in shapes)

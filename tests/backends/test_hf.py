@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.spec import ForwardRequest, Shard, collected
+from msrl_graph.backends.spec import ForwardRequest, Shard, collect_responses
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
-from msrl_graph.sharding.layout import Layout, Side, full, shard, slices
+from msrl_graph.sharding.layout import Layout, Side, full_box, shard, slices
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_greedy_agrees_with_transformers(generator):
     from transformers import AutoModelForCausalLM
 
     net = AutoModelForCausalLM.from_pretrained(EXAMPLE / "model")
-    got, _ = collected(generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0)))
+    got, _ = collect_responses(generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0)))
     for prompt, tokens in zip(PROMPTS, got, strict=True):
         out = net.generate(torch.from_numpy(prompt)[None], max_new_tokens=5, do_sample=False)
         assert list(tokens) == out[0, len(prompt) :].tolist()
@@ -40,7 +40,7 @@ def test_greedy_agrees_with_transformers(generator):
 def test_draws_follow_the_distribution(generator):
     """The first token of one prompt, drawn 4,000 times, against the softmax."""
     logits = transformer_logits(PROMPTS[1], 0.8)
-    got, _ = collected(
+    got, _ = collect_responses(
         generator.generate([PROMPTS[1]], np.arange(4000), sampling(samples=4000, max_tokens=1, temperature=0.8))
     )
     counts = np.bincount([t[0] for t in got], minlength=16)
@@ -52,13 +52,13 @@ def test_draws_follow_the_distribution(generator):
 def test_top_k_and_top_p_leave_only_the_likeliest(generator):
     share = transformer_logits(PROMPTS[1], 2.0).softmax(-1)
     order = share.argsort(descending=True).tolist()
-    drawn, _ = collected(
+    drawn, _ = collect_responses(
         generator.generate(
             [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3)
         )
     )
     assert {int(t[0]) for t in drawn} == set(order[:3])
-    drawn, _ = collected(
+    drawn, _ = collect_responses(
         generator.generate(
             [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_p=0.5)
         )
@@ -66,7 +66,7 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generator):
     nucleus = [t for i, t in enumerate(order) if share[order[:i]].sum() < 0.5]
     assert {int(t[0]) for t in drawn} == set(nucleus)
     # Both: the nucleus is one of what the k likeliest are together.
-    drawn, _ = collected(
+    drawn, _ = collect_responses(
         generator.generate(
             [PROMPTS[1]], np.arange(2000), sampling(samples=2000, max_tokens=1, temperature=2.0, top_k=3, top_p=0.8)
         )
@@ -79,7 +79,7 @@ def test_top_k_and_top_p_leave_only_the_likeliest(generator):
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.7}, {"temperature": 2.0, "top_k": 3, "top_p": 0.9}])
 def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, changes):
     engine = engines.trainer(model())
-    tokens, logps = collected(generator.generate(PROMPTS, np.arange(12), sampling(samples=4, **changes)))
+    tokens, logps = collect_responses(generator.generate(PROMPTS, np.arange(12), sampling(samples=4, **changes)))
     prompts = ragged([PROMPTS[i // 4] for i in range(12)], np.int32)
     packed = pack([prompts], [ragged(tokens, np.int32)], np.arange(12))
     (found,) = engine.score([packed], ForwardRequest(changes.get("temperature", 1.0)))
@@ -89,7 +89,7 @@ def test_drawn_tokens_have_the_log_probability_of_the_whole_softmax(generator, c
 
 def test_an_update_is_told_the_entropy_of_each_token(generator):
     engine = engines.trainer(model(), optimizer=adamw(lr=0.0))
-    tokens, _ = collected(generator.generate(PROMPTS, np.arange(12), sampling(samples=4)))
+    tokens, _ = collect_responses(generator.generate(PROMPTS, np.arange(12), sampling(samples=4)))
     packed = pack([ragged([PROMPTS[i // 4] for i in range(12)], np.int32)], [ragged(tokens, np.int32)], np.arange(12))
     (found,) = engine.score([packed], ForwardRequest(0.8, best=16))
     assert found.entropy is None and engine.score([packed], ForwardRequest(0.8))[0].entropy is None  # nobody asks
@@ -107,16 +107,16 @@ def test_an_update_is_told_the_entropy_of_each_token(generator):
 
 
 def test_at_temperature_0_a_token_is_sure(generator):
-    _, logps = collected(generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0)))
+    _, logps = collect_responses(generator.generate(PROMPTS, np.arange(3), sampling(temperature=0.0)))
     assert not np.concatenate(logps).any()
 
 
 def test_each_response_has_its_own_temperature(generator):
     """A row draws what it would draw among rows of one temperature, those at 0 the likeliest tokens."""
     heat = np.array([0, 1, 2, 0.5, 0, 1], np.float32)
-    mixed, logps = collected(generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=heat)))
+    mixed, logps = collect_responses(generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=heat)))
     for value in np.unique(heat):
-        alone, expected = collected(
+        alone, expected = collect_responses(
             generator.generate(PROMPTS, np.arange(6), sampling(samples=2, temperature=float(value)))
         )
         for i in np.flatnonzero(heat == value):
@@ -168,7 +168,7 @@ def test_only_the_boxes_are_read_and_what_is_missing_is_named(tmp_path):
     for piece in shards:
         assert torch.equal(piece.tensor, whole[piece.name][slices(piece.box)])
     with pytest.raises(FileNotFoundError, match=r"no weights for model\.none\.weight"):
-        hf_modules.fill(m, [*shards, Shard("model.none.weight", full((2, 2)), torch.empty(2, 2))])
+        hf_modules.fill(m, [*shards, Shard("model.none.weight", full_box((2, 2)), torch.empty(2, 2))])
 
 
 def test_dropout_in_a_config_makes_no_noise(tmp_path):

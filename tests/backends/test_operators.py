@@ -13,7 +13,7 @@ from place import EXAMPLE
 from msrl_graph import compile
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
-from msrl_graph.backends.spec import Act, ForwardRequest, Sampling, collected
+from msrl_graph.backends.spec import Act, ForwardRequest, Sampling, collect_responses
 from msrl_graph.runtime.calibrate.probes import operators
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -60,7 +60,9 @@ def test_a_generator_calls_as_many_operators_as_its_spec_says() -> None:
     prompts = [np.arange(3, 9, dtype=np.int32)] * 2
 
     def generate(tokens: int) -> int:
-        return operators(lambda: collected(engine.generate(prompts, np.arange(4), Sampling(2, tokens, 1.0, 1.0, 0))))
+        return operators(
+            lambda: collect_responses(engine.generate(prompts, np.arange(4), Sampling(2, tokens, 1.0, 1.0, 0)))
+        )
 
     one = generate(1)
     five = generate(5)

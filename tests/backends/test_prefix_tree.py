@@ -27,7 +27,7 @@ def packed_rows(rows):
 
 @given(rows_of_tokens)
 def test_each_beginning_is_one_node(rows):
-    found = prefix_tree.tree(packed_rows(rows))
+    found = prefix_tree.build_tree(packed_rows(rows))
     beginnings = {tuple((c + r)[:n]) for c, r in rows if r for n in range(1, len(c) + len(r))}
     beginnings.add((rows[0][0][0],))
     # A node's beginning, read off the row in which it stands.
@@ -65,9 +65,9 @@ def test_values_and_gradients_are_those_of_padded_rows(window):
         model.zero_grad()
         if shared:
             prefix_tree.prepare(model)
-            found = prefix_tree.tree(packed)
+            found = prefix_tree.build_tree(packed)
             assert len(found.ids) < len(packed["ids"]) / 1.5
-            hidden = prefix_tree.states(model.model, found)[found.before]
+            hidden = prefix_tree.compute_states(model.model, found)[found.before]
         else:
             ids = torch.nested.nested_tensor_from_jagged(packed["ids"], packed["offsets"]).to_padded_tensor(0)
             states = model.model(input_ids=ids, use_cache=False).last_hidden_state

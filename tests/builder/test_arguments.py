@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, check, compile, parse, to_rlg
-from msrl_graph.dsl.ast import same
+from msrl_graph.dsl.ast import same_tree
 
 MINE = Algorithm("mine", extends="grpo")
 POD = Cluster("pod", device="cpu")
@@ -147,7 +147,7 @@ def test_any_argument_is_taken_or_refused_at_its_line(method: Callable[..., Any]
         )
         return
     program = made if isinstance(method, type) else on[0]
-    assert same(program.tree(), parse(to_rlg(program), "p.rlg"))
+    assert same_tree(program.tree(), parse(to_rlg(program), "p.rlg"))
 
 
 @settings(max_examples=40)

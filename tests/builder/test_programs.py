@@ -33,7 +33,7 @@ from msrl_graph import (
 )
 from msrl_graph.diagnostics import NOWHERE, Span
 from msrl_graph.dsl import ast
-from msrl_graph.dsl.ast import moved, same
+from msrl_graph.dsl.ast import map_spans, same_tree
 from msrl_graph.emit.text import plan_text
 from msrl_graph.ir.plan import Plan
 
@@ -174,7 +174,7 @@ def test_the_table_of_the_page_on_python_is_true() -> None:
         )
         said = [m for m in re.findall("`(.*?)`", left) if " " in m and "…" not in m]
         statements = [
-            moved(parse(f"{head} {{ {text} }}", "p.rlg").items[0], lambda _: NOWHERE).body[0] for text in said
+            map_spans(parse(f"{head} {{ {text} }}", "p.rlg").items[0], lambda _: NOWHERE).body[0] for text in said
         ]  # type: ignore[union-attr]
         for call in re.findall(r"`([ade]\..*?)`", right):
             if "…" not in call:
@@ -183,7 +183,7 @@ def test_the_table_of_the_page_on_python_is_true() -> None:
                 made = {"a": a, "d": d, "e": Deploy(extends=d, name="more")}
                 eval(call, made)
                 (built,) = made[call[0]]._body
-                assert moved(built, lambda _: NOWHERE) in statements, call
+                assert map_spans(built, lambda _: NOWHERE) in statements, call
                 checked += 1
     assert len(rows) > 20 and checked > len(rows)
 
@@ -306,7 +306,7 @@ deploy mine on pod as try {
     assert to_rlg(d) == written
 
     # What Python says is the very tree that the text gives.
-    assert same(d.tree(), parse(written, "p.rlg"))
+    assert same_tree(d.tree(), parse(written, "p.rlg"))
 
 
 def test_an_imported_program_is_read_beside_the_python_file(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_preset_and_a_folder_are_not_compared() -> None:
 
 
 def test_every_preset_has_a_tokenizer() -> None:
-    assert [name for name in presets.PRESETS if presets.tokenizer(name) is None] == ["tiny"]
+    assert [name for name in presets.PRESETS if presets.find_tokenizer_name(name) is None] == ["tiny"]
 
 
 BETWEEN = """\

@@ -93,7 +93,7 @@ def test_a_layout_loses_nothing_of_a_program_and_leaves_a_broken_one(name: str, 
         assert fmt.main([str(path)]) == 1 and path.read_bytes() == text.encode()
         return
     assert fmt.main([str(path)]) == 0
-    assert ast.same(parse(path.read_text(encoding="utf-8"), "p.rlg"), tree)
+    assert ast.same_tree(parse(path.read_text(encoding="utf-8"), "p.rlg"), tree)
 
 
 SCRATCH: list[Path] = []

@@ -10,7 +10,7 @@ from folders import ROOT
 
 from msrl_graph import compile
 from msrl_graph.cli import compile_main, run_main
-from msrl_graph.runtime.data.dataset import LOOKED
+from msrl_graph.runtime.data.dataset import PREVIEW_ROWS
 from msrl_graph.runtime.driver import supervisor
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
@@ -146,9 +146,9 @@ def test_data_that_are_missing_are_told_once(data, tmp_path, capsys, monkeypatch
             ("train.jsonl has 9 usable rows, and an iteration begins with 64 prompts",),
         ),
         (
-            LOOKED // 2 + 1,
-            LOOKED,
-            f"source: 501 of the first {LOOKED:,} rows are left out: ",
+            PREVIEW_ROWS // 2 + 1,
+            PREVIEW_ROWS,
+            f"source: 501 of the first {PREVIEW_ROWS:,} rows are left out: ",
             ("train.jsonl: 501 of the first 1,000 rows",),
         ),
     ],
@@ -181,11 +181,11 @@ CHAT = [{"role": "user", "content": "1+1="}]
     ("rows", "tokenizer", "told"),
     [
         (
-            [{**ROW, "prompt": "11+11+11="}] * (LOOKED + 1),
+            [{**ROW, "prompt": "11+11+11="}] * (PREVIEW_ROWS + 1),
             "",
             "no-data]: no row of train.jsonl is short enough to be used",
         ),
-        ([{**ROW, "prompt": "11+11+11="}] * LOOKED + [ROW], "", None),
+        ([{**ROW, "prompt": "11+11+11="}] * PREVIEW_ROWS + [ROW], "", None),
         (
             [ROW, {**ROW, "prompt": CHAT}],
             "",

@@ -45,21 +45,21 @@ def made(rank, _, text, expected):
 )
 def test_a_rank_makes_as_many_groups_as_are_counted(statements, counts):
     plan = planned(statements, 4)
-    counted = {p.name: groups.number(plan, ENGINES, p.name) for p in plan.pools}
+    counted = {p.name: groups.count_groups(plan, ENGINES, p.name) for p in plan.pools}
     ranks.run(4, made, plan.to_json(), counted)
     assert tuple(counted.values()) == counts
 
 
 def test_one_rank_has_none():
     plan = planned("", 1)
-    assert groups.number(plan, ENGINES, plan.pools[0].name) == 0
+    assert groups.count_groups(plan, ENGINES, plan.pools[0].name) == 0
 
 
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
 def test_on_ascend_each_has_its_buffers_in_every_phase_and_elsewhere_none_is_known():
     program = PROGRAM.replace('device = "cpu"', 'device = "ascend-910b"')
     plan = compile(EXAMPLE / "p.rlg", text=program)
-    number = groups.number(plan, ENGINES, "devices")
+    number = groups.count_groups(plan, ENGINES, "devices")
     assert number == 4  # of vLLM tp, of an optimizer or FSDP dp, of the edge two
     held = {m.items[groups.BUFFERS] for m in plan.memory if m.place == "device"}
     assert held == {number * 2 * 200 * 2**20} == {number * ASCEND.group_bytes}

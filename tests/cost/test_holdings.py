@@ -9,7 +9,7 @@ import pytest
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
 from msrl_graph.cost import holdings
-from msrl_graph.cost.offloading import by_parts
+from msrl_graph.cost.offloading import step_moments
 from msrl_graph.ir.plan import Plan
 from msrl_graph.simulation import simulate
 
@@ -63,7 +63,7 @@ def test_an_optimizer_in_host_memory_comes_in_parts_to_either() -> None:
         assert "actor optimizer" not in holdings.resident(plan, ENGINES, plan.placement(node).pool, node)
     for node in ("more", "actor.update"):  # a part, and the next one
         made = holdings.work(plan, ENGINES, node)
-        (step,) = by_parts(made, 0).values()
+        (step,) = step_moments(made, 0).values()
         assert made.optimizer_away == whole and 7 < whole / step["optimizer's parts"] < 9
 
 

@@ -9,7 +9,7 @@ from msrl_graph.backends import prefix_tree
 from msrl_graph.cost.lengths import Rows
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
-from msrl_graph.runtime.rank.packing import distinct
+from msrl_graph.runtime.rank.packing import count_distinct
 
 PROMPTS = 48
 SAMPLES = 8
@@ -31,13 +31,13 @@ def of(prompts: list[np.ndarray], found: list[np.ndarray]) -> Rows:
     """As runtime/metrics/predicted.py makes them of a run's metrics."""
     prompt = sum(map(len, prompts))
     response = sum(map(len, found))
-    beginnings, _ = distinct(prompts, np.zeros(len(prompts), int))
-    tokens, rows = distinct(found, np.arange(len(found)) // SAMPLES)
+    beginnings, _ = count_distinct(prompts, np.zeros(len(prompts), int))
+    tokens, rows = count_distinct(found, np.arange(len(found)) // SAMPLES)
     return Rows(len(found), prompt, response, 0.0, 0.0, prompt - beginnings, response - tokens, len(found) - rows)
 
 
 def nodes(prompts: list[np.ndarray], found: list[np.ndarray], some: np.ndarray) -> int:
-    return len(prefix_tree.tree(pack([ragged(prompts, np.int32)], [ragged(found, np.int32)], some)).ids)
+    return len(prefix_tree.build_tree(pack([ragged(prompts, np.int32)], [ragged(found, np.int32)], some)).ids)
 
 
 @pytest.mark.parametrize("spread", [0.3, 1.0, 5.0])

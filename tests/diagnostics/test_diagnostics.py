@@ -16,7 +16,7 @@ from diagnostic_files import ELSEWHERE
 from language import TESTS, context, diagnose, head, told
 
 from msrl_graph import codes
-from msrl_graph.compiler.sources import texts
+from msrl_graph.compiler.sources import collect_texts
 from msrl_graph.diagnostics import render
 
 BLOCK = re.compile(r"```rlg\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
@@ -32,7 +32,7 @@ def shown(program: str) -> str:
             # What the passes, and the checks of a run, tell of a program whose text is right; those of the text are
             # told already.
             found += [d for d in told(program, FOLDER) if d.severity == "error" or d.code in PLACED]
-        sources = {**texts(None, found), "program.rlg": program}
+        sources = {**collect_texts(None, found), "program.rlg": program}
     return "".join(render(d, sources) + "\n" for d in found)
 
 

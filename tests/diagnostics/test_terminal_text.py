@@ -10,7 +10,7 @@ from language import TESTS
 from msrl_graph import compile
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.diagnostics import Diagnostic, Span, render
-from msrl_graph.diagnostics.terminal_text import SIGNS, shown
+from msrl_graph.diagnostics.terminal_text import SIGNS, make_printable
 from msrl_graph.emit.dot import dot_text
 from msrl_graph.emit.html import plan_html
 from msrl_graph.emit.picture import plan_picture
@@ -31,7 +31,9 @@ def safe(text):
 
 
 def test_text_of_several_lines_keeps_them():
-    assert shown("one\n\ttwo \x1b[2J\r\n") == "one\n\ttwo ␛[2J␍\n" and safe(shown(BAD)) == "a␛[31m␇␡�b"
+    assert (
+        make_printable("one\n\ttwo \x1b[2J\r\n") == "one\n\ttwo ␛[2J␍\n" and safe(make_printable(BAD)) == "a␛[31m␇␡�b"
+    )
 
 
 @pytest.mark.parametrize("style", ["full", "concise"])

@@ -244,9 +244,9 @@ def test_functions_of_a_base_lie_beside_its_file(tmp_path: Any) -> None:
     (tmp_path / "far" / "base.rlg").write_text(written("base", base))
     (tmp_path / "own.rlg").write_text('import "far/base.rlg"\n' + written("own", [], "base"))
     from msrl_graph.compiler.pipeline import translate
-    from msrl_graph.compiler.sources import read
+    from msrl_graph.compiler.sources import read_source
 
-    graph = translate(read(tmp_path / "own.rlg"), until="graph").graph
+    graph = translate(read_source(tmp_path / "own.rlg"), until="graph").graph
     assert graph is not None and str(graph.node("host.reward").attributes["call"].value).endswith("far/mine.py:score")
 
 

@@ -79,7 +79,7 @@ def mutated(text: str, gap: Callable[[str, bool, bool], str]) -> str:
 def holds(text: str) -> str:
     """What a layout promises; gives it."""
     new = format(text, "p.rlg")
-    assert ast.same(parse(text, "p.rlg"), parse(new, "p.rlg"))
+    assert ast.same_tree(parse(text, "p.rlg"), parse(new, "p.rlg"))
     assert comments(new) == comments(text)
     assert format(new, "p.rlg") == new
     assert new.endswith("\n") and not new.startswith("\n") and not new.endswith("\n\n")
@@ -146,7 +146,7 @@ def test_white_space_and_comments_anywhere_lose_nothing(name: str, rng: random.R
 @PROPERTY
 @given(FILES, RNG, st.sampled_from([0, 0.1]))
 def test_programs_of_any_shape_lose_nothing(tree: ast.File, rng: random.Random, share: float) -> None:
-    assert ast.same(parse(holds(strewn(write(tree), rng, share)), "p.rlg"), tree)
+    assert ast.same_tree(parse(holds(strewn(write(tree), rng, share)), "p.rlg"), tree)
 
 
 @PROPERTY

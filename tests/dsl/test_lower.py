@@ -17,7 +17,7 @@ from msrl_graph.ir.graph import Column, Dimension, Edge, Expr, Graph
 from msrl_graph.ir.metric_names import METRICS
 from msrl_graph.ir.options import DockOptions, ReshardOptions, Run
 from msrl_graph.ir.plan import EngineChoice
-from msrl_graph.ir.signatures import signatures
+from msrl_graph.ir.signatures import read_signatures
 from msrl_graph.sharding.layout import Layout
 
 PAGE = (TESTS / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
@@ -327,7 +327,7 @@ def test_every_program_of_the_language_is_lowered(path: Path) -> None:
     ],
 )
 def test_an_option_has_the_type_of_its_annotation(annotation: str, kind: str | None, words: tuple[str, ...]) -> None:
-    (option,) = signatures(f"def f(reward, *, given: {annotation} = None): ...")["f"].options
+    (option,) = read_signatures(f"def f(reward, *, given: {annotation} = None): ...")["f"].options
     assert (option.kind, option.words) == (kind, words)
 
 

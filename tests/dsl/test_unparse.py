@@ -11,7 +11,7 @@ from trees import FILES
 
 from msrl_graph import algorithms
 from msrl_graph.dsl import ast
-from msrl_graph.dsl.ast import same
+from msrl_graph.dsl.ast import same_tree
 from msrl_graph.dsl.parse import parse
 from msrl_graph.dsl.unparse import write
 
@@ -22,7 +22,7 @@ REAL = [*PROGRAMS, *sorted(algorithms.FOLDER.glob("*.rlg")), *sorted((TESTS.pare
 def test_a_program_is_itself_again(path: Any) -> None:
     tree = parse(path.read_text(encoding="utf-8"), "p.rlg")
     text = write(tree)
-    assert same(parse(text, "p.rlg"), tree)
+    assert same_tree(parse(text, "p.rlg"), tree)
     assert write(parse(text, "p.rlg")) == text
 
 
@@ -60,4 +60,4 @@ def test_numbers_and_strings_stay_what_they_are() -> None:
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(FILES)
 def test_any_tree_is_itself_again(tree: ast.File) -> None:
-    assert same(parse(write(tree), "p.rlg"), tree)
+    assert same_tree(parse(write(tree), "p.rlg"), tree)

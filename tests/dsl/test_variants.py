@@ -9,7 +9,7 @@ import pytest
 from language import PROGRAMS, context, lowered
 
 from msrl_graph import Cluster, Deploy, Fault, Imported, compile, parse, to_rlg
-from msrl_graph.dsl.ast import same
+from msrl_graph.dsl.ast import same_tree
 
 SWEEP = next(p for p in PROGRAMS if p.stem == "sweep").read_text()
 HEAD = SWEEP[: SWEEP.index("deploy wide")]
@@ -125,7 +125,7 @@ def test_the_same_is_said_in_python() -> None:
         4,
     )
     assert plan.graph.params["prompts"] == 256 and plan.deploy.layouts["actor.update"].tp == 4
-    assert same(last.tree(), parse(to_rlg(last), "p.rlg"))
+    assert same_tree(last.tree(), parse(to_rlg(last), "p.rlg"))
     assert "deploy last extends other {" in to_rlg(
         last
     ) and "  drop layout actor.update\n  drop set prompts\n" in to_rlg(last)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from msrl_graph import compile
 from msrl_graph.cli import compile_main
 from msrl_graph.compiler.pipeline import translate
-from msrl_graph.compiler.sources import read
+from msrl_graph.compiler.sources import read_source
 from msrl_graph.emit.dot import dot_text
 from msrl_graph.emit.html import fragment, graph_html, placed_html, plan_html
 from msrl_graph.emit.layered_layout import draw
@@ -147,7 +147,7 @@ def test_a_state_leads_from_who_sets_it_to_who_reads_it() -> None:
     text = (PROGRAMS / "curriculum.rlg").read_text(encoding="utf-8")
     deploy = 'deploy curriculum on one { model policy = "tiny"\n data source = "train.jsonl" }'
     plan = translate(
-        read("curriculum.rlg", f'{text}cluster one {{ device = "cpu", devices_per_node = 2 }}\n{deploy}')
+        read_source("curriculum.rlg", f'{text}cluster one {{ device = "cpu", devices_per_node = 2 }}\n{deploy}')
     ).plan
     assert plan is not None
     for picture in every(plan):
@@ -175,7 +175,7 @@ def test_what_is_no_graph_has_no_picture(arguments: list[str], form: str) -> Non
 
 
 def programs_graph() -> Graph:
-    graph = translate(read("grpo"), until="graph").graph
+    graph = translate(read_source("grpo"), until="graph").graph
     assert graph is not None
     return graph
 

@@ -13,10 +13,10 @@ from folders import TESTS
 
 from msrl_graph import compile
 from msrl_graph.compiler.pipeline import translate
-from msrl_graph.compiler.sources import read
+from msrl_graph.compiler.sources import read_source
 from msrl_graph.emit import json as emit_json
 from msrl_graph.emit.humanize import duration, size
-from msrl_graph.emit.placed_graph import placed
+from msrl_graph.emit.placed_graph import build_placed_graph
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import graph_text, placed_text, plan_text
 from msrl_graph.ir.plan import Plan, from_json
@@ -102,14 +102,14 @@ def test_json_of_every_stage() -> None:
     assert plan["reshards"][0]["released_bytes_per_device"] == PLAN.reshards[0].released_bytes_per_device
     assert plan["reshards"][0]["peak_bytes_per_device"] == PLAN.reshards[0].peak_bytes_per_device
     assert json.loads(emit_json.graph_json(PLAN.graph))["graph"]["name"] == "grpo"
-    tree = json.loads(emit_json.tree_json(translate(read("a.rlg", TEXT), until="ast").tree))
+    tree = json.loads(emit_json.tree_json(translate(read_source("a.rlg", TEXT), until="ast").tree))
     assert [i["is"] for i in tree["ast"]["items"]] == ["Algorithm", "Cluster", "Deploy"]
     shown = json.loads(emit_json.placed_json(PLAN))
     assert {n["kind"] for n in shown["nodes"]} == {"state", "dock", "allgather_swap"}
 
 
 def test_every_edge_of_the_placed_graph_goes_through_what_the_passes_put_in() -> None:
-    vertices, arcs = placed(PLAN)
+    vertices, arcs = build_placed_graph(PLAN)
     names = {v.name for v in vertices}
     states = {v.name for v in vertices if v.kind == "state"}
     assert all(a.src in names and a.dst in names and not {a.src, a.dst} <= states for a in arcs)

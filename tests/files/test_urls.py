@@ -21,7 +21,7 @@ from msrl_graph.cli import compile_main, run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.files import urls
 from msrl_graph.runtime.driver.distributed_checkpoint import HERE, DistributedCheckpoint
-from msrl_graph.runtime.weights.checkpoint import newest, sound
+from msrl_graph.runtime.weights.checkpoint import find_newest, verify
 
 PROGRAM = (EXAMPLE / "grpo.rlg").read_text()
 
@@ -79,7 +79,7 @@ def test_a_file_is_fetched_once_and_again_when_it_has_changed(server, cache):
     first = urls.copy(url)
     assert first.read_text() == "one" and first == urls.copy(url) and first.is_relative_to(cache)
     assert [p for c, p in server.asked if c == "GET"] == ["/a.jsonl"]
-    pin = urls.pinned(url)
+    pin = urls.pin_version(url)
     assert urls.copy(pin) == first
     (server.folder / "a.jsonl").write_text("another")
     assert urls.copy(url).read_text() == "another" and first.read_text() == "one"
@@ -257,7 +257,7 @@ def test_a_checkpoint_is_seen_at_a_url_when_all_of_it_is_there(tmp_path, monkeyp
 
     def written(iteration):
         folder = save(tmp_path / "copy", plan, iteration, keep=2)
-        parted.written_files = {HERE: [f.name for f in sound(folder).files]}
+        parted.written_files = {HERE: [f.name for f in verify(folder).files]}
         return folder
 
     for iteration in (1, 2):
@@ -275,10 +275,10 @@ def test_a_checkpoint_is_seen_at_a_url_when_all_of_it_is_there(tmp_path, monkeyp
         monkeypatch.setattr(LocalFileSystem, "put_file", some)
         with pytest.raises(OSError, match=r"^nothing can be written at `file://.*`: PermissionError: no more$"):
             parted.send(third, url)
-        assert newest(there)[0].name == "000002" and (there / "checkpoints" / "000003").is_dir()
+        assert find_newest(there)[0].name == "000002" and (there / "checkpoints" / "000003").is_dir()
     monkeypatch.undo()
     parted.send(third, url)
-    assert newest(there)[0].name == "000003"
+    assert find_newest(there)[0].name == "000003"
     assert sorted(p.name for p in (there / "checkpoints").iterdir()) == ["000000", "000002", "000003"]
 
 
@@ -295,7 +295,7 @@ def test_a_run_from_urls_into_a_url_goes_on_from_there(place, server, cache):
     code, out, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", url, **environment)
     assert code == 0 and f"results in {url}\n" in out, err
     first = metrics(there)
-    assert len(first) == 2 and sound(there / "checkpoints" / "000002").iteration == 2
+    assert len(first) == 2 and verify(there / "checkpoints" / "000002").iteration == 2
     assert {p.name for p in there.iterdir()} >= {"logs", "plan.json", "weights", "curve.png", "trace.json"}
     code, out, err = place.run("p.rlg", *SMALL, "--iterations", "3", "--resume", url, **environment)
     assert code == 0 and f"results in {url}\n" in out, err

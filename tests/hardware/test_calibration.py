@@ -16,7 +16,7 @@ from place import Place
 from msrl_graph import compile
 from msrl_graph.cli import doctor
 from msrl_graph.compiler.pipeline import translate
-from msrl_graph.compiler.sources import read
+from msrl_graph.compiler.sources import read_source
 from msrl_graph.diagnostics import Diagnostic
 from msrl_graph.hardware import calibration
 from msrl_graph.hardware.calibration import CURVES, VERSION, BusyRates, Calibration
@@ -106,7 +106,7 @@ def test_a_file_that_cannot_be_used_is_one_warning(file: Path, spoil: object, wo
     assert isinstance(told, Diagnostic) and (told.code, told.severity) == ("calibration", "warning")
     assert words in told.message and told.message.endswith("assumed figures are used instead")
     # The compiler says it once, where the program asks for this machine, and plans with what is assumed.
-    result = translate(read("p.rlg", PROGRAM))
+    result = translate(read_source("p.rlg", PROGRAM))
     assert [d.code for d in result.warnings if d.code == "calibration"] == ["calibration"]
     assert next(d.span.line for d in result.warnings if d.code == "calibration") == 2
     assert result.plan is not None and result.plan.cluster.device == DEVICES["here"]
@@ -124,7 +124,7 @@ def test_here_is_what_was_measured_with_as_many_ranks(file: Path) -> None:
 def test_without_a_file_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MSRL_HERE", ""), ("XDG_CONFIG_HOME", str(tmp_path))):
         monkeypatch.setenv(name, value)
-        result = translate(read("p.rlg", PROGRAM))
+        result = translate(read_source("p.rlg", PROGRAM))
         assert "calibration" not in {d.code for d in result.warnings}
         assert result.plan is not None and result.plan.cluster.device == DEVICES["here"]
         monkeypatch.delenv("MSRL_HERE", raising=False)
@@ -140,9 +140,9 @@ def test_what_a_program_states_comes_before_what_was_measured(file: Path) -> Non
     cluster = replace(
         compile("p.rlg", text=text).cluster, device=replace(device, memory_bandwidth=Figure(1.0, "assumed"))
     )
-    assert calibration.applied(cluster)[0].device == device
+    assert calibration.apply_calibration(cluster)[0].device == device
     other = ClusterSpec("far", DEVICES["h100"], 1, 8, Figure(1e9, "assumed"))
-    assert calibration.applied(other) == (other, [])
+    assert calibration.apply_calibration(other) == (other, [])
 
 
 def test_more_ranks_than_were_measured_share_what_there_is() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from folders import ROOT
 
-from msrl_graph.backends import ALONE, UNTRIED, devices, packages
+from msrl_graph.backends import SINGLE_DEVICE_KINDS, UNTESTED_KINDS, devices, packages
 from msrl_graph.backends.devices import Lane, TorchDevice
-from msrl_graph.hardware.cluster import DEVICES, named
+from msrl_graph.hardware.cluster import DEVICES, find_preset
 from msrl_graph.hardware.device_kinds import ASCEND, CUDA, DEVICE_KINDS, HOST
 
 PACKAGE = ROOT / "msrl_graph"
@@ -74,7 +74,7 @@ def test_presets_are_of_these_kinds():
     ascend = dict.fromkeys(("ascend-910c", "ascend-910c-die", "ascend-910b"), ASCEND)
     kinds = dict.fromkeys(DEVICES, CUDA) | ascend | {"cpu": HOST, "here": HOST}
     assert found == {name: (kind, kind.resource) for name, kind in kinds.items()}
-    assert {*UNTRIED, *ALONE} <= {*DEVICE_KINDS}
+    assert {*UNTESTED_KINDS, *SINGLE_DEVICE_KINDS} <= {*DEVICE_KINDS}
 
 
 def test_what_a_process_may_not_see_is_not_here(monkeypatch):
@@ -101,12 +101,12 @@ def test_what_a_process_may_not_see_is_not_here(monkeypatch):
     ],
 )
 def test_a_preset_has_the_names_that_people_write(names, preset):
-    assert {named(name) for name in names} == {preset}
+    assert {find_preset(name) for name in names} == {preset}
 
 
 def test_an_engine_is_installed_for_the_devices_of_the_plan():
-    found = [packages.installing("vllm", ["vllm"], kind) for kind in ("cuda", "cpu", "ascend")]
-    found.append(packages.installing("mine", ["a", "b"], "cpu"))
+    found = [packages.make_install_hint("vllm", ["vllm"], kind) for kind in ("cuda", "cpu", "ascend")]
+    found.append(packages.make_install_hint("mine", ["a", "b"], "cpu"))
     assert found == [
         "pip install 'msrl-graph[cuda]'",
         "pip install 'msrl-graph[vllm]'",
@@ -116,7 +116,7 @@ def test_an_engine_is_installed_for_the_devices_of_the_plan():
 
 
 def test_one_name_is_one_presets():
-    assert all(named(name) == name for name in DEVICES)
+    assert all(find_preset(name) == name for name in DEVICES)
 
 
 # A preset is called as a kind is; torch's dispatcher has this key for a host's kernels.
@@ -168,17 +168,17 @@ def test_memory_is_given_back_and_taken_again():
     x = torch.ones(3, 5)
     devices.release(x)
     assert x.untyped_storage().nbytes() == 0 and x.shape == (3, 5)
-    devices.take(x)
+    devices.allocate(x)
     assert x.untyped_storage().nbytes() == 60
     assert torch.equal(x.fill_(2.0), torch.full((3, 5), 2.0))
     devices.release(x)
-    devices.take(x, 128)  # with what an engine keeps behind its elements
+    devices.allocate(x, 128)  # with what an engine keeps behind its elements
     assert x.untyped_storage().nbytes() == 128
 
 
 def test_a_host_buffer_is_as_its_tensor_and_apart_from_it():
     x = torch.arange(12.0, dtype=torch.float64).view(3, 4).T
-    device = devices.of(x)
+    device = devices.device_of(x)
     assert device == TorchDevice(HOST)
     buffer = device.host_buffer(x)
     assert (buffer.shape, buffer.dtype, buffer.stride()) == (x.shape, x.dtype, x.stride())

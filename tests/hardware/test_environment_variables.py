@@ -10,7 +10,7 @@ import pytest
 from msrl_graph import compile
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import plan_text
-from msrl_graph.hardware.environment_variables import Setting, applied, differing
+from msrl_graph.hardware.environment_variables import Setting, find_overridden, missing_settings
 from msrl_graph.runtime.driver import environment_check
 
 PROGRAM = """import grpo
@@ -81,8 +81,8 @@ def test_text_and_script_say_them_with_why():
 def test_what_the_user_has_set_stays_and_is_told(monkeypatch):
     mine = Setting("A", "1", "it must be", "a page")
     theirs = Setting("B", "2", "so", "a page")
-    assert applied([mine, theirs], {"A": "7"}) == {"B": "2"}
-    assert differing([mine, theirs], {"A": "7", "B": "2"}) == [(mine, "7")]
+    assert missing_settings([mine, theirs], {"A": "7"}) == {"B": "2"}
+    assert find_overridden([mine, theirs], {"A": "7", "B": "2"}) == [(mine, "7")]
 
 
 def test_a_rank_begins_with_them_and_with_what_the_user_has_set(tmp_path):

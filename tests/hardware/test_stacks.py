@@ -8,7 +8,7 @@ import pytest
 from folders import ROOT
 
 from msrl_graph.hardware.device_kinds import DEVICE_KINDS
-from msrl_graph.hardware.stacks import PYTHON, RELEASES, STACKS, VersionRange, clash
+from msrl_graph.hardware.stacks import PYTHON, RELEASES, STACKS, VersionRange, find_conflict
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 sys.path.insert(0, str(ROOT / "constraints"))
@@ -55,20 +55,20 @@ def test_ranges(first, second, meet):
 
 
 def test_what_cannot_be_in_one_environment():
-    assert clash(["msrl-graph", "torch", "vllm", "vllm-ascend", "mindspeed", "ray-ascend"]) is None
+    assert find_conflict(["msrl-graph", "torch", "vllm", "vllm-ascend", "mindspeed", "ray-ascend"]) is None
     # Each two of these go together, by one release of Megatron-Bridge or the other, and all three do not.
     three = ["msrl-graph", "ray-ascend", "megatron-bridge"]
-    assert all(clash([p for p in three if p != left]) is None for left in three)
-    assert str(clash(three)) == (
+    assert all(find_conflict([p for p in three if p != left]) is None for left in three)
+    assert str(find_conflict(three)) == (
         "Python: ray-ascend 0.1 wants >= 3.10, < 3.12 (ray-ascend, README) and megatron-bridge 0.6.0 wants >= 3.12, "
         "< 3.13 (Megatron-Bridge 0.6.0, pyproject.toml)"
     )
-    assert clash([]) is clash(["ray-ascend"]) is clash(["unknown", "msrl-graph"]) is None
+    assert find_conflict([]) is find_conflict(["ray-ascend"]) is find_conflict(["unknown", "msrl-graph"]) is None
 
 
 def test_the_releases_of_a_stack_go_together():
     for stack in STACKS.values():
-        assert clash(["msrl-graph", *stack.pins, *stack.elsewhere]) is None
+        assert find_conflict(["msrl-graph", *stack.pins, *stack.elsewhere]) is None
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from msrl_graph.hardware.device_kinds import ASCEND, CUDA
     ],
 )
 def test_what_a_process_sees_of_eight_devices(kind, mask, seen):
-    assert " ".join(visibility_masks.seen(kind, mask, 8)) == seen
+    assert " ".join(visibility_masks.visible_ids(kind, mask, 8)) == seen
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_a_process_sees_of_eight_devices(kind, mask, seen):
     ],
 )
 def test_what_a_mask_hides_is_told(kind, mask, told):
-    assert visibility_masks.wrong(kind, mask, 8) == told
+    assert visibility_masks.describe_problem(kind, mask, 8) == told
 
 
 @pytest.mark.parametrize(
@@ -58,12 +58,12 @@ def test_what_a_mask_hides_is_told(kind, mask, told):
     [(["5"], "5", 0), (["5"], "4,5,6,7", 1), (["5"], None, 5), ([], "4,5", 0), (["GPU-b"], "GPU-a,GPU-b", 1)],
 )
 def test_the_device_that_ray_gives_has_torchs_number(given, mask, index):
-    assert visibility_masks.index(given, mask) == index
+    assert visibility_masks.torch_index(given, mask) == index
 
 
 def test_a_device_that_the_mask_does_not_list_is_told():
     with pytest.raises(ValueError, match="Ray gave this process the device 3, but its mask lists 4,5"):
-        visibility_masks.index(["3"], "4,5")
+        visibility_masks.torch_index(["3"], "4,5")
 
 
 ASKING = """

@@ -28,10 +28,10 @@ from msrl_graph.emit.humanize import duration, size
 from msrl_graph.emit.search_report import why_text
 from msrl_graph.emit.text import plan_text
 from msrl_graph.hardware.cluster import Figure, Overheads
-from msrl_graph.ir.async_schedule import Sends, aged, fetched
+from msrl_graph.ir.async_schedule import Sends, fetched_edges, staleness_bounds
 from msrl_graph.ir.instruction import Instruction
 from msrl_graph.ir.plan import Plan
-from msrl_graph.passes.throughput import critical, pace
+from msrl_graph.passes.throughput import critical_path, estimate_pace
 from msrl_graph.simulation.lanes import LaneSpan
 from msrl_graph.simulation.result import RESHARD
 
@@ -143,8 +143,8 @@ def test_a_run_begins_and_ends_all_when_the_simulation_does(
     slowest."""
     made = plan(folder, staleness, **options)
     draw = random.Random(seed)
-    edges = fetched(made)
-    assert bool(aged(made)) == bool(staleness)
+    edges = fetched_edges(made)
+    assert bool(staleness_bounds(made)) == bool(staleness)
     found = simulate(
         made,
         iterations=12,
@@ -205,7 +205,7 @@ def test_so_many_versions_are_copied_and_each_is_fetched_once(
 def test_a_run_that_is_gone_on_with_begins_with_its_first_version(folder: Path) -> None:
     """Which is that of the checkpoint; from there on it takes what the first would have taken."""
     made = plan(folder, 3, every=4, run=", save = 6, deterministic = true")
-    (edge,), pool = fetched(made), made.placement("actor.generate").pool
+    (edge,), pool = fetched_edges(made), made.placement("actor.generate").pool
     whole = Sends(made)
     later = Sends(made, 6)
     assert [v for v in range(13) if whole.sends(edge, v)] == [0, 4, 6, 8, 12]
@@ -342,13 +342,13 @@ def test_no_iteration_ends_sooner_because_something_takes_longer(name: str, draw
     works = [("RUN", n.name) for n in made.graph.nodes if n.verb != "source"]
     works += [("RESHARD", "actor.generate"), ("PUBLISH", "actor.generate")]
     seconds = {work: draw.choice([0.0, 0.1, 1.0, 7.0]) * draw.random() for work in works}
-    found = pace(made, seconds, 0.01).seconds
+    found = estimate_pace(made, seconds, 0.01).seconds
     for pool in made.pools:
         assert found >= sum(seconds["RUN", node] for node in pool.nodes)
     apart = {k: s for k, s in seconds.items() if k[0] != "PUBLISH"}
-    assert found <= critical(made, apart)[0] + seconds["PUBLISH", "actor.generate"] + 0.01 + 1e-9
+    assert found <= critical_path(made, apart)[0] + seconds["PUBLISH", "actor.generate"] + 0.01 + 1e-9
     more = {k: s + draw.choice([0.0, 0.5]) for k, s in seconds.items()}
-    assert pace(made, more, 0.01).seconds >= found - 1e-9
+    assert estimate_pace(made, more, 0.01).seconds >= found - 1e-9
 
 
 TOGETHER = "place actor.generate, reference on nodes 0..5\nplace actor.update on nodes 6"

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.ir.row_assignment import Units, deal, partition
+from msrl_graph.ir.row_assignment import Units, assign_units, partition
 
 # (prompt, host, tokens) of each unit; host 3 has no group.
 rounds = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 50)), max_size=40)
@@ -29,7 +29,7 @@ def away(shared, at, parts):
 @settings(max_examples=300)
 def test_each_unit_is_dealt_once_and_no_share_is_too_large(some, at, imbalance, by_tokens):
     shared = units(some, by_tokens)
-    parts = deal(shared, at, imbalance)
+    parts = assign_units(shared, at, imbalance)
     assert sorted(u for part in parts for u in part) == [*range(len(some))]
     even = shared.load(range(len(some))) / len(at)
     loads = [shared.load(part) for part in parts]
@@ -47,7 +47,7 @@ def test_nothing_moves_where_each_host_has_its_share_and_less_where_shares_may_b
     shared = units([u for u in some if u[1] in at], by_tokens)
     even = shared.load(range(len(shared.prompts))) / len(at)
     own = {host: shared.load(u for u, home in enumerate(shared.homes) if home == host) for host in at}
-    moved = away(shared, at, deal(shared, at, imbalance))
+    moved = away(shared, at, assign_units(shared, at, imbalance))
     most = imbalance * even if by_tokens else max(math.ceil(even), math.floor(imbalance * even))
     excess = sum(max(0, load - most * at.count(host)) for host, load in own.items())
     if excess <= 0:
@@ -62,27 +62,27 @@ def test_responses_to_a_prompt_stay_together_where_that_is_even(per_group, fan, 
     at = [host for host in range(hosts) for _ in range(on_host)]
     prompts = [p for p in range(per_group * len(at)) for _ in range(fan)]
     for weights in (None, [7] * len(prompts)):
-        parts = deal(Units(prompts, [p % hosts for p in prompts], weights), at)
+        parts = assign_units(Units(prompts, [p % hosts for p in prompts], weights), at)
         assert len({(prompts[u], g) for g, part in enumerate(parts) for u in part}) == per_group * len(at)
         assert {len(part) for part in parts} == {per_group * fan}
 
 
 def test_what_moves_is_what_takes_the_least():
     shared = Units([0] * 4 + [1] * 4, [0] * 6 + [1] * 2, None, [9, 3, 9, 9, 1, 9, 9, 9])
-    assert away(shared, [0, 1], deal(shared, [0, 1])) == [
+    assert away(shared, [0, 1], assign_units(shared, [0, 1])) == [
         4,
         5,
     ]  # both of prompt 1, which are less than any two of prompt 0
-    assert away(shared, [0, 1], deal(shared, [0, 1], 1.5)) == []
+    assert away(shared, [0, 1], assign_units(shared, [0, 1], 1.5)) == []
     # A host that lies apart gives all.
-    assert deal(Units([0, 1, 2], [5, 5, 5]), [0, 1]) == [[0, 2], [1]]
+    assert assign_units(Units([0, 1, 2], [5, 5, 5]), [0, 1]) == [[0, 2], [1]]
 
 
 def test_groups_take_turns_where_units_do_not_go_round():
     had = [0.0] * 3
     counts = [0] * 3
     for _ in range(30):
-        for group, part in enumerate(deal(Units([0, 1], [0, 0]), [0, 0, 0], had=had)):
+        for group, part in enumerate(assign_units(Units([0, 1], [0, 0]), [0, 0, 0], had=had)):
             had[group] += len(part)
             counts[group] += len(part)
     assert counts == [20, 20, 20]

@@ -11,9 +11,9 @@ from msrl_graph import algorithms
 from msrl_graph.checks.terms import term_worker
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import ProgramSource
-from msrl_graph.compiler.unsupported import unready, untried
+from msrl_graph.compiler.unsupported import find_unsupported, find_untested
 from msrl_graph.ir.graph import Expr, Worker
-from msrl_graph.ir.signatures import Option, signatures
+from msrl_graph.ir.signatures import Option, read_signatures
 
 
 @pytest.mark.parametrize("path", sorted(algorithms.FOLDER.glob("*.rlg")), ids=lambda p: p.stem)
@@ -81,7 +81,7 @@ def twice(*, k: int = 2) -> Maker: ...
 @function(scope="batch", together=("logp", "values"))
 def whole(logp, values): ...
 """
-    found = signatures(source)
+    found = read_signatures(source)
     pairs = found["pairs"]
     assert (pairs.kind, pairs.fills, pairs.columns) == (
         "loss",
@@ -175,6 +175,6 @@ def test_a_plan_notes_what_a_run_would_refuse_or_warn_of(body: str, device: str,
     plan = translate(source).plan
     assert plan is not None
     assert [n.text for n in plan.notes if n.about == "run"] == note
-    told = [d.message.split(" cannot be")[0] for d in (*unready(plan), *untried(plan))]
+    told = [d.message.split(" cannot be")[0] for d in (*find_unsupported(plan), *find_untested(plan))]
     assert [what in "".join(note) for what in told] == [True] * len(note)
-    assert [d.severity for d in untried(plan)] == ["warning"] * (device == "h100")
+    assert [d.severity for d in find_untested(plan)] == ["warning"] * (device == "h100")

@@ -22,7 +22,7 @@ from msrl_graph.compiler.loading import load
 from msrl_graph.compiler.pipeline import CHECKS, LAST, PASSES
 from msrl_graph.diagnostics import Fault
 from msrl_graph.ir import verify
-from msrl_graph.ir.async_schedule import sparse
+from msrl_graph.ir.async_schedule import skipping_edges
 from msrl_graph.ir.instruction import Instruction, Op, Walk, Walker
 from msrl_graph.ir.plan import Plan
 from msrl_graph.passes.dock import InsertDock
@@ -216,7 +216,7 @@ def test_weights_stay_where_the_next_iteration_may_generate_with_them() -> None:
     plan = compile(path, text=path.read_text().replace("{ staleness = staleness }", "{ staleness = 3, every = 2 }"))
     assert not [*verify.schedule(plan)]
     leaves = {x.node for s in plan.schedule for x in s.instructions if x.op == "RELEASE"}
-    ((edge, _),) = sparse(plan).items()
+    ((edge, _),) = skipping_edges(plan).items()
     assert edge[1] not in leaves
     run = Instruction("RUN", edge[1])
     streams = tuple(

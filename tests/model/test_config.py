@@ -22,12 +22,12 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
 
 from msrl_graph import compile
-from msrl_graph.backends.hf_modules import empty, named_weights
+from msrl_graph.backends.hf_modules import build_empty_model, named_weights
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.diagnostics import Fault
 from msrl_graph.model.config import ACTIVATIONS, FIELDS, ROPES
 from msrl_graph.model.models import load
-from msrl_graph.runtime.data.tokens import ends
+from msrl_graph.runtime.data.tokens import end_tokens
 
 ARITHMETIC = ROOT / "examples" / "arithmetic"
 GOOD = json.loads((ARITHMETIC / "model" / "config.json").read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def test_one_field_of_a_config_changed_is_told_or_builds_what_was_planned(
     except Fault as fault:
         assert all(d.message and not d.message.startswith("Traceback") for d in fault.diagnostics)
         return
-    module = empty(model)
+    module = build_empty_model(model)
     assert {n: tuple(p.shape) for n, p in named_weights(module).items()} == {t.name: t.shape for t in model.tensors}
     module.model.rotary_emb(torch.zeros(1, 4, model.hidden), torch.arange(4)[None])
 
@@ -378,20 +378,20 @@ def test_an_end_token_is_the_tokenizers_where_the_configs_name_none(
     (model / "generation_config.json").unlink(missing_ok=True)
     config("eos_token_id", None)(model)
     said = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
-    (end,) = ends(str(ARITHMETIC / "model"))
+    (end,) = end_tokens(str(ARITHMETIC / "model"))
     said["eos_token"] = Tokenizer.from_file(str(model / "tokenizer.json")).id_to_token(end)
     (model / "tokenizer_config.json").write_text(json.dumps(said), encoding="utf-8")
-    assert ends(str(model)) == (end,)
+    assert end_tokens(str(model)) == (end,)
     assert compile_main([str(folder / "p.rlg"), "--check"]) == 0
     assert "no-end-token" not in capsys.readouterr().err
     # Where it is not there either, that is told, and what the help names is heeded.
     (model / "tokenizer_config.json").write_text(json.dumps({**said, "eos_token": None}), encoding="utf-8")
-    ends.cache_clear()
-    assert ends(str(model)) == () and compile_main([str(folder / "p.rlg"), "--check"]) == 0
+    end_tokens.cache_clear()
+    assert end_tokens(str(model)) == () and compile_main([str(folder / "p.rlg"), "--check"]) == 0
     told = capsys.readouterr().err
     assert f"warning[no-end-token]: no file in {model} names an end token" in told, told
     assert 'add `"eos_token_id": NUMBER` to its generation_config.json' in told
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": end}), encoding="utf-8")
-    ends.cache_clear()
-    assert ends(str(model)) == (end,) and compile_main([str(folder / "p.rlg"), "--check"]) == 0
+    end_tokens.cache_clear()
+    assert end_tokens(str(model)) == (end,) and compile_main([str(folder / "p.rlg"), "--check"]) == 0
     assert "no-end-token" not in capsys.readouterr().err

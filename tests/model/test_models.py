@@ -12,7 +12,7 @@ from msrl_graph import ProgramWarning, compile
 from msrl_graph.diagnostics import Fault, Span
 from msrl_graph.model.config import fields, find_config_error
 from msrl_graph.model.models import load
-from msrl_graph.model.presets import PRESETS, tokenizer
+from msrl_graph.model.presets import PRESETS, find_tokenizer_name
 from msrl_graph.runtime.driver import preflight
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
@@ -130,7 +130,7 @@ def test_a_preset_has_the_names_that_people_write(name: str, tmp_path: Path) -> 
         return
     found = load(name, tmp_path)
     assert (found.name, found.path) == (name, "") and found.tensors == load(preset, tmp_path).tensors
-    assert tokenizer(name) == tokenizer(preset) is not None
+    assert find_tokenizer_name(name) == find_tokenizer_name(preset) is not None
 
 
 def test_a_folder_comes_before_a_name_on_the_hub(tmp_path: Path) -> None:
@@ -323,6 +323,6 @@ def test_a_run_of_a_name_on_the_hub_needs_its_folder() -> None:
     with pytest.warns(ProgramWarning):
         plan = compile("p.rlg", text=program, sets={"prompts": 8, "group": 2, "response_len": 16})
     with pytest.raises(Fault) as caught:
-        preflight.check(plan)
+        preflight.check_requirements(plan)
     told = next(d for d in caught.value.diagnostics if d.code == "unknown-model")
     assert told.message.startswith("`Qwen/Qwen2.5-0.5B-Instruct` is a preset") and "hf download" in told.help

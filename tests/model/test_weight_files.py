@@ -18,7 +18,7 @@ from msrl_graph.backends.spec import Shard
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.files.weights import weight_files
 from msrl_graph.model.models import load
-from msrl_graph.sharding.layout import full
+from msrl_graph.sharding.layout import full_box
 
 ARITHMETIC = ROOT / "examples" / "arithmetic"
 Change = Callable[[Path], object]
@@ -87,7 +87,7 @@ def test_weights_are_those_that_transformers_loads(folder: Path, case: str, caps
         change(folder / "model")
     model = load("./model", folder)
     found = {t.name: torch.full(t.shape, torch.nan) for t in model.tensors}
-    fill(model, [Shard(t.name, full(t.shape), found[t.name]) for t in model.tensors])
+    fill(model, [Shard(t.name, full_box(t.shape), found[t.name]) for t in model.tensors])
     theirs = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).state_dict()
     assert all(torch.equal(found[name], theirs[name]) for name in found) and len(found) > 20
     # What is not read is told.

@@ -16,7 +16,7 @@ from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.ir.graph import Column, Edge, Expr, Graph, Node, Worker
 from msrl_graph.ir.instruction import Instruction, InstructionStream, Walk, Walker
 from msrl_graph.ir.plan import EngineChoice, Placement, Plan, Pool
-from msrl_graph.ir.rowsets import looping
+from msrl_graph.ir.rowsets import find_refill
 from msrl_graph.passes.schedule import BuildSchedule
 from msrl_graph.sharding.layout import Layout
 
@@ -211,7 +211,7 @@ def refilled(draw: st.DrawFn) -> Plan:
 def walk(found: Plan, rounds: int) -> None:
     """Every pool walks its stream of an iteration of so many rounds; fails where one waits for ever, or weights are not
     there."""
-    _, repeated = looping(found.graph)
+    _, repeated = find_refill(found.graph)
     streams = [s for s in found.schedule if s.task == "train"]
     left = [Rounds(s, rounds).steps for s in streams]
     for steps in left:  # weights are there when a state generates, and do not come twice
@@ -256,7 +256,7 @@ def walk(found: Plan, rounds: int) -> None:
 
 @given(refilled(), st.integers(1, 3))
 def test_rounds_of_prompts_never_deadlock(found: Plan, rounds: int) -> None:
-    walk(found, rounds if looping(found.graph)[0] else 1)
+    walk(found, rounds if find_refill(found.graph)[0] else 1)
 
 
 def test_weights_that_come_anew_in_each_round_from_a_pool_that_has_a_part_in_it() -> None:

@@ -20,7 +20,7 @@ from msrl_graph.checks import memory as memory_check
 from msrl_graph.cost import groups
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.html import plan_html
-from msrl_graph.emit.placed_graph import placed
+from msrl_graph.emit.placed_graph import build_placed_graph
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import placed_text, plan_text
 from msrl_graph.hardware.cluster import Figure
@@ -28,7 +28,7 @@ from msrl_graph.hardware.device_kinds import ASCEND
 from msrl_graph.ir.plan import Plan, Pool, from_json
 from msrl_graph.model.models import load
 from msrl_graph.sharding.layout import Layout, Side, elements
-from msrl_graph.sharding.redistribute import fetches
+from msrl_graph.sharding.redistribute import list_transfers
 
 HERE = TESTS
 PAGE = (HERE / "programs" / "grpo_page.rlg").read_text(encoding="utf-8")
@@ -276,7 +276,7 @@ def test_a_plan_counts_the_bytes_that_move(case: tuple[Layout, Layout, int, int]
     for names in r.buckets:
         messages = Counter[tuple[int, ...]]()
         for name in names:
-            for giver, takers, box in fetches(tensors[name], *sides, per_host):
+            for giver, takers, box in list_transfers(tensors[name], *sides, per_host):
                 messages[giver, *takers] += item * elements(box)
         for (_, *takers), size in messages.items():
             received.update(dict.fromkeys(takers, size))
@@ -308,7 +308,7 @@ def test_a_plan_that_passes_have_not_finished_can_be_shown() -> None:
 
 
 def test_every_edge_of_the_placed_graph_goes_through_a_send() -> None:
-    vertices, arcs = placed(of("four"))
+    vertices, arcs = build_placed_graph(of("four"))
     (send,) = [v for v in vertices if v.kind == "send"]
     assert send.where == "devices 0..1 to devices 2..3"
     assert {(a.src, a.dst) for a in arcs if a.kind == "reshard"} == {

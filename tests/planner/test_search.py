@@ -20,13 +20,13 @@ import pytest
 from folders import TESTS
 
 from msrl_graph import compile
-from msrl_graph.backends import ENGINES, runs
-from msrl_graph.backends.divisibility import misfits
+from msrl_graph.backends import ENGINES, can_build
+from msrl_graph.backends.divisibility import find_misfits
 from msrl_graph.backends.spec import EngineSpec
 from msrl_graph.checks import layout as layout_check
 from msrl_graph.checks import memory as memory_check
 from msrl_graph.checks import staleness as staleness_check
-from msrl_graph.compiler.pipeline import PASSES, unstated
+from msrl_graph.compiler.pipeline import PASSES, search_unstated
 from msrl_graph.emit.search_report import why_text
 from msrl_graph.hardware.cluster import DEVICES, ClusterSpec, Figure
 from msrl_graph.ir.graph import Column, Dimension, Edge, Expr, Graph, Node, Worker
@@ -144,8 +144,8 @@ def meshes(model: Model, spec: EngineSpec, devices: int, host: int, zero: tuple[
             tp * pp * dp == devices
             and axes <= set(spec.axes)
             and tp <= host
-            and not any(misfits(model, spec, layout))
-            and (spec.spread.takes(layout, model) or not runs(spec.name))
+            and not any(find_misfits(model, spec, layout))
+            and (spec.spread.takes(layout, model) or not can_build(spec.name))
             and (tp, pp, dp, ep, z) not in seen
         ):
             seen.add((tp, pp, dp, ep, z))
@@ -297,7 +297,7 @@ deploy grpo on pod {
 def test_why(golden: Callable[[str, str], None]) -> None:
     golden("grpo_open.why.txt", why_text(compile(PAGE, text=open_page())))
     stated = compile(PAGE)
-    told = why_text(stated, unstated(stated))
+    told = why_text(stated, search_unstated(stated))
     assert "the file states every layout" in told and "less than the" in told
 
 

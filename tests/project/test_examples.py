@@ -12,7 +12,7 @@ from folders import ROOT
 
 from msrl_graph.algorithms import FOLDER
 from msrl_graph.compiler.pipeline import translate
-from msrl_graph.compiler.sources import read
+from msrl_graph.compiler.sources import read_source
 from msrl_graph.runtime.driver import supervisor
 
 EXAMPLES = ROOT / "examples"
@@ -27,14 +27,14 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.stem)
 def test_a_program_of_the_examples_could_be_run(program, tmp_path):
-    result = translate(read(str(program)))
+    result = translate(read_source(str(program)))
     assert not result.warnings
     made = supervisor.prepare(result.plan, tmp_path / "out")
     assert made.rows and all(made.rows.values()) and not made.warnings
 
 
 def test_the_one_for_a_gpu_is_planned_for_as_the_plan_chooses():
-    result = translate(read(str(EXAMPLES / "arithmetic" / "one_gpu.rlg")))
+    result = translate(read_source(str(EXAMPLES / "arithmetic" / "one_gpu.rlg")))
     assert not result.warnings
     assert [result.plan.placement(f"actor.{n}").engine.name for n in ("generate", "update")] == ["vllm", "megatron"]
 
@@ -42,7 +42,7 @@ def test_the_one_for_a_gpu_is_planned_for_as_the_plan_chooses():
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/curve.json")), ids=lambda p: p.parent.name)
 def test_an_example_learns_with_each_of_three_seeds(path):
     (program,) = (p for p in CURVES["programs"]().values() if p.parent == path.parent)
-    iterations = translate(read(str(program))).plan.deploy.run.iterations
+    iterations = translate(read_source(str(program))).plan.deploy.run.iterations
     seeds = json.loads(path.read_text(encoding="utf-8"))["seeds"]
     assert len(seeds) >= 3 and path.with_suffix(".png").stat().st_size > 1000
     assert [run["points"][-1] for run in seeds.values()] == [[iterations, run["last"]] for run in seeds.values()]

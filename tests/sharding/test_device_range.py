@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from msrl_graph.sharding.device_range import device_range, meet, runs
+from msrl_graph.sharding.device_range import format_device_range, iterate_runs, ranges_overlap
 from msrl_graph.sharding.layout import Layout, Side
 
 Case = tuple[int, int, int]
@@ -22,7 +22,7 @@ def stretches(draw: st.DrawFn, per_host: int) -> Case:
 
 
 def devices(case: Case, per_host: int) -> list[int]:
-    return [d for begin, end in runs(*case, per_host) for d in range(begin, end)]
+    return [d for begin, end in iterate_runs(*case, per_host) for d in range(begin, end)]
 
 
 @given(st.data(), st.integers(2, 6))
@@ -42,14 +42,14 @@ def test_what_meets_has_a_device_in_common(data: st.DataObject, per_host: int) -
     one = data.draw(stretches(per_host))
     other = data.draw(stretches(per_host))
     assert (
-        meet(one, other, per_host)
+        ranges_overlap(one, other, per_host)
         == bool({*devices(one, per_host)} & {*devices(other, per_host)})
-        == meet(other, one, per_host)
+        == ranges_overlap(other, one, per_host)
     )
 
 
 def test_in_words() -> None:
-    assert device_range(3, 1) == "device 3"
-    assert device_range(8, 8) == "devices 8..15"
-    assert device_range(12, 8, 4, 8) == "devices 4..7 of nodes 1..2"
-    assert device_range(0, 2, 1, 8) == "device 0 of nodes 0..1"
+    assert format_device_range(3, 1) == "device 3"
+    assert format_device_range(8, 8) == "devices 8..15"
+    assert format_device_range(12, 8, 4, 8) == "devices 4..7 of nodes 1..2"
+    assert format_device_range(0, 2, 1, 8) == "device 0 of nodes 0..1"

@@ -17,8 +17,8 @@ from equations import (
     warehouse_bytes,
 )
 
-from msrl_graph.sharding.layout import Layout, Side, Tensor, kinds
-from msrl_graph.sharding.redistribute import left_behind
+from msrl_graph.sharding.layout import Layout, Side, Tensor, group_by_kind
+from msrl_graph.sharding.redistribute import count_left_behind
 
 K = 1024
 # G, N, PL, n, SL, M, then TCV, T100 and T1K as the paper prints them, and the unit of the last digit printed.
@@ -65,7 +65,7 @@ def test_equation_3_is_what_the_layouts_leave_behind(tp: int, dp: int) -> None:
     # Figure 3's shape: generation with tp 1. Common weights (norms) are generated from where they are.
     tensors = [Tensor("q", (64, 32), 0), Tensor("o", (32, 64), 1), Tensor("norm", (32,), -1)]
     divided = sum(math.prod(t.shape) for t in tensors if t.tp_dim >= 0)
-    left = left_behind(kinds(tensors), Side(Layout(tp=tp, dp=dp)), Side(Layout(dp=tp * dp)))
+    left = count_left_behind(group_by_kind(tensors), Side(Layout(tp=tp, dp=dp)), Side(Layout(dp=tp * dp)))
     assert left == redundant_bytes(gdp=tp * dp, tw=divided, utp=tp)
 
 

@@ -16,15 +16,15 @@ from msrl_graph.sharding.layout import (
     Layout,
     Side,
     Tensor,
+    count_busiest_elements,
     elements,
-    full,
-    held,
-    kinds,
+    full_box,
+    group_by_kind,
     owns,
+    relative_box,
     shard,
     stage_elements,
     stages,
-    within,
 )
 
 
@@ -56,7 +56,7 @@ def test_boxes_cover_every_element_once_a_replica(tensor: Tensor, side: Side) ->
     for stage in stages(tensor, layout):
         different = {b for r, b in enumerate(boxes) if elements(b) and layout.coordinates(r).pp == stage}
         # Boxes of one side are equal or apart, and together all of the tensor.
-        assert Counter(p for box in different for p in points(box)) == Counter(points(full(tensor.shape)))
+        assert Counter(p for box in different for p in points(box)) == Counter(points(full_box(tensor.shape)))
 
 
 @given(tensors(), sides())
@@ -74,15 +74,15 @@ def test_kinds_count_what_ranks_hold(some: list[Tensor], side: Side) -> None:
     sizes = [sum(elements(shard(t, side, r)) for t in some) for r in range(side.devices)]
     width = side.layout.stage_devices
     for stage in range(side.layout.pp):
-        assert stage_elements(kinds(some), side, stage) == max(sizes[stage * width : (stage + 1) * width])
-    assert held(kinds(some), side) == max(sizes)
+        assert stage_elements(group_by_kind(some), side, stage) == max(sizes[stage * width : (stage + 1) * width])
+    assert count_busiest_elements(group_by_kind(some), side) == max(sizes)
 
 
 def test_kinds_join_layers_in_a_row() -> None:
     some = [Tensor(f"{i}.{n}", (2, 3), 0, layer=i, layers=4) for i in (0, 1, 3) for n in "ab"] + [
         Tensor("e", (2, 3), 0, layer=-1, layers=4)
     ]
-    assert [(k.tensor.name, k.start, k.stop, k.each) for k in kinds(some)] == [
+    assert [(k.tensor.name, k.start, k.stop, k.each) for k in group_by_kind(some)] == [
         ("0.a", -1, 0, 1),
         ("0.a", 0, 2, 2),
         ("0.a", 3, 4, 2),
@@ -146,6 +146,6 @@ def test_boxes_are_the_slices_of_a_fused_projection(
 
 
 def test_within_and_text() -> None:
-    assert within(((4, 6), (0, 2)), ((4, 8), (0, 4))) == ((0, 2), (0, 2))
+    assert relative_box(((4, 6), (0, 2)), ((4, 8), (0, 4))) == ((0, 2), (0, 2))
     assert elements(((4, 6), (0, 2))) == 4
     assert str(Layout(tp=8, dp=2)) == "tp8 dp2"

@@ -14,8 +14,16 @@ from layouts import layouts, points, sides, tensors
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.model.models import load
-from msrl_graph.sharding.layout import Box, Layout, Side, Tensor, elements, kinds, overlap, shard, slices
-from msrl_graph.sharding.redistribute import crosses, fetches, gather_block, gatherers, left_behind, movement, pairs
+from msrl_graph.sharding.layout import Box, Layout, Side, Tensor, elements, group_by_kind, overlap, shard, slices
+from msrl_graph.sharding.redistribute import (
+    count_left_behind,
+    count_movement,
+    crosses,
+    gather_block,
+    list_gather_groups,
+    list_transfers,
+    pairs,
+)
 
 Case = tuple[list[Tensor], Side, Side, int]
 
@@ -57,7 +65,7 @@ def test_every_element_of_the_target_comes_from_one_source(case: Case) -> None:
             if device in arrived and (own := overlap(box, want[device])):
                 arrived[device][slices(own)] = whole[slices(own)]
                 times.update((device, p) for p in points(own))
-        for giver, takers, box in fetches(tensor, source, target, per_host):
+        for giver, takers, box in list_transfers(tensor, source, target, per_host):
             assert overlap(have[giver], box) == box
             assert len({t // per_host for t in takers}) == 1 and giver not in takers
             within = tuple(slice(a - w, b - w) for (a, b), (w, _) in zip(box, have[giver], strict=True))
@@ -75,12 +83,12 @@ def test_bytes_counted_are_bytes_moved(case: Case) -> None:
     received = dict.fromkeys((target.device(r, per_host) for r in range(target.devices)), 0)
     inward = defaultdict[int, int](int)
     for tensor in some:
-        for giver, takers, box in fetches(tensor, source, target, per_host):
+        for giver, takers, box in list_transfers(tensor, source, target, per_host):
             for taker in takers:
                 received[taker] += elements(box)
             if giver // per_host != takers[0] // per_host:
                 inward[takers[0] // per_host] += elements(box)
-    found = movement(kinds(some), source, target, per_host)
+    found = count_movement(group_by_kind(some), source, target, per_host)
     assert (found.received, found.total) == (max(received.values()), sum(received.values()))
     assert (found.inward, found.between) == (max(inward.values(), default=0), sum(inward.values()))
 
@@ -92,7 +100,7 @@ def test_holders_of_a_box_take_turns(case: Case) -> None:
     for tensor in some:
         have = boxes(tensor, source, 1)
         # On hosts of one device, nobody is nearer than another.
-        gave = Counter(f.giver for f in fetches(tensor, source, target, 1) if f.giver not in f.takers)
+        gave = Counter(f.giver for f in list_transfers(tensor, source, target, 1) if f.giver not in f.takers)
         for box in set(have.values()):
             counts = [gave[d] for d, b in have.items() if b == box]
             assert max(counts) - min(counts) <= 1
@@ -105,14 +113,14 @@ def test_a_block_is_the_smallest_that_holds_what_its_ranks_want(case: Case) -> N
     some, source, target, per_host = case
     source = Side(source.layout, source.divided, source.multiple)
     target = Side(target.layout, target.divided, target.multiple)
-    found = kinds(some)
+    found = group_by_kind(some)
     across = any(crosses(source, target, t.layers) for t in some)
     width = source.layout.stage_devices
 
     def enough(block: int) -> bool:
         """Whether each group holds all boxes that its ranks want, whatever stage a tensor is on (groups do not depend
         on it)."""
-        for group in gatherers(source, across, block):
+        for group in list_gather_groups(source, across, block):
             for tensor in some:
                 flat = replace(tensor, layer=0, layers=1, tied=False)
                 one, other = (Side(_flat(s.layout), s.divided, s.multiple) for s in (source, target))
@@ -127,12 +135,12 @@ def test_a_block_is_the_smallest_that_holds_what_its_ranks_want(case: Case) -> N
     assert enough(block)
     assert block == next(b for b in range(1, width + 1) if width % b == 0 and (enough(b) or b == width))
     if all(t.experts is some[0].experts for t in some):
-        counted = movement(found, source, target, per_host, block)
-        exact = movement(found, source, target, per_host)
+        counted = count_movement(found, source, target, per_host, block)
+        exact = count_movement(found, source, target, per_host)
         assert counted.received >= exact.received and counted.inward >= exact.inward
         received = []
         for rank in range(source.devices):
-            group = next(g for g in gatherers(source, across, block) if rank in g)
+            group = next(g for g in list_gather_groups(source, across, block) if rank in g)
             got = 0
             for tensor in some:
                 mine = shard(tensor, source, rank)
@@ -165,17 +173,17 @@ def test_left_behind_is_what_naive_resharding_cannot_reuse(case: Case) -> None:
             old = points(shard(tensor, source, rank))
             new = points(shard(tensor, target, rank))
             expected += len(old) - len(new) if new and new <= old else len(old)
-    assert left_behind(kinds(some), source, target) == expected
+    assert count_left_behind(group_by_kind(some), source, target) == expected
 
 
 @given(st.lists(tensors(), min_size=1, max_size=5), layouts(), layouts())
 def test_pairs_count_every_tensor_once(some: list[Tensor], source: Layout, target: Layout) -> None:
-    assert sum(p.number for p in pairs(kinds(some), Side(source), Side(target))) == len(some)
+    assert sum(p.number for p in pairs(group_by_kind(some), Side(source), Side(target))) == len(some)
 
 
 @pytest.mark.parametrize(("inner", "block"), [(1, 8), (2, 2), (4, 8)])
 def test_the_papers_case_gathers_among_two_neighbours(inner: int, block: int) -> None:
-    some = kinds([Tensor("q", (64, 8), 0), Tensor("o", (8, 64), 1), Tensor("norm", (8,))])
+    some = group_by_kind([Tensor("q", (64, 8), 0), Tensor("o", (8, 64), 1), Tensor("norm", (8,))])
     assert gather_block(some, Side(Layout(tp=8, dp=2)), Side(Layout(tp=4, dp=4, inner=inner))) == block
 
 
@@ -188,7 +196,7 @@ def test_the_papers_largest_case() -> None:
     assert (source.layout.edp, target.layout.edp) == (2, 6)
     experts = sum(t.elements for t in model.tensors if t.experts)
     # Each generation rank holds a 64th of the experts, which lie on six stages.
-    found = movement(tuple(k for k in model.kinds if k.tensor.experts), source, target, 8)
+    found = count_movement(tuple(k for k in model.kinds if k.tensor.experts), source, target, 8)
     assert found.received <= experts // 64
     assert found.received >= experts // 64 * 5 // 6
     assert found.total <= 384 * experts // 64

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from random_programs import FILE, FUNCTIONS, programs
 
 from msrl_graph.checks.liveness import least_capacity
-from msrl_graph.compiler.unsupported import unready
-from msrl_graph.ir.async_schedule import lanes, pipelined
+from msrl_graph.compiler.unsupported import find_unsupported
+from msrl_graph.ir.async_schedule import count_lanes, pipelined_openings
 from msrl_graph.runtime.process.task_report import RunError
 
 
@@ -46,7 +46,7 @@ def test_rows_have_a_place_where_the_least_capacity_says_so_and_are_refused_belo
     that may be under way it comes to its end, whoever writes how much where; with less than all rows of one take it
     says so."""
     made, _ = compiled(text, "a.rlg", folder)
-    if made is None or made.plan is None or unready(made.plan):
+    if made is None or made.plan is None or find_unsupported(made.plan):
         return
     plan = made.plan
     free = dry.Dry(plan, seed, 1.0)
@@ -57,13 +57,13 @@ def test_rows_have_a_place_where_the_least_capacity_says_so_and_are_refused_belo
     def bounded(capacity: int) -> dry.Dry:
         return dry.Dry(replace(plan, docks=replace(plan.docks, capacity=capacity)), seed, 1.0)
 
-    enough = bounded(least_capacity(-(-need * lanes(plan) // hosts), free.largest, hosts))
+    enough = bounded(least_capacity(-(-need * count_lanes(plan) // hosts), free.largest, hosts))
     enough.run(DATA)
     assert enough.stored == free.stored
     if need >= hosts:
         # Devices that generate ahead of their own update wait for a place that only the update would give them. A run
         # says so at its deadline, and here no time passes.
-        ends = (RunError, dry.Stuck) if pipelined(plan) else RunError
+        ends = (RunError, dry.Stuck) if pipelined_openings(plan) else RunError
         with pytest.raises(ends, match=r"full on every host|^rank \d+ waits"):
             bounded((need - 1) // hosts).run(DATA)
     event(f"{hosts} hosts, {'some' if enough.away else 'no'} rows went to another host")

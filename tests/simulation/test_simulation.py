@@ -34,14 +34,14 @@ from msrl_graph.ir.attributes import LOOKS, UpdateAttributes
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.messages import Round, RowLocation, RowsReady
-from msrl_graph.runtime.dock.readers import readers
+from msrl_graph.runtime.dock.readers import list_node_reads
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.simulation import simulation_text
-from msrl_graph.simulation.assumptions import INVERSES, distribution, read
+from msrl_graph.simulation.assumptions import INVERSES, distribution, read_specs
 from msrl_graph.simulation.flow import RowTimes
-from msrl_graph.simulation.generation import Sequence, generate, tail
+from msrl_graph.simulation.generation import Sequence, generate, tail_share
 from msrl_graph.simulation.rollout import SimulatedRollout
-from msrl_graph.simulation.rows import RowSampler, key, keys, share
+from msrl_graph.simulation.rows import RowSampler, key, keys, to_unit_interval
 from msrl_graph.simulation.run import Simulator
 
 PROGRAMS = TESTS / "programs"
@@ -261,9 +261,9 @@ def test_stretches_add_up_to_tokens(rows: list[tuple[int, bool, int]], slots: in
 
 
 def test_the_tail_is_where_less_than_half_live() -> None:
-    assert tail([(0, 6, 4), (6, 8, 2), (8, 10, 1)]) == pytest.approx(0.2)
-    assert tail([(0, 6, 4), (0, 10, 4), (10, 20, 3)]) == pytest.approx(0.5)
-    assert tail([]) == tail([(1, 1, 1)]) == 0
+    assert tail_share([(0, 6, 4), (6, 8, 2), (8, 10, 1)]) == pytest.approx(0.2)
+    assert tail_share([(0, 6, 4), (0, 10, 4), (10, 20, 3)]) == pytest.approx(0.5)
+    assert tail_share([]) == tail_share([(1, 1, 1)]) == 0
 
 
 # Rows: each once.
@@ -284,7 +284,7 @@ def test_every_unit_is_handed_out_once(more: str, batches: str) -> None:
         ("run {", f"{more}\n  run {{"),
         ("optimizer = adamw(lr = 1e-6)", f"optimizer = adamw(lr = 1e-6)\n    {batches}"),
     )
-    simulator = Simulator(plan, ENGINES, read(plan, (), "", {}, 0))
+    simulator = Simulator(plan, ENGINES, read_specs(plan, (), "", {}, 0))
     flow = simulator.flow
     done = {}
     for node in plan.graph.nodes:
@@ -322,9 +322,9 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
     all on one host."""
     plan = DOCKS[name]()
     random = Random(seed)
-    flow = Simulator(plan, ENGINES, read(plan, (), "", {}, plan.deploy.run.seed)).flow
+    flow = Simulator(plan, ENGINES, read_specs(plan, (), "", {}, plan.deploy.run.seed)).flow
     prompts = plan.graph.rows[0]
-    for reader in readers(plan):
+    for reader in list_node_reads(plan):
         node = plan.graph.node(reader.node)
         done = {}
         arrivals = list[tuple[float, str, int]]()
@@ -442,7 +442,7 @@ def test_one_step_behind_the_slower_pool_sets_the_pace() -> None:
             for some in (generation, [s for s in other if s.name != "reshard"])
         ]
         seconds[1] += costs.publish(plans[1], plans[1].reshards[0]).value
-        around = costs.around(plans[1]).value
+        around = costs.iteration_overhead(plans[1]).value
         assert beside.iterations[-1].seconds == pytest.approx(max(seconds) + around, rel=1e-6)
 
 
@@ -509,11 +509,11 @@ def test_distributions(text: str, middle: float, average: float) -> None:
 
 def test_draws_are_keyed_by_row_and_clipped_to_the_bound() -> None:
     plan = PLANS["colocated"]()
-    draws = RowSampler(plan, read(plan, ["lognormal(300, 2)"], "", {}, 5))
+    draws = RowSampler(plan, read_specs(plan, ["lognormal(300, 2)"], "", {}, 5))
     assert draws.tokens("response", 3) == draws.tokens("response", 3) != draws.tokens("response", 4)
     assert {min(draws.tokens("response", i)) >= 1 for i in range(50)} == {True}
     assert max(n for i in range(50) for n in draws.tokens("response", i)) == 512
-    assert 0 < share(0) < share(2**64 - 1) < 1
+    assert 0 < to_unit_interval(0) < to_unit_interval(2**64 - 1) < 1
     assert set(INVERSES) == {"fixed", "uniform", "normal", "lognormal", "geometric"}
 
 

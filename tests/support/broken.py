@@ -17,9 +17,9 @@ from language import PROGRAMS, TESTS
 from msrl_graph import algorithms, codes
 from msrl_graph.backends import ENGINES
 from msrl_graph.compiler.pipeline import Compilation, translate
-from msrl_graph.compiler.sources import ProgramSource, texts
+from msrl_graph.compiler.sources import ProgramSource, collect_texts
 from msrl_graph.diagnostics import Diagnostic, Fault, Span, render, render_json
-from msrl_graph.diagnostics.terminal_text import shown
+from msrl_graph.diagnostics.terminal_text import make_printable
 from msrl_graph.dsl.syntax_errors import ALGORITHM, DEPLOY, RESERVED, SCAN, UNITS
 from msrl_graph.hardware.cluster import DEVICES
 from msrl_graph.ir.options import STATEMENTS, LayoutOptions
@@ -497,7 +497,7 @@ def compiled(
 def hold(source: ProgramSource | None, found: Sequence[Diagnostic]) -> None:
     """What holds of all diagnostics: a known code, a message, spans inside of a text, and all forms of them can be
     shown."""
-    known = texts(source, found)
+    known = collect_texts(source, found)
     for d in found:
         assert d.code in codes.known() and d.message.strip() and "\n" not in d.message, d
         assert d.span.line or d.code in NO_PLACE, d
@@ -506,7 +506,7 @@ def hold(source: ProgramSource | None, found: Sequence[Diagnostic]) -> None:
                 assert span.file in known, d
                 within(span, known[span.file])
         for style in ("full", "concise"):
-            assert shown(d.message) in render(d, known, style)
+            assert make_printable(d.message) in render(d, known, style)
     assert len(json.loads(render_json(found))) == len(found)
 
 

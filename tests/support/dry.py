@@ -24,19 +24,19 @@ from world import Method, Ref, Strand, Stuck, World
 
 from msrl_graph import noise
 from msrl_graph.backends.spec import Response, Sampling
-from msrl_graph.ir.async_schedule import aged, fetched, lanes
+from msrl_graph.ir.async_schedule import count_lanes, fetched_edges, staleness_bounds
 from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.graph import Graph, Node
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import Numbers, rowsets
 from msrl_graph.runtime.data.columns import Array, ColumnData, ColumnRows, Verdicts, ragged, texts
-from msrl_graph.runtime.data.numerics import drawn
+from msrl_graph.runtime.data.numerics import sampled_columns
 from msrl_graph.runtime.dock import client
 from msrl_graph.runtime.dock import host as dock
 from msrl_graph.runtime.dock.messages import Batch
-from msrl_graph.runtime.dock.readers import members, readers
+from msrl_graph.runtime.dock.readers import list_members, list_node_reads
 from msrl_graph.runtime.dock.segments import Room
-from msrl_graph.runtime.dock.warehouse import Warehouse, payload
+from msrl_graph.runtime.dock.warehouse import Warehouse, payload_bytes
 from msrl_graph.runtime.driver import function_hosts
 from msrl_graph.runtime.driver.iterations import Driver
 from msrl_graph.runtime.driver.run_state import RunState
@@ -90,8 +90,8 @@ class Handed(client.Client):
 
     def put(self, node: str, task: Task, pieces: dict[str, ColumnRows], asks: bool = False) -> None:
         super().put(node, task, pieces, asks)
-        self.dry.stored[task.key] += payload(pieces)
-        rows = (payload({c: p.take(np.array([i]))}) for c, p in pieces.items() for i in range(len(p.rows)))
+        self.dry.stored[task.key] += payload_bytes(pieces)
+        rows = (payload_bytes({c: p.take(np.array([i]))}) for c, p in pieces.items() for i in range(len(p.rows)))
         self.dry.largest = max([self.dry.largest, *rows])
         assert not self.way.capacity or all(w.free >= 0 for w in self.dry.warehouses)
 
@@ -217,7 +217,7 @@ class Weightless(InstructionRunner):
         rank: Any = self.rank
         ends = [rank.plan.placement(n).pool for n in (src, dst)]
         name = next(r.name for r in rank.plan.reshards if (r.src, r.dst) == (src, dst))
-        if (src, dst) not in fetched(rank.plan):
+        if (src, dst) not in fetched_edges(rank.plan):
             if (src, dst) in rank.dry.versions:
                 found = rank.dry.versions[src, dst]
                 said = self.task.fetches.get(name)
@@ -333,7 +333,7 @@ class DryRank(Rank):
         numbers = reader.numbers(task)
         made = self.dry.rows.columns[node.writes[0]]
         rows = (batch.rows[:, None] * numbers.fans[made] + np.arange(numbers.fans[made])).reshape(-1)
-        names = dict.fromkeys((*node.writes, *drawn(self.plan.graph, node)))
+        names = dict.fromkeys((*node.writes, *sampled_columns(self.plan.graph, node)))
         if node.cuts and task.trains:
             sampling = Sampling(numbers.fans[made], 4, 1.0, 1.0, 0, (1,))
             context = [np.zeros(1, np.int32)] * len(batch.rows)
@@ -369,7 +369,7 @@ class DryRank(Rank):
         if self._first(node):
             fan = self.dry.readers[node.name].numbers(task).fans[self.dry.rows.columns[node.writes[0]]]
             self.dry.taken[task.number] += np.unique(rows // fan).tolist()
-        names = dict.fromkeys((*node.writes, *drawn(self.plan.graph, node)))
+        names = dict.fromkeys((*node.writes, *sampled_columns(self.plan.graph, node)))
         return {c: ColumnRows(rows, cells(self.plan.graph, c, rows)) for c in names}
 
     def _infer(self, node: Node, task: Task, batch: Batch, report: Report) -> dict[str, ColumnRows]:
@@ -430,13 +430,13 @@ class Dry:
         self.kindness = kindness
         self.world = World(random.Random(seed))
         self.rows = rowsets(plan.graph)
-        self.readers = {r.node: r for r in readers(plan)}
+        self.readers = {r.node: r for r in list_node_reads(plan)}
         self.handed: dict[tuple[str, str], list[tuple[int, Any]]] = defaultdict(list)
         self.shared: dict[Any, Any] = {}
         self.stored: Counter[str] = Counter()  # by task, bytes of rows that were written
         self.largest = 0  # of these rows
         self.away = 0  # how often rows found their place on another host
-        self.versions = {edge: Versions(n) for edge, n in aged(plan).items()}
+        self.versions = {edge: Versions(n) for edge, n in staleness_bounds(plan).items()}
         self.takes: dict[tuple[str, str], float] = {}  # by what is done and task, seconds
         self.times: dict[tuple[str, str], tuple[float, float]] = {}  # and from when to when it was done
         self.sizes: dict[str, int] = {}  # by task, how many prompts came at once
@@ -448,7 +448,7 @@ class Dry:
         self.begun: dict[int, Task] = {}  # by iteration, as a partial rollout was asked to do it
         self.warehouses: list[Warehouse] = []
         self.ranks: list[DryRank] = []
-        self.members, self.way = members(plan, list(self.readers.values()), b"")
+        self.members, self.way = list_members(plan, list(self.readers.values()), b"")
         self.drawn: dict[int, Any] = {}  # by key of random numbers, the stream and the place in it
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm")
 
@@ -532,7 +532,7 @@ class Dry:
             0,
             lambda host, lane, _: self._functions(host, function_hosts.name(host, lane), rows),
             lambda asked: {r: None for r in asked if r.done},
-            lanes(plan),
+            count_lanes(plan),
         )
         attempt = SimpleNamespace(
             plan=plan, resume="", url="", lines=0, options=WatchOptions(), ports=Ports(), out="", folder="", edited=()

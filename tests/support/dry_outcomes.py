@@ -11,8 +11,8 @@ import pytest
 from broken import compiled
 from hypothesis import strategies as st
 
-from msrl_graph.compiler.unsupported import unready
-from msrl_graph.ir.async_schedule import Sends, awaits, pipelined
+from msrl_graph.compiler.unsupported import find_unsupported
+from msrl_graph.ir.async_schedule import Sends, awaited_pools, pipelined_openings
 from msrl_graph.ir.attributes import CallAttributes, GenerateAttributes, UpdateAttributes
 from msrl_graph.ir.plan import Plan
 from msrl_graph.ir.rowsets import rowsets
@@ -87,14 +87,14 @@ def in_order(plan: Plan, found: dry.Dry) -> None:
 def as_old_as_may_be(plan: Plan, found: dry.Dry) -> None:
     """With `deterministic` the weights that an iteration generates with follow from the program."""
     sends = Sends(plan)
-    waits = awaits(plan, sends.leads)
+    waits = awaited_pools(plan, sends.leads)
     growing = any(node.cuts for node in plan.graph.nodes)
     for edge, versions in found.versions.items():
         pool = plan.placement(edge[1]).pool
         for i in range(plan.deploy.run.iterations):
             if (version := versions.taken.get(f"train/{i}")) is not None:
                 # Who generates ahead of its own update knows what it has cut when the iteration has ended.
-                at_once = growing and pool in pipelined(plan)
+                at_once = growing and pool in pipelined_openings(plan)
                 begins = i if at_once else max(sends.after(p, i) for p in (pool, *waits[pool]))
                 assert version == sends.newest(edge, begins), (edge, i)
 
@@ -172,7 +172,7 @@ def holds(text: str, folder: Path, seed: int, kindness: float) -> Outcome:
     if made is None:
         return Outcome("refused")
     assert made.plan is not None
-    if unready(made.plan):
+    if find_unsupported(made.plan):
         return Outcome("not yet")
     try:
         return run_dry(made.plan, seed, kindness)

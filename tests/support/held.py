@@ -17,13 +17,13 @@ from torch import distributed as dist
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.spec import ForwardRequest
-from msrl_graph.cost.holdings import largest
+from msrl_graph.cost.holdings import largest_moment
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.rank.micro_batches import pack
-from msrl_graph.sharding.layout import full
+from msrl_graph.sharding.layout import full_box
 
 EXPERTS = {"family": "qwen3_moe", "experts": (8, 2, 64)}
 ROWS = 8
@@ -52,7 +52,7 @@ def small(folder, family="llama", experts=(), **changes):
     draw = torch.Generator().manual_seed(0)
     weights = {}
     for tensor in (*found.tensors, found.scoring.tensors[-1]):
-        for name, _, box in tensor.in_files(full(tensor.shape)):
+        for name, _, box in tensor.in_files(full_box(tensor.shape)):
             size = [stop - start for start, stop in box]
             weights[name] = (0.2 * torch.randn(size, generator=draw)).to(
                 torch.bfloat16 if found.dtype == "bf16" else torch.float32
@@ -86,7 +86,7 @@ def peaks(name, model, layout, entropy=False, recompute="none"):
         for file in sorted(Path(out).iterdir()):
             for verb, (size, moment) in json.loads(file.read_text()).items():
                 found[verb] = max(found.get(verb, (0, "")), (size, moment))
-    return {verb: (*found[verb], largest(spec.peaks(verb, work))) for verb in found}
+    return {verb: (*found[verb], largest_moment(spec.peaks(verb, work))) for verb in found}
 
 
 def assert_close(found):
@@ -115,7 +115,7 @@ def _peaks(rank, _, name, work, out):
     found = {}
     for verb, act in verbs.items():
         gc.collect()
-        before = memory.held()["device"]
+        before = memory.live_bytes()["device"]
         with memory.Peak() as peak:
             act()
         counts = Counter(m for m in peak.largest if m[1] != "before").most_common()

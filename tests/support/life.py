@@ -22,7 +22,7 @@ def lived(folder, *changes):
     path = checkpoint.commit(partial, manifest, 1)
     drawn.append(iterated(stage))
     again = started(*changes)
-    again.resume(str(path), checkpoint.manifest_of(path))
+    again.resume(str(path), checkpoint.read_manifest(path))
     drawn.append(iterated(again))
     assert not failed
     return drawn, stage.whole(), again.whole()

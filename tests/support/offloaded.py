@@ -88,12 +88,12 @@ def _same_steps(rank, name, of, layout, optimizer, options):
 
     for offload in ("none", "optimizer"):
         gc.collect()
-        before = memory.held()
+        before = memory.live_bytes()
         engine = built(offload)
         made.append((engine, stepped(engine, micro, 3)))
         time.sleep(0.2)  # a thread of gloo's lets go of what it summed a moment after it has told of it
         gc.collect()
-        told.append({place: size - before[place] for place, size in memory.held().items()})
+        told.append({place: size - before[place] for place, size in memory.live_bytes().items()})
     (plain, norms), (away, theirs) = made
     assert norms == theirs
     assert_same(found := kept(plain), kept(away))
@@ -113,7 +113,7 @@ def _same_steps(rank, name, of, layout, optimizer, options):
 def same_gradients(rank, _, name, folder, cases, **options):
     """Of each case two steps with activations kept and offloaded: bit for bit."""
     gc.collect()
-    before = memory.held()["host"]  # which other tests of this process left
+    before = memory.live_bytes()["host"]  # which other tests of this process left
     for number, (layout, dtype, recompute) in enumerate(cases):
         of = model(Path(folder) / f"{rank}-{number}", dtype)
         micro = batches(layout, rank)
@@ -122,7 +122,7 @@ def same_gradients(rank, _, name, folder, cases, **options):
         between = []
 
         def told(made, i, between=between):
-            between.append(memory.held()["host"] > before)
+            between.append(memory.live_bytes()["host"] > before)
             return loss(made, i)
 
         for activations in ("keep", "offload"):
@@ -135,7 +135,7 @@ def same_gradients(rank, _, name, folder, cases, **options):
         assert found[0][0] == found[1][0], (layout, dtype, recompute)
         assert_same(found[0][1], found[1][1])
         gc.collect()
-        assert memory.held()["host"] <= before
+        assert memory.live_bytes()["host"] <= before
 
 
 def frozen_turns(rank, _):

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from msrl_graph.backends import ENGINES, hf_modules
 from msrl_graph.backends.spec import BYTES
 from msrl_graph.compiler.pipeline import translate
-from msrl_graph.compiler.sources import read
-from msrl_graph.compiler.unsupported import unready
+from msrl_graph.compiler.sources import read_source
+from msrl_graph.compiler.unsupported import find_unsupported
 from msrl_graph.cost import holdings
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.ir.plan import from_json
@@ -109,10 +109,10 @@ class Pair:
   {self.more}"""
         text = PROGRAM.replace("RANKS", str(self.ranks)).replace("MODEL", _folder(self.model))
         try:
-            plan = translate(read(str(folder / "p.rlg"), text.replace("DEPLOY", deploy))).plan
+            plan = translate(read_source(str(folder / "p.rlg"), text.replace("DEPLOY", deploy))).plan
         except Fault:
             return None
-        return None if unready(plan) else plan
+        return None if find_unsupported(plan) else plan
 
 
 def _folder(name):
@@ -281,7 +281,7 @@ def assert_same(shards, whole):
 
 def held():
     gc.collect()
-    return memory.held()
+    return memory.live_bytes()
 
 
 def _behind(shards):

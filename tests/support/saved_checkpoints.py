@@ -7,12 +7,7 @@ import numpy as np
 from msrl_graph.backends.spec import Shard
 from msrl_graph.runtime.driver.resume import program
 from msrl_graph.runtime.weights import checkpoint
-from msrl_graph.runtime.weights.checkpoint import (
-    Manifest,
-    begin,
-    commit,
-    write,
-)
+from msrl_graph.runtime.weights.checkpoint import Manifest, begin, commit, write_tensors
 
 
 def lines(count):
@@ -27,10 +22,13 @@ def save(run, plan, iteration, keep=9, written=None, copy=True):
 
     partial = begin(run, iteration)
     true = {"iteration": iteration, "lines": iteration, "position": 8 * iteration}
-    says = checkpoint.said(**true, program=program(plan)) | checkpoint.taken({"actor.update": iteration})
+    says = checkpoint.checkpoint_metadata(**true, program=program(plan)) | checkpoint.step_metadata(
+        {"actor.update": iteration}
+    )
     shards = [Shard("w", ((2 * r, 2 * r + 2), (0, 3)), torch.arange(6.0).view(2, 3) + r) for r in range(2)]
     files = [
-        write(partial, f"actor-rank-{r:05d}.safetensors", [("actor/weights", s)], says) for r, s in enumerate(shards)
+        write_tensors(partial, f"actor-rank-{r:05d}.safetensors", [("actor/weights", s)], says)
+        for r, s in enumerate(shards)
     ]
     files.append(checkpoint.write_arrays(partial, "states.safetensors", {"solved": np.arange(3.0) + iteration}, says))
     if copy:

@@ -7,7 +7,7 @@ import torch
 
 from msrl_graph import compile
 from msrl_graph.backends import hf_modules
-from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, joined, ragged
+from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, concatenate_rows, ragged
 from msrl_graph.runtime.dock.messages import Batch, Share
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
@@ -67,7 +67,7 @@ class Stage(Rank):
         for part in self.compute(node, Task(task, 3, 4, {"actor.generate": 2}), batch, self.told):
             for c, made in part.items():
                 written.setdefault(c, []).append(made)
-        pieces = {c: joined(made) for c, made in written.items()}
+        pieces = {c: concatenate_rows(made) for c, made in written.items()}
         return {c: made.column.take(np.argsort(made.rows)) for c, made in pieces.items()}
 
     def sampled(self):

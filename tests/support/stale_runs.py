@@ -34,7 +34,7 @@ def saved(place, out, version):
     model = AutoModelForCausalLM.from_pretrained(place.folder / "model", dtype=torch.float32)
     if version:
         folder = place.folder / out / "checkpoints" / f"{version:06d}"
-        source = checkpoint.CheckpointSource(folder, checkpoint.manifest_of(folder))
+        source = checkpoint.CheckpointSource(folder, checkpoint.read_manifest(folder))
         for name, parameter in model.named_parameters():
             parameter.data = source.read(f"actor/weights/{name}", tuple((0, n) for n in parameter.shape), torch.float32)
     return model

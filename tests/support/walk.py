@@ -22,14 +22,14 @@ from msrl_graph.cost import holdings
 from msrl_graph.ir.attributes import UpdateAttributes
 from msrl_graph.ir.plan import from_json
 from msrl_graph.model import models
-from msrl_graph.runtime.data.columns import ColumnData, offsets_of, ragged
+from msrl_graph.runtime.data.columns import ColumnData, offsets_from_lengths, ragged
 from msrl_graph.runtime.dock.client import Client
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.rank.rank import InstructionRunner, Rank
 from msrl_graph.runtime.rank.training import Training
-from msrl_graph.sharding.layout import full
+from msrl_graph.sharding.layout import full_box
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
@@ -83,7 +83,7 @@ class Case:
         tensors = models.load("./model", folder).tensors
         weights = {}
         for tensor in tensors:
-            for name, _, box in tensor.in_files(full(tensor.shape)):
+            for name, _, box in tensor.in_files(full_box(tensor.shape)):
                 size = [stop - start for start, stop in box]
                 weights[name] = (0.05 * torch.randn(size, generator=draw)).to(FLOATS[self.dtype])
         save_file(weights, folder / "model" / "model.safetensors", metadata={"format": "pt"})
@@ -196,7 +196,7 @@ class Walk(Rank):
         bound = graph.bound("prompt")
         longest = graph.bound("response")
         self.columns = {"prompt": ragged([draw.integers(0, size, bound) for _ in range(prompts)], np.int32)}
-        offsets = offsets_of(np.full(responses, longest))
+        offsets = offsets_from_lengths(np.full(responses, longest))
         self.columns["advantage"] = ColumnData(draw.normal(size=responses * longest).astype(np.float32), offsets)
         return self.run(Task("train", number, prompts), measure)
 
@@ -210,7 +210,7 @@ def predicted(plan):
     and offloaded to it."""
     found = {("device", m.phase): (m.total, f"{m.items} {m.remark}") for m in plan.memory if m.place == "device"}
     swapped = sum(r.released_bytes_per_device for r in plan.reshards)
-    away = sum(sum(holdings.offloaded(plan, ENGINES, pool.name).values()) for pool in plan.pools)
+    away = sum(sum(holdings.offloaded_items(plan, ENGINES, pool.name).values()) for pool in plan.pools)
     host = {("host", phase): (away + swapped, "") for phase in ("reshard", "swap")}
     if meanwhile := away + holdings.activations_away(plan, ENGINES, "actor.update"):
         host["host", "update"] = meanwhile, ""

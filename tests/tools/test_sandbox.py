@@ -183,12 +183,12 @@ def test_it_ends_with_who_runs_it(tmp_path):
 def forgotten():
     """What was found out of this system, before the test and after it."""
     yield
-    sandbox.unclosed.cache_clear()
+    sandbox.unavailable_reason.cache_clear()
     sandbox._bubblewrap.cache_clear()
 
 
 def test_where_it_cannot_be_closed_nothing_is_run(tmp_path, monkeypatch, forgotten):
-    sandbox.unclosed.cache_clear()
+    sandbox.unavailable_reason.cache_clear()
     sandbox._bubblewrap.cache_clear()
     weak = tmp_path / "bwrap"
     weak.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1\n")

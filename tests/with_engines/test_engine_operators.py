@@ -12,7 +12,7 @@ import torch
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import ENGINES
 from msrl_graph.backends.megatron import engine as megatron
-from msrl_graph.backends.spec import ForwardRequest, OperatorCalls, Sampling, collected
+from msrl_graph.backends.spec import ForwardRequest, OperatorCalls, Sampling, collect_responses
 from msrl_graph.backends.vllm import engine as vllm
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.workload import Workload
@@ -71,7 +71,9 @@ def test_vllm_calls_as_many_operators_as_its_spec_says(alone, tmp_path):
     prompts = [np.arange(i, i + 6, dtype=np.int32) for i in range(2, 6)]
 
     def generate(tokens):
-        return operators(lambda: collected(engine.generate(prompts, np.arange(4), Sampling(1, tokens, 1.0, 1.0, 0))))
+        return operators(
+            lambda: collect_responses(engine.generate(prompts, np.arange(4), Sampling(1, tokens, 1.0, 1.0, 0)))
+        )
 
     one = generate(1)
     five = generate(5)

@@ -16,9 +16,9 @@ from mixture import latent, mixture
 from place import THRICE, TRAINED, assert_alike
 
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.spec import Sampling, collected
+from msrl_graph.backends.spec import Sampling, collect_responses
 from msrl_graph.compiler.pipeline import translate
-from msrl_graph.compiler.sources import read
+from msrl_graph.compiler.sources import read_source
 from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.ir.workload import Workload
 from msrl_graph.model import models
@@ -55,7 +55,7 @@ def both(alone):
 
 
 def compare(one, other, prompts, rows, sampling, begun=None, most=3e-5):
-    found, wanted = (collected(e.generate(prompts, rows, sampling, begun)) for e in (one, other))
+    found, wanted = (collect_responses(e.generate(prompts, rows, sampling, begun)) for e in (one, other))
     assert [t.tolist() for t in found[0]] == [t.tolist() for t in wanted[0]]
     assert all(t.dtype == np.int32 for t in found[0]) and all(p.dtype == np.float32 for p in found[1])
     assert np.allclose(np.concatenate(found[1]), np.concatenate(wanted[1]), atol=most)
@@ -86,12 +86,12 @@ def test_rows_are_drawn_by_their_numbers_wherever_they_are(both):
     whole = compare(*both, prompts, np.arange(100, 136), PLAIN)
     order = draw.permutation(9)
     rows = (100 + order[:, None] * 4 + np.arange(4)).reshape(-1)
-    again, _ = collected(both[0].generate([prompts[i] for i in order], rows, PLAIN))
+    again, _ = collect_responses(both[0].generate([prompts[i] for i in order], rows, PLAIN))
     assert all(np.array_equal(again[k], whole[row - 100]) for k, row in enumerate(rows))
 
 
 def test_a_response_goes_on_where_it_was_left(both):
-    whole, _ = collected(both[0].generate(PROMPTS, np.arange(12), PLAIN))
+    whole, _ = collect_responses(both[0].generate(PROMPTS, np.arange(12), PLAIN))
     begun = np.array([len(t) // 2 for t in whole])
     after = [np.concatenate([PROMPTS[i // 4], whole[i][: begun[i]]]).astype(np.int32) for i in range(12)]
     rest = compare(*both, after, np.arange(12), PLAIN, begun)
@@ -137,9 +137,9 @@ def test_an_error_leaves_no_request_behind(both):
     with pytest.raises(
         ValueError, match="a prompt of 200 tokens and 20 more exceed the 46 that the engine was built for"
     ):
-        collected(both[0].generate([PROMPTS[0], np.zeros(200, np.int32)], np.arange(8), PLAIN))
+        collect_responses(both[0].generate([PROMPTS[0], np.zeros(200, np.int32)], np.arange(8), PLAIN))
     with pytest.raises(IndexError):  # in the middle of a step
-        collected(both[0].generate(PROMPTS, np.arange(12), replace(PLAIN, temperature=np.ones(3, np.float32))))
+        collect_responses(both[0].generate(PROMPTS, np.arange(12), replace(PLAIN, temperature=np.ones(3, np.float32))))
     compare(*both, PROMPTS, np.arange(12), PLAIN)
 
 
@@ -148,7 +148,7 @@ def test_it_gives_its_memory_back(alone, tmp_path):
     engine = vllm(of=wide, rows=64, samples=8)
     held = psutil.Process().memory_info().rss
     filled(engine, wide)
-    collected(engine.generate([PROMPTS[0]] * 2, np.arange(8), PLAIN))
+    collect_responses(engine.generate([PROMPTS[0]] * 2, np.arange(8), PLAIN))
     most = psutil.Process().memory_info().rss
     engine.release()
     left = psutil.Process().memory_info().rss
@@ -237,7 +237,7 @@ def test_positions_that_it_would_turn_otherwise_are_refused(alone, tmp_path):
 
 @pytest.mark.parametrize("name", ["megatron_vllm", "fsdp_vllm", "two_environments"])
 def test_an_example_could_be_run(name, tmp_path):
-    result = translate(read(str(EXAMPLE / f"{name}.rlg")))
+    result = translate(read_source(str(EXAMPLE / f"{name}.rlg")))
     made = supervisor.prepare(result.plan, tmp_path / "out")
     assert made.rows and not result.warnings and not made.warnings
 

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ...ir.optimizer_spec import OptimizerSpec
-from ...model.architecture import copied
+from ...model.architecture import is_copied
 from ...sharding.layout import shard
 from .. import expert_placement, hf_modules, prefix_tree, vocab_parallel
 from ..activations import Activations
@@ -97,7 +97,7 @@ class MegatronEngine:
         self.first = coordinates.pp == 0
         self.last = coordinates.pp == layout.pp - 1
         chunk_layers = [range(*bounds) for bounds in layout.stage_layers(coordinates.pp, model.layers)]
-        hf_model = hf_modules.empty(model)
+        hf_model = hf_modules.build_empty_model(model)
         if devices.device.kind.plugin:
             # Must come before any import of Megatron: it replaces some of its functions.
             import_module("mindspeed.megatron_adaptor")
@@ -188,7 +188,7 @@ class MegatronEngine:
             i = next(numbers)
             micro_batch = micro_batches[i]
             # tp ranks must share the nodes evenly.
-            tree, known = self.context.share(prefix_tree.tree(micro_batch), micro_batch, self.layout.tp)
+            tree, known = self.context.share(prefix_tree.build_tree(micro_batch), micro_batch, self.layout.tp)
             tree = tree.to(self.place)
             with module.forward_context():
                 hidden = module(tree)
@@ -252,7 +252,7 @@ class MegatronEngine:
             module.zero_grad(set_to_none=True)
         if self.layout.tp > 1:  # a norm sees a part of the tokens
             pairs = zip(gradients, self.model.tensors, strict=True)
-            add_up([gradient for gradient, tensor in pairs if copied(tensor) and gradient.numel()], self.groups.tp)
+            add_up([gradient for gradient, tensor in pairs if is_copied(tensor) and gradient.numel()], self.groups.tp)
         return self._optimizer.step(gradients, lr, clip_grad, sound, optimizer or self._rules)
 
     def _read_gradient(self, i: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from functools import cached_property
 from math import ceil
 
 from ...ir.workload import Workload, in_flight
-from ...model.architecture import copied
+from ...model.architecture import is_copied
 from ...sharding.layout import Side, TensorKind, box_at, elements, stage_parts
 from ..sizes import CHUNK, GRADIENT, Sizes, context_parallel_extra, optimizer_step
 from ..spec import Moments
@@ -47,7 +47,7 @@ def moments(verb: str, work: Workload) -> Moments:
 
 def _sum(s: _Stage) -> Moments:
     """Sum the gradients of copies over tp, bucket by bucket."""
-    own = tuple(kind for kind in s.work.model.kinds if copied(kind.tensor))
+    own = tuple(kind for kind in s.work.model.kinds if is_copied(kind.tensor))
     if s.work.layout.tp == 1 or not own:
         return {}
     bucket = min(sum(s.parts(own)), max(CHUNK, max(kind.tensor.elements for kind in own)))

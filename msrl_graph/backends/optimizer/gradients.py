@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..devices import local
+from ..devices import get_local_tensor
 from ..sizes import CHUNK
 
 if TYPE_CHECKING:
@@ -77,4 +77,4 @@ def _read_gradient(parameter: Any) -> torch.Tensor | None:
     # DTensor may place a gradient differently than its parameter (a sharded embedding's gradient is whole).
     if hasattr(gradient, "placements") and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return None if gradient is None else local(gradient)
+    return None if gradient is None else get_local_tensor(gradient)

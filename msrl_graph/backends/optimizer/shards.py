@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ir.optimizer_spec import Rule
 from ...sharding.layout import Layout
-from ..devices import release, take
+from ..devices import allocate, release
 from ..host_offload import HostOffload
 from ..sizes import CHUNK
 from ..spec import Shard
@@ -180,7 +180,7 @@ class OptimizerSlice:
             gradients[:] = [candidate if i in own else candidate.new_empty(0) for i, candidate in enumerate(gradients)]
             gradients[:] = [self._copy_stretch(gradients)]
         if self.copied:
-            take(self.masters[0])
+            allocate(self.masters[0])
             self._copy_stretch([shard.tensor for shard in self.shards], self.masters[0])
         for master in self.masters:
             gradient = gradients.pop(0)

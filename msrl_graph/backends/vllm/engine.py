@@ -182,7 +182,7 @@ class VllmEngine:
             parameter.requires_grad_(False)
         apply_model_settings(runner.model, kind.is_host)
         # This stage's tensors that no run changes; they sleep with the rest.
-        fixed = hf_modules.fixed(weights.model)
+        fixed = hf_modules.load_fixed_tensors(weights.model)
         self._fixed = [(named.pop(name), value) for name, value in fixed.items() if name in named]
         fused = getattr(runner.model, "packed_modules_mapping", {})
         self._shards = list(make_shards(boxes, named, fused, turned=bool(kind.plugin)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .. import devices
-from ..devices import content, release, take
+from ..devices import allocate, release, view_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,7 @@ def release_embedding_buffers(runner: Any) -> None:
 
 def clear(cache: torch.Tensor) -> None:
     """Zero a cache: kernels read beyond a sequence's end, where no NaN may be."""
-    content(cache.untyped_storage()).zero_()
+    view_bytes(cache.untyped_storage()).zero_()
 
 
 class ResizedMemory:
@@ -64,12 +64,12 @@ class ResizedMemory:
 
     def weights(self) -> None:
         for parameter in self._parameters:
-            take(parameter, self._sizes[id(parameter)])
+            allocate(parameter, self._sizes[id(parameter)])
 
     def cache(self) -> None:
         if not self._open:
             for cache in self._caches:
-                take(cache, self._sizes[id(cache)])
+                allocate(cache, self._sizes[id(cache)])
                 clear(cache)
             self._open = True
 

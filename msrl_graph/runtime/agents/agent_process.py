@@ -51,7 +51,7 @@ class AgentProcess:
         self.process = process
         self.line = Connection(own_end.detach())
         weakref.finalize(self, _end_process, self.line, process)
-        self.line.send(Setup(plan.to_json(), node.name, shipped_files.folder(), log.file()))
+        self.line.send(Setup(plan.to_json(), node.name, shipped_files.shipped_folder(), log.file_name()))
 
     def begin(self, batch: BatchStart) -> None:
         """Start an agent for each row of a batch."""
@@ -95,9 +95,9 @@ def main(descriptor: int) -> None:
     line = Connection(descriptor)
     setup: Setup = line.recv()
     if setup.log:
-        log.share(setup.log, f"agents of {setup.node}")
+        log.share_file(setup.log, f"agents of {setup.node}")
     if setup.files:
-        shipped_files.use(setup.files)
+        shipped_files.use_folder(setup.files)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     agents = None

@@ -24,16 +24,16 @@ import psutil
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import is_tokens, of_response
-from ...ir.signatures import ENDPOINT, agents
+from ...ir.sequences import find_response_column, is_tokens
+from ...ir.signatures import ENDPOINT, read_agents
 from ..data import numerics
 from ..data.columns import Array, ragged
-from ..data.tokens import Tokens, of_column
+from ..data.tokens import Tokens, column_tokenizer
 from ..functions.instances import Failure
-from ..functions.own_process import ProcessExit, call_of, guard_exit
+from ..functions.own_process import ProcessExit, guard_exit, guarded_call
 from ..functions.units import options_of
 from ..functions.user_traceback import BadResult, ErrorSummary
-from ..functions.values import InjectedArguments, ReturnChecker, brief, imported, seen
+from ..functions.values import InjectedArguments, ReturnChecker, describe_briefly, import_user_file, values_for_function
 from ..process import shipped_files
 from .conversations import NOTHING, AgentResponse, Conversations, DrawnAnswer
 from .rank_protocol import AgentsFinished, BatchStart, SampleReplies, SampleRequest
@@ -67,8 +67,8 @@ class Agents:
         assert call is not None
         path, _, name = str(call.value).rpartition(":")
         guard_exit()
-        self.call = getattr(imported(path, call), name)
-        self.signature = agents(shipped_files.found(path).read_text(encoding="utf-8-sig"))[name]
+        self.call = getattr(import_user_file(path, call), name)
+        self.signature = read_agents(shipped_files.find_copy(path).read_text(encoding="utf-8-sig"))[name]
         columns = call.columns()
         self.bound = [
             (parameter, columns.get(parameter, parameter))
@@ -82,12 +82,12 @@ class Agents:
             for parameter, column in self.bound
             if parameter in self.signature.text and is_tokens(plan.graph, column)
         ]
-        self.tokens = {column: of_column(plan, column) for column in texts}
-        self.response, as_drawn = numerics.drawn(plan.graph, node)
+        self.tokens = {column: column_tokenizer(plan, column) for column in texts}
+        self.response, as_drawn = numerics.sampled_columns(plan.graph, node)
         own_columns = {
             self.response,
             as_drawn,
-            *(of_response(plan.graph, node, element) for element in ("bool", "i32")),
+            *(find_response_column(plan.graph, node, element) for element in ("bool", "i32")),
         }
         self.columns = tuple(column for column in node.writes if column not in own_columns)
         self.returned = ReturnChecker(plan, self.columns)
@@ -104,7 +104,7 @@ class Agents:
         if expression is None:
             return None
         path, colon, name = str(expression.value).rpartition(":")
-        calls: Calls = getattr(imported(path, expression), name) if colon else FORMATS[str(expression.value)]
+        calls: Calls = getattr(import_user_file(path, expression), name) if colon else FORMATS[str(expression.value)]
         return calls
 
     # Batches
@@ -112,7 +112,7 @@ class Agents:
     async def begin(self, batch: BatchStart) -> None:
         """Start an agent for each row."""
         if not self.endpoint.base_url:
-            await self.endpoint.start(address(self.plan.deploy.run.listen or LOOPBACK))
+            await self.endpoint.start(interface_address(self.plan.deploy.run.listen or LOOPBACK))
         self.batch = batch
         self.live = 0
         self.left = len(batch.rows)
@@ -221,7 +221,7 @@ class Agents:
 
         def work() -> None:
             try:
-                with call_of(os.getpid()):
+                with guarded_call(os.getpid()):
                     returned = self.call(**arguments)
                     failed = None
             except BaseException as error:
@@ -235,7 +235,7 @@ class Agents:
 
     async def _await_agent(self, arguments: dict[str, Any]) -> Any:
         try:
-            with call_of(os.getpid()):
+            with guarded_call(os.getpid()):
                 return await self.call(**arguments)
         except (SystemExit, KeyboardInterrupt) as error:
             raise _exit_as_error(error) from error
@@ -250,7 +250,9 @@ class Agents:
             text = parameter in self.signature.text
             column = batch.batch.columns[name]
             rows = range(row, row + 1)
-            arguments[parameter] = seen(column, element, rows, text, self.tokens.get(name) if text else None)[0]
+            arguments[parameter] = values_for_function(
+                column, element, rows, text, self.tokens.get(name) if text else None
+            )[0]
         return arguments
 
     def _injected_arguments(self, row: OpenRow, place: int) -> dict[str, Any]:
@@ -271,7 +273,7 @@ class Agents:
             result = ()
         if not isinstance(result, tuple) or len(result) != len(self.columns):
             belongs = f"a tuple of {len(self.columns)} belongs: {', '.join(self.columns)}"
-            raise BadResult(f"it returned {brief(result)}, where {belongs}")
+            raise BadResult(f"it returned {describe_briefly(result)}, where {belongs}")
         lengths = {self.response: len(spoken.tokens)}
         values = zip(self.columns, result, strict=True)
         self.values[place] = tuple(self.returned.checked(name, value, lengths) for name, value in values)
@@ -333,7 +335,7 @@ def _exit_as_error(error: BaseException) -> Exception:
     return RuntimeError(repr(error)).with_traceback(error.__traceback__)
 
 
-def address(name: str) -> str:
+def interface_address(name: str) -> str:
     """Return the IPv4 address of an interface of this host; else the argument itself."""
     addresses = psutil.net_if_addrs().get(name, [])
     return next((str(entry.address) for entry in addresses if entry.family == socket.AF_INET), name)

@@ -82,7 +82,7 @@ class CompletionRequest:
     left_out: tuple[str, ...] = ()
 
 
-def read(body: Any, chat: bool, model: str) -> CompletionRequest:
+def parse_request(body: Any, chat: bool, model: str) -> CompletionRequest:
     """Parse a request for a chat answer or a completion. Raises RequestRefused."""
     if not isinstance(body, dict):
         raise RequestRefused("the body is not a JSON object", "invalid_json")
@@ -121,7 +121,7 @@ def read(body: Any, chat: bool, model: str) -> CompletionRequest:
         )
     options = fields.get("stream_options", {})
     return CompletionRequest(
-        messages=templated(fields.get("messages")) if chat else [],
+        messages=prepare_messages(fields.get("messages")) if chat else [],
         prompt="" if chat else _parse_prompt(fields.get("prompt")),
         tools=tuple(tools),
         more={**template_arguments, **({"tools": tools} if tools else {})},
@@ -152,7 +152,7 @@ def _is_tool(tool: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def templated(value: Any) -> Messages:
+def prepare_messages(value: Any) -> Messages:
     """Return messages as templates expect them.
 
     Content becomes text, the arguments of calls become objects.

@@ -110,9 +110,9 @@ class Conversations:
         Raises ContextOverflow and BadMessages.
         """
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        message_keys = keys(messages, more)
+        keys = message_keys(messages, more)
         for i in reversed(places):
-            before = self._by_messages.get(message_keys[i])
+            before = self._by_messages.get(keys[i])
             rest = self.speech.after(messages, i, before.tokens, **more) if before else None
             if before and rest is not None:
                 self.strayed += i != places[-1]
@@ -170,7 +170,7 @@ class Conversations:
     ) -> None:
         """Record that the agent has received an answer to messages, as this message."""
         answer.got = True
-        self._by_messages[keys([*messages, message], more)[-1]] = answer
+        self._by_messages[message_keys([*messages, message], more)[-1]] = answer
 
     def completed(self, answer: DrawnAnswer, prompt: str | Array, text: str) -> None:
         """Record that the agent has received an answer to a prompt, as this text."""
@@ -239,21 +239,21 @@ class Conversations:
         return len(left_out_lengths), sum(left_out_lengths)
 
 
-def keys(messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[str]:
+def message_keys(messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[str]:
     """Return for each message a key of the conversation up to it.
 
     Programs send messages back in their own way: fields that are not part of what was said, and surrounding blanks, do
     not change the key.
     """
-    message_keys = []
+    keys = []
     key = json.dumps(more, sort_keys=True)
     for message in messages:
         fields = {field_name: message.get(field_name) for field_name in ("role", "name", "tool_call_id")}
         fields["content"] = str(message.get("content") or "").strip()
         fields["tool_calls"] = [(call.get("id"), call.get("function")) for call in message.get("tool_calls") or []]
         key = hashlib.sha256((key + json.dumps(fields, sort_keys=True)).encode()).hexdigest()
-        message_keys.append(key)
-    return message_keys
+        keys.append(key)
+    return keys
 
 
 def _noise_key(row: int, prefix: Array, times: int) -> int:

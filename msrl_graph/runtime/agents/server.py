@@ -21,7 +21,7 @@ from ..data.columns import Array
 from ..data.rendering import BadMessages
 from ..data.token_pieces import BadPieceError
 from ..process.connection_gate import Gate, accept, listen
-from .api_types import ChatReply, CompletionRequest, RequestRefused, read, templated
+from .api_types import ChatReply, CompletionRequest, RequestRefused, parse_request, prepare_messages
 from .conversations import ContextOverflow, Conversations, DrawnAnswer
 from .template import ChatTemplate
 
@@ -127,7 +127,7 @@ class Endpoint:
             row.conversations.lost(answer)
             raise
         if parsed.messages:
-            row.conversations.chatted(answer, parsed.messages, templated([reply.message()])[0], parsed.more)
+            row.conversations.chatted(answer, parsed.messages, prepare_messages([reply.message()])[0], parsed.more)
         else:
             row.conversations.completed(answer, parsed.prompt, reply.text)
         return response
@@ -141,7 +141,7 @@ class Endpoint:
         if "\\u" in text and (half := half_character_within(body)):
             fix = 'send `text.encode("utf-8", "replace").decode()`'
             raise RequestRefused(f"the request has {half}, which has no tokens: {fix}", "invalid_text")
-        parsed = read(body, chat, self.model)
+        parsed = parse_request(body, chat, self.model)
         self.left_out |= dict.fromkeys(parsed.left_out)
         return parsed
 

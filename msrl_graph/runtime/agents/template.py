@@ -17,7 +17,7 @@ from ..data import rendering
 from ..data.columns import Array
 from ..data.rendering import BadMessages
 from ..data.tokens import Tokens
-from .tool_calls import Call, Calls, taught
+from .tool_calls import Call, Calls, find_format
 
 
 class ChatTemplate:
@@ -42,7 +42,7 @@ class ChatTemplate:
 
         Raises BadMessages.
         """
-        return self._calls or taught(rendering.with_tools(rendering.template(self.tokens.folder)))
+        return self._calls or find_format(rendering.tools_template(rendering.template(self.tokens.folder)))
 
     @property
     def takes_tools(self) -> bool:

@@ -63,6 +63,6 @@ FORMATS = {
 }
 
 
-def taught(template: str) -> Format | None:
+def find_format(template: str) -> Format | None:
     """Return the format that a chat template teaches; None if it is none of these."""
     return next((format_ for format_ in FORMATS.values() if format_.mark in template), None)

@@ -35,18 +35,18 @@ from ...hardware.cluster import Curve
 from ...hardware.device_kinds import HOST
 from ...ir.plan import Plan, from_json
 from ..data.columns import ColumnData, ColumnRows, ragged
-from ..data.numerics import drawn
+from ..data.numerics import sampled_columns
 from ..dock.client import Client
 from ..dock.host import DockHost
 from ..dock.messages import Batch, Share
-from ..dock.readers import members, readers
+from ..dock.readers import list_members, list_node_reads
 from ..dock.segments import room_name
 from ..functions.function_node import FunctionNode
 from ..metrics.recorder import Recorder
 from ..process import compute_setup
-from ..process.cluster_join import job_config, own_ray
-from ..process.environment import waits
-from ..process.processes import MARK, RAY, Temporary, nicer
+from ..process.cluster_join import job_config, local_ray_environment
+from ..process.environment import openmp_variables
+from ..process.processes import MARK, RAY, Temporary, worker_niceness
 from ..process.task import Task
 from ..process.task_report import Event, Report
 from . import probes
@@ -78,7 +78,7 @@ def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None
             str(rounds),
             str(most),
         ]
-        environment = {**os.environ, **own_ray(), MARK: str(folder), "TMPDIR": str(folder)}
+        environment = {**os.environ, **local_ray_environment(), MARK: str(folder), "TMPDIR": str(folder)}
         with log.open("wb") as output:
             child = subprocess.Popen(
                 command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
@@ -102,11 +102,11 @@ class RateProber:
     """A rank that only runs probes."""
 
     def __init__(self, threads: int) -> None:
-        compute_setup.prepare(threads)
+        compute_setup.prepare_process(threads)
         self.store: Any = None
 
     def address(self) -> int:
-        self.store = compute_setup.meeting("127.0.0.1")
+        self.store = compute_setup.open_store("127.0.0.1")
         return int(self.store.port)
 
     def join(self, port: int, rank: int, world: int) -> None:
@@ -133,7 +133,7 @@ class RateProber:
         return BusyRates(torch.get_num_threads(), launch, row, copy, curves, kinds)
 
 
-def middle(rates: list[BusyRates]) -> BusyRates:
+def median_rates(rates: list[BusyRates]) -> BusyRates:
     """Return the median of each figure over ranks and rounds."""
     first = rates[0]
     return BusyRates(
@@ -182,7 +182,7 @@ def worlds(most: int = 0) -> list[int]:
     )
 
 
-def busy(world: int) -> Callable[[], list[BusyRates]]:
+def start_probers(world: int) -> Callable[[], list[BusyRates]]:
     """Start `world` probers; each call of the result is one round of them."""
     threads = max(1, (os.cpu_count() or 1) // world)
     ranks = [RateProber.options(num_cpus=0).remote(threads) for _ in range(world)]  # type: ignore[attr-defined]
@@ -205,10 +205,10 @@ class DockTimings:
     turn: float
 
 
-def dock(plan: Plan, folder: Path) -> DockTimings:
-    dock_readers = readers(plan)
+def measure_dock(plan: Plan, folder: Path) -> DockTimings:
+    dock_readers = list_node_reads(plan)
     host_class = cast(Any, DockHost)
-    (member,), routes = members(plan, dock_readers)
+    (member,), routes = list_members(plan, dock_readers)
     size = 8 * sum(plan.graph.column_bytes.values())
     host = host_class.options(name=member.name).remote(
         [member], 0, dock_readers, 60.0, routes, room_name(folder.name, 0), size
@@ -219,7 +219,7 @@ def dock(plan: Plan, folder: Path) -> DockTimings:
     prompt = ragged([np.ones(4, np.int32)] * prompts, np.int32)
     response = ragged([np.ones(4, np.int32)] * (prompts * fan), np.int32)
     logp = ColumnData(np.ones(len(response.values), np.float32), response.offsets)
-    names_drawn = drawn(plan.graph, plan.graph.node("actor.generate"))
+    names_drawn = sampled_columns(plan.graph, plan.graph.node("actor.generate"))
     handovers = []
     turns = []
     start_of = 0.0
@@ -277,10 +277,10 @@ def _bookkeeping_seconds(plan: Plan, folder: Path) -> float:
     return probes.seconds(lambda: recorder.training(0, 1.0, [report, report], {}, 0), 0.2)
 
 
-def function(plan: Plan) -> float:
+def measure_function(plan: Plan) -> float:
     """Return the seconds a row of a Python function that gets groups of rows."""
     node = next(candidate for candidate in plan.graph.nodes if candidate.per == "prompt")
-    reader = next(candidate_reader for candidate_reader in readers(plan) if candidate_reader.node == node.name)
+    reader = next(candidate_reader for candidate_reader in list_node_reads(plan) if candidate_reader.node == node.name)
     called = FunctionNode(node, plan, reader)
     prompts, rows = plan.graph.rows
     response = ragged([np.ones(4, np.int32)] * rows, np.int32)
@@ -296,7 +296,7 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
     began = time.monotonic()
     plan = from_json(Path(folder, "plan.json").read_bytes())
     cores = os.cpu_count() or 1
-    os.environ |= nicer(0) | waits()
+    os.environ |= worker_niceness(0) | openmp_variables()
     ray.init(
         address="local",
         num_cpus=cores,
@@ -308,12 +308,12 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
         _temp_dir=str(Path(folder) / RAY),
     )
     # Waiting processes take no processor time, so all are started first.
-    tried = {world: busy(world) for world in worlds(most)}
+    tried = {world: start_probers(world) for world in worlds(most)}
     rates: dict[int, list[BusyRates]] = {world: [] for world in tried}
     for _ in range(rounds):
         for world, probe in tried.items():
             rates[world] += probe()
-    docked = dock(plan, Path(folder))
+    docked = measure_dock(plan, Path(folder))
     result = Calibration(
         version=VERSION,
         date=datetime.now(UTC).date().isoformat(),
@@ -324,8 +324,8 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
         turn=docked.turn,
         handover=docked.handover,
         share=docked.share,
-        function=function(plan),
-        busy={world: middle(world_rates) for world, world_rates in rates.items()},
+        function=measure_function(plan),
+        busy={world: median_rates(world_rates) for world, world_rates in rates.items()},
     )
     calibration.write(replace(result, seconds=time.monotonic() - began), Path(path))
 

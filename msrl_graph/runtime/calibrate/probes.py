@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from ...backends import prefix_tree
 from ..data.columns import ragged
 from ..rank.micro_batches import pack
-from ..rank.packing import flat
+from ..rank.packing import flatten_column
 
 MATRICES = (64, 128, 256, 512, 1024)
 BYTES = tuple(2**k for k in range(15, 27, 2))
@@ -201,9 +201,9 @@ def row() -> float:
     rows = np.arange(count)
 
     def once() -> None:
-        prefix_tree.tree(pack(columns[:1], columns[1:], rows))
+        prefix_tree.build_tree(pack(columns[:1], columns[1:], rows))
         for _ in range(3):
-            flat(values, rows, values.lengths)
+            flatten_column(values, rows, values.lengths)
         ragged(list(values.values.reshape(count, response)), np.float32)
 
     return seconds(once, 0.1) / count

@@ -64,7 +64,7 @@ class ColumnData:
         if self.offsets is None:
             return ColumnData(self.values[rows])
         lengths = self.lengths[rows]
-        offsets = offsets_of(lengths)
+        offsets = offsets_from_lengths(lengths)
         # One flat gather. Source index = output position - row start in the output + row start in the source.
         index = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][rows] - offsets[:-1], lengths)
         return ColumnData(self.values[index], offsets)
@@ -105,7 +105,7 @@ class Verdicts(ColumnRows):
         return times
 
 
-def offsets_of(lengths: Array) -> Array:
+def offsets_from_lengths(lengths: Array) -> Array:
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -115,7 +115,7 @@ def ragged(rows: Sequence[Array], dtype: Any) -> ColumnData:
     """Build a ragged column from these rows."""
     lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
     values = np.concatenate([np.asarray(row, dtype) for row in rows]) if len(rows) else np.zeros(0, dtype)
-    return ColumnData(values.astype(dtype, copy=False), offsets_of(lengths))
+    return ColumnData(values.astype(dtype, copy=False), offsets_from_lengths(lengths))
 
 
 def texts(rows: Iterable[str]) -> ColumnData:
@@ -130,13 +130,13 @@ def concatenate(parts: Sequence[ColumnData]) -> ColumnData:
     values = np.concatenate([part.values for part in parts])
     if parts[0].offsets is None:
         return ColumnData(values)
-    return ColumnData(values, offsets_of(np.concatenate([part.lengths for part in parts])))
+    return ColumnData(values, offsets_from_lengths(np.concatenate([part.lengths for part in parts])))
 
 
 P = TypeVar("P", bound=ColumnRows)
 
 
-def joined(pieces: Sequence[P]) -> P:
+def concatenate_rows(pieces: Sequence[P]) -> P:
     """Concatenate pieces of one column; a row that is in two pieces appears twice."""
     if len(pieces) == 1:
         return pieces[0]

@@ -14,7 +14,7 @@ from ...noise import RandomStream
 from .columns import Array
 
 
-def shuffled(stream: RandomStream, size: int, position: int, count: int) -> Array:
+def shuffle_rows(stream: RandomStream, size: int, position: int, count: int) -> Array:
     """Return `count` rows from `position` on, of endless passes over the data.
 
     Each pass over the `size` rows has an order of its own.
@@ -22,7 +22,7 @@ def shuffled(stream: RandomStream, size: int, position: int, count: int) -> Arra
     return _take_passes(lambda turn: _argsort(stream.keys(turn, np.arange(size))), size, position, count)
 
 
-def drawn(stream: RandomStream, iteration: int, weights: Array, position: int, count: int) -> Array:
+def draw_rows(stream: RandomStream, iteration: int, weights: Array, position: int, count: int) -> Array:
     """Draw `count` rows of an iteration by weight, from `position` on.
 
     The draw is without replacement: each next row is one of the remaining rows, with the probability of its weight

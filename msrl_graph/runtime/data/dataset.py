@@ -20,19 +20,27 @@ import numpy as np
 from ... import noise
 from ...data import datafile, fields
 from ...data.chat import Messages, messages
-from ...data.datafile import bad, take_row, where
+from ...data.datafile import bad_row, row_place, take_row
 from ...diagnostics import Diagnostic, Fault
 from ...ir.graph import Graph
 from ...ir.plan import DataSource, Plan
-from ...ir.sequences import is_tokens, models, preceding, responses, sequences, speaker, token_columns
+from ...ir.sequences import (
+    columns_before,
+    is_tokens,
+    nodes_with_weights,
+    responses,
+    sequences,
+    source_worker,
+    token_columns,
+)
 from . import data_order
 from .columns import DTYPES, Array, ColumnData, ragged, texts
-from .numerics import outside, vocabulary
+from .numerics import rows_outside_vocabulary, vocabulary_size
 from .rendering import BadMessages
 from .token_pieces import BadPieceError
 from .tokens import Tokens
 
-LOOKED = 1000  # the number of rows that are tokenised before a run starts
+PREVIEW_ROWS = 1000  # the number of rows that are tokenised before a run starts
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,8 @@ class DatasetPreview:
             yield Diagnostic("bad-data", message, data.span, f"{help}; otherwise change the text", "warning")
         usable = self.rows - self.out  # or fewer, if not all rows were examined
         if usable < prompts:
-            yield datafile.few(data, f"{'at most ' * (self.looked < self.rows)}{usable:,} usable rows", prompts)
+            bound = "at most " if self.looked < self.rows else ""
+            yield datafile.few_rows_warning(data, f"{bound}{usable:,} usable rows", prompts)
 
 
 def check(data: DataSource, plan: Plan) -> DatasetPreview:
@@ -80,10 +89,10 @@ def check(data: DataSource, plan: Plan) -> DatasetPreview:
     """
     rows = read(data, plan.graph)
     try:
-        first = dict(islice(rows.items(), LOOKED))
+        first = dict(islice(rows.items(), PREVIEW_ROWS))
         dataset = Dataset(data, plan, rows=first)
     except Fault as fault:
-        if len(rows) <= LOOKED or fault.diagnostics[0].code != "no-data":
+        if len(rows) <= PREVIEW_ROWS or fault.diagnostics[0].code != "no-data":
             raise
         first = rows
         dataset = Dataset(data, plan, rows=rows)
@@ -109,7 +118,7 @@ def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -
             if column in dataset.responses:
                 texts = [dataset.tokens.unended(text) for text in texts]
             if match := next((match for match in map(control.search, texts) if match), None):
-                yield f"`{match[0]}` in `{dataset.data.fields[column]}` of {where(dataset.data, line)}"
+                yield f"`{match[0]}` in `{dataset.data.fields[column]}` of {row_place(dataset.data, line)}"
                 break
 
 
@@ -153,11 +162,7 @@ class _Numbers:
     """
 
     def __init__(self, data: DataSource, graph: Graph) -> None:
-        self.fields = {
-            text_column: name
-            for text_column, name in data.fields.items()
-            if graph.column(text_column).element == "text"
-        }
+        self.fields = {column: name for column, name in data.fields.items() if graph.column(column).element == "text"}
         self.floats: dict[str, list[int]] = {column: [] for column in self.fields}
         self.broken = set[str]()
 
@@ -184,7 +189,7 @@ class Dataset:
     def __init__(
         self, data: DataSource, plan: Plan, tokenizer: Any = None, rows: Mapping[int, dict[str, Any]] | None = None
     ) -> None:
-        worker = speaker(plan.graph)
+        worker = source_worker(plan.graph)
         assert worker is not None
         self.data = data
         self.graph = plan.graph
@@ -192,7 +197,7 @@ class Dataset:
         self.weighted = noise.RandomStream(plan.deploy.run.seed, "weighted", data.name)
         self.tokens = Tokens(plan.deploy.models[worker.model].path, tokenizer)
         self.responses = responses(plan.graph)
-        self.preceding = preceding(plan.graph)
+        self.preceding = columns_before(plan.graph)
         rows = rows or read(data, plan.graph)
         self.lines = list(rows)
         # Lines with a text that is too long: only a prefix of it was encoded.
@@ -210,7 +215,7 @@ class Dataset:
         if not len(self.usable):
             raise Fault(Diagnostic("no-data", f"no row of {data.path} is short enough to be used", data.span, self.why))
         for name, column in self.columns.items():
-            if is_tokens(plan.graph, name) and (size := vocabulary(plan, name)):
+            if is_tokens(plan.graph, name) and (size := vocabulary_size(plan, name)):
                 self._check_vocabulary(name, column, size)
 
     @property
@@ -220,9 +225,8 @@ class Dataset:
     @property
     def why(self) -> str:
         """The reasons why rows are left out, for a message."""
-        bounds = {column: self.graph.bound(column) for column in self.left_out}
         return ", ".join(
-            f"`{column}` is empty or longer than {bounds[column]:,} (rows: {count:,})"
+            f"`{column}` is empty or longer than {self.graph.bound(column):,} (rows: {count:,})"
             for column, count in self.left_out.items()
         )
 
@@ -277,7 +281,7 @@ class Dataset:
         if self.graph.column(name).element == "text":
             ids = f"declare `{name}` as tokens, `i32[<= n]`, and {ids}"
         help = f"{ids}, or use a model whose tokenizer encodes parts of a text as it encodes the whole text"
-        return bad(self.data, line, f"has text in `{self.data.fields[name]}`, and {error}", help)
+        return bad_row(self.data, line, f"has text in `{self.data.fields[name]}`, and {error}", help)
 
     def _text_before(self, columns: Sequence[str], row: dict[str, Any], line: int) -> str:
         """Return the text of the columns before another column in a row."""
@@ -309,7 +313,7 @@ class Dataset:
             message = (
                 f"has messages in `{self.data.fields[name]}`, but no single list of messages before it, in {others}"
             )
-            raise bad(self.data, line, message, "write both as messages, or the response as text")
+            raise bad_row(self.data, line, message, "write both as messages, or the response as text")
         return self._render(name, line, self.tokens.response, prompts[0] or [] if prompts else [], value)
 
     def _render(self, name: str, line: int, render: Callable[..., str], *arguments: str | Messages) -> str:
@@ -317,7 +321,7 @@ class Dataset:
             return render(*arguments)
         except BadMessages as error:
             help = error.help or "name the folder of a model that was trained to chat, or write the field as text"
-            raise bad(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
+            raise bad_row(self.data, line, f"has messages in `{self.data.fields[name]}`, and {error}", help) from None
 
     def _check_lengths(self) -> None:
         """Check the columns that must be as long as another column."""
@@ -332,13 +336,13 @@ class Dataset:
             if len(wrong_rows := np.flatnonzero(complete & (column.lengths != expected * size))):
                 row = wrong_rows[0]
                 message = f"has {column.lengths[row] // size} values in `{self.data.fields[name]}`"
-                raise bad(self.data, self.lines[row], f"{message}, but `{dims[0].like}` has {expected[row]}")
+                raise bad_row(self.data, self.lines[row], f"{message}, but `{dims[0].like}` has {expected[row]}")
 
     def _find_fitting_rows(self, name: str, plan: Plan) -> Array:
         """Return a mask of the rows whose column is not too long, nor empty for a model."""
         kind = self.graph.column(name)
         column = self.columns[name]
-        sequences_by_node = [(node, sequences(self.graph, node)) for node in models(self.graph)]
+        sequences_by_node = [(node, sequences(self.graph, node)) for node in nodes_with_weights(self.graph)]
         readers = {
             plan.model(node.name).path
             for node, sequence in sequences_by_node
@@ -370,13 +374,13 @@ class Dataset:
 
     def _check_vocabulary(self, name: str, column: ColumnData, size: int) -> None:
         """Raise Fault if a usable row has a token outside its models' vocabulary."""
-        if not len(unknown := self.usable[outside(column.take(self.usable), size)]):
+        if not len(unknown := self.usable[rows_outside_vocabulary(column.take(self.usable), size)]):
             return
         ids = column[unknown[0]]
         line = self.lines[unknown[0]]
         token = int(ids[(ids < 0) | (ids >= size)][0])
         text = self.tokens.tokenizer.id_to_token(token) if token >= 0 else None
-        message = f"{where(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"
+        message = f"{row_place(self.data, line)} has the token {token}{f' ({text!r})' if text else ''} in `{name}`"
         help = (
             "the model has no embedding for some of the tokenizer's tokens: use the tokenizer that it was trained with"
         )
@@ -389,11 +393,11 @@ class Dataset:
 
     def where(self, index: int) -> str:
         """Return the place of a usable row in the file, for a message."""
-        return where(self.data, self.lines[self.usable[index]])
+        return row_place(self.data, self.lines[self.usable[index]])
 
     def indices(self, position: int, count: int) -> Array:
         """Return `count` rows from `position` on, of endless shuffled passes."""
-        return data_order.shuffled(self.order, len(self), position, count)
+        return data_order.shuffle_rows(self.order, len(self), position, count)
 
     def drawn(self, weights: Array, iteration: int, position: int, count: int) -> Array:
         """Draw `count` rows of an iteration by weight, from `position` on.
@@ -401,7 +405,7 @@ class Dataset:
         The draw is without replacement. `weights` has one number per usable row, finite and not negative. Rows of
         weight 0 come last.
         """
-        return data_order.drawn(self.weighted, iteration, weights, position, count)
+        return data_order.draw_rows(self.weighted, iteration, weights, position, count)
 
     def take(self, indices: Array) -> dict[str, ColumnData]:
         """Return the columns of these rows, in this order."""

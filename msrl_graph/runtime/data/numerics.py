@@ -20,7 +20,7 @@ from ...ir.attributes import GenerateAttributes, place_of_call
 from ...ir.graph import Graph, Node
 from ...ir.instruction import nodes_run
 from ...ir.plan import Plan
-from ...ir.sequences import is_tokens, models, of_response, sequences, tempered
+from ...ir.sequences import find_response_column, is_tokens, nodes_with_weights, sequences, temperature_exprs
 from ..process.task_report import Report, RunError
 from .columns import Array, ColumnData
 
@@ -66,7 +66,7 @@ class SampledLogProbs:
     heat: Array
 
 
-def drawn(graph: Graph, node: Node) -> tuple[str, str]:
+def sampled_columns(graph: Graph, node: Node) -> tuple[str, str]:
     """Return the names of a generation's response column and of its log-probabilities.
 
     The second is the declared column, or one that only the dock knows.
@@ -74,10 +74,10 @@ def drawn(graph: Graph, node: Node) -> tuple[str, str]:
     response = next(
         column for column in node.writes if graph.column(column).element == "i32" and is_tokens(graph, column)
     )
-    return response, of_response(graph, node, "f32") or f"{response}.logp"
+    return response, find_response_column(graph, node, "f32") or f"{response}.logp"
 
 
-def comparison(plan: Plan) -> Comparison | None:
+def find_comparison(plan: Plan) -> Comparison | None:
     """Find the node that compares log-probabilities.
 
     It is the first node after the generation that computes the response's log-probabilities with the generator's
@@ -89,7 +89,7 @@ def comparison(plan: Plan) -> Comparison | None:
     for node in graph.verb("generate"):
         if node.cuts:  # its responses may mix several versions
             continue
-        response, column = drawn(graph, node)
+        response, column = sampled_columns(graph, node)
         edges = [edge for edge in graph.reshards() if edge.dst == node.name]
         worker = graph.node(edges[0].src).worker if edges else node.worker
         generated_sequence = (*sequences(graph, node).context, response)
@@ -116,7 +116,7 @@ def comparison(plan: Plan) -> Comparison | None:
     return None
 
 
-def vocabulary(plan: Plan, column: str) -> int:
+def vocabulary_size(plan: Plan, column: str) -> int:
     """Return the number of tokens that all models reading a column know.
 
     0 if no model reads it.
@@ -141,7 +141,7 @@ class NumericsWatch:
     def __init__(self, plan: Plan) -> None:
         self.graph = plan.graph
         self.stops = plan.deploy.run.on_nan == "stop"
-        self.comparison = comparison(plan)
+        self.comparison = find_comparison(plan)
 
     def tell(self, node: Node, task: Task, report: Report, reason: str, rows: Array, problem: str) -> None:
         """End the run, or count the rows under `reason` (if there is one) and report them."""
@@ -169,13 +169,13 @@ class NumericsWatch:
 
         It must not be negative, nor 0 if a policy scores the response. No `on_nan` setting helps here.
         """
-        response, _ = drawn(self.graph, node)
+        response, _ = sampled_columns(self.graph, node)
         scores = [
             other.name
-            for other in models(self.graph)
+            for other in nodes_with_weights(self.graph)
             if other.verb != "generate" and response in sequences(self.graph, other).scored
         ]
-        scores = [name for name in scores if tempered(self.graph, self.graph.node(name))]
+        scores = [name for name in scores if temperature_exprs(self.graph, self.graph.node(name))]
         bad = ~np.isfinite(values) | (values < 0) | ((values == 0) & bool(scores))
         if bad.any():
             requirement = (
@@ -199,7 +199,7 @@ class NumericsWatch:
 
         The value replaces `{}` in `what`. Rows that are `known` to be wrong are not reported again.
         """
-        bad = not_finite(column)
+        bad = rows_not_finite(column)
         known = np.zeros(len(bad), bool) if known is None else known
         if len(new_rows := np.flatnonzero(bad & ~known)):
             values = column.take(new_rows).values
@@ -222,7 +222,7 @@ class NumericsWatch:
         """
         if name not in self.graph.optional:
             self.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column, known)
-        elif absent := int(not_finite(column).sum()):
+        elif absent := int(rows_not_finite(column).sum()):
             report.count(f"without/{name}", absent, 0)
 
     def unscored(
@@ -266,7 +266,7 @@ class NumericsWatch:
         self, node: Node, task: Task, report: Report, rows: Array, tokens: ColumnData, logp: ColumnData, vocabulary: int
     ) -> None:
         """Check generated responses; in a response of several turns, the policy's tokens."""
-        unknown = outside(tokens, vocabulary)
+        unknown = rows_outside_vocabulary(tokens, vocabulary)
         if len(bad_rows := np.flatnonzero(unknown)):
             values = tokens.take(bad_rows).values
             token = values[(values < 0) | (values >= vocabulary)][0]
@@ -340,25 +340,25 @@ def _format_message(node: Node, task: Task, rows: Array, problem: str) -> str:
         else f"the evaluation of {task.name} after {task.number} iterations"
     )
     place = place_of_call(node) if node.stated("call") else node.span.place
-    return f"`{node.name}` ({place}) on {listed(rows)} of {when}: {problem}"
+    return f"`{node.name}` ({place}) on {format_rows(rows)} of {when}: {problem}"
 
 
-def not_finite(column: ColumnData) -> Array:
+def rows_not_finite(column: ColumnData) -> Array:
     return _rows_with(column, ~np.isfinite(column.values))
 
 
-def outside(tokens: ColumnData, vocabulary: int) -> Array:
+def rows_outside_vocabulary(tokens: ColumnData, vocabulary: int) -> Array:
     """Return a mask of the rows with a token outside `vocabulary`."""
     return _rows_with(tokens, (tokens.values < 0) | (tokens.values >= vocabulary))
 
 
-def known_tokens(columns: list[ColumnData], size: int) -> tuple[list[ColumnData], Array]:
+def clip_tokens(columns: list[ColumnData], size: int) -> tuple[list[ColumnData], Array]:
     """Clip tokens to a model's vocabulary of `size`.
 
     Also returns a mask of the rows that had an unknown token. Such a token would end the process, or be ignored
     silently under tensor parallelism.
     """
-    unknown = np.any([outside(column, size) for column in columns], axis=0)
+    unknown = np.any([rows_outside_vocabulary(column, size) for column in columns], axis=0)
     return [
         replace(column, values=column.values.clip(0, size - 1)) for column in columns
     ] if unknown.any() else columns, unknown
@@ -371,7 +371,7 @@ def _rows_with(column: ColumnData, bad: Array) -> Array:
     return rows
 
 
-def listed(rows: Array) -> str:
+def format_rows(rows: Array) -> str:
     """Format row numbers for a message."""
     first = ", ".join(map(str, rows[:5])) or "none"
     return (

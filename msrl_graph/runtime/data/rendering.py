@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from ...data.chat import Messages
 from ..process import shipped_files
-from ..process.resource_limits import bound_data, unbound_data
+from ..process.resource_limits import limit_data, unlimit_data
 
 SECONDS = 3.0  # of CPU time, for one conversation: real templates take a few milliseconds
 MEMORY = 512 << 20  # bytes beyond what the process uses anyway
@@ -78,14 +78,14 @@ def most_text(messages: Messages, more: dict[str, Any]) -> int:
     return SLACK + FACTOR * len(json.dumps([messages, more], default=str))
 
 
-def with_tools(templates: str | dict[str, str] | None) -> str:
+def tools_template(templates: str | dict[str, str] | None) -> str:
     """Return the template that is used when there are tools."""
     source = templates.get("tool_use", templates.get("default", "")) if isinstance(templates, dict) else templates
     return str(source or "")
 
 
 def _request(kind: Kind, folder: str, arguments: Any = None) -> str:
-    model_folder = shipped_files.found(folder)
+    model_folder = shipped_files.find_copy(folder)
     answer, text = _process().ask((kind, str(model_folder), arguments))
     if answer == "fine":
         return text
@@ -184,11 +184,11 @@ def _answer(kind: Kind, folder: str, arguments: Any) -> tuple[str, str]:
         return "load", str(error)
     if kind == "template":
         return "fine", json.dumps(chat.chat_template)
-    bound_data(MEMORY)
+    limit_data(MEMORY)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         if kind == "tools":
-            return "fine", json.dumps(_takes_tools(with_tools(chat.chat_template)))
+            return "fine", json.dumps(_takes_tools(tools_template(chat.chat_template)))
         messages, prompt, more = arguments
         text: str = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more)
         if len(text) > (limit := most_text(messages, more)):
@@ -200,7 +200,7 @@ def _answer(kind: Kind, folder: str, arguments: Any) -> tuple[str, str]:
         return "error", str(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        unbound_data()
+        unlimit_data()
 
 
 @cache

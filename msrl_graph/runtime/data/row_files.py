@@ -21,16 +21,16 @@ from ...ir.attributes import CallAttributes, GenerateAttributes
 from ...ir.graph import Graph, Node
 from ...ir.plan import Plan
 from ...ir.rowsets import Numbers, Rowsets, chain, rowsets
-from ...ir.sequences import beginnings, is_tokens, sequences
-from ..process.task import Task, numbers
+from ...ir.sequences import begins_columns, is_tokens, sequences
+from ..process.task import Task, row_numbers
 from ..process.task_report import RunError
-from .columns import Array, ColumnData, ColumnRows, Verdicts, offsets_of, texts
-from .numerics import drawn, not_finite, vocabulary
-from .tokens import of_column, tokenised
+from .columns import Array, ColumnData, ColumnRows, Verdicts, offsets_from_lengths, texts
+from .numerics import rows_not_finite, sampled_columns, vocabulary_size
+from .tokens import column_tokenizer, tokenise_columns
 
 FOLDER = "rows"  # in a run's folder
 EVALUATED = "evaluation_rows"  # in a run's folder, with a folder for each evaluation
-SAME = "replay a recording with the seed, the data, the sizes and the version that it was made with"
+REPLAY_HINT = "replay a recording with the seed, the data, the sizes and the version that it was made with"
 ORIGIN = "origin_row"  # for a repeat the number of the repeated row, for every other row its own number
 
 
@@ -65,7 +65,8 @@ def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]
     """
     row_sets = row_sets or rowsets(graph)
     generated = {
-        row_sets.columns[response]: response for response in (drawn(graph, node)[0] for node in graph.verb("generate"))
+        row_sets.columns[response]: response
+        for response in (sampled_columns(graph, node)[0] for node in graph.verb("generate"))
     }
     several = len(generated) > 1
     bases = generated if generated and not several else {0: graph.made(0), **generated}
@@ -101,11 +102,11 @@ def _file_column(graph: Graph, column: str) -> str:
 def _token_columns(plan: Plan) -> list[str]:
     """List the columns that can be shown as text: tokens that a model writes or reads."""
     graph = plan.graph
-    generated = {drawn(plan.graph, node)[0] for node in plan.graph.verb("generate")}
+    generated = {sampled_columns(plan.graph, node)[0] for node in plan.graph.verb("generate")}
     return [
         column.name
         for column in graph.columns
-        if is_tokens(graph, column.name) and (column.name in generated or vocabulary(plan, column.name))
+        if is_tokens(graph, column.name) and (column.name in generated or vocabulary_size(plan, column.name))
     ]
 
 
@@ -120,7 +121,7 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
     reserved = {
         _file_column(plan.graph, name)
         for node in plan.graph.verb("generate")
-        for name in (*drawn(plan.graph, node), *beginnings(plan.graph, node).values())
+        for name in (*sampled_columns(plan.graph, node), *begins_columns(plan.graph, node).values())
         if name not in declared
     }
     reserved |= {_file_column(plan.graph, sieve.column) for sieve in rowsets(plan.graph).sieves.values()}
@@ -149,7 +150,7 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
             Diagnostic("missing-file", message, help="name the folder of a run that was made with --record")
         )
     elif replay:
-        responses = {drawn(plan.graph, other)[0] for other in plan.graph.verb("generate")}
+        responses = {sampled_columns(plan.graph, other)[0] for other in plan.graph.verb("generate")}
         needed_files = (
             (iteration, table.file(Path(replay), iteration))
             for iteration in range(begin, plan.deploy.run.iterations)
@@ -177,15 +178,15 @@ def write(run: Path, plan: Plan, pieces: dict[str, ColumnRows], task: Task) -> N
     from pyarrow import parquet
 
     row_sets = rowsets(plan.graph)
-    row_numbers = numbers(row_sets.sets, row_sets.refilling, task)
+    numbers = row_numbers(row_sets.sets, row_sets.refilling, task)
     for level in tables(plan.graph, row_sets):
         if not task.trains and level.column not in pieces:
             continue
         path = level.file(run, task.number, "" if task.trains else task.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
-        rows_by_set = _select_rows(level, row_sets, row_numbers, pieces, task.trains)
-        parquet.write_table(_build_table(level, plan, row_sets, row_numbers, rows_by_set, pieces), partial)
+        rows_by_set = _select_rows(level, row_sets, numbers, pieces, task.trains)
+        parquet.write_table(_build_table(level, plan, row_sets, numbers, rows_by_set, pieces), partial)
         partial.replace(path)
 
 
@@ -236,12 +237,13 @@ def _build_table(
         arrays[ORIGIN] = pa.array(row_numbers(level.rows))
     declared = {column.name: column for column in graph.columns}
     sets = {
-        as_drawn: row_sets.columns[response] for response, as_drawn in (drawn(graph, n) for n in graph.verb("generate"))
+        as_drawn: row_sets.columns[response]
+        for response, as_drawn in (sampled_columns(graph, n) for n in graph.verb("generate"))
     }
     sets |= {
         column: row_sets.columns[written]
         for n in graph.verb("generate")
-        for written, column in beginnings(graph, n).items()
+        for written, column in begins_columns(graph, n).items()
     }
     sets |= row_sets.columns | {sieve.column: sieve.rows for sieve in row_sets.sieves.values()}
     for name in (*(column for column in declared if column in pieces), *sorted(pieces.keys() - declared.keys())):
@@ -253,11 +255,13 @@ def _build_table(
         row_ids = row_numbers(rowset, only=rowset in rows_by_set and isinstance(piece, Verdicts))
         places = np.minimum(np.searchsorted(piece.rows, row_ids), max(len(piece.rows) - 1, 0))
         text = name in declared and declared[name].element in ("text", "json")
-        rows_with_value = piece.rows[~not_finite(piece.column)] if name in graph.optional else piece.rows
+        rows_with_value = piece.rows[~rows_not_finite(piece.column)] if name in graph.optional else piece.rows
         arrays[_file_column(graph, name)] = _to_arrow(piece.column, places, np.isin(row_ids, rows_with_value), text)
     for name in (n for n in _token_columns(plan) if n in arrays):
         ids = [row or [] for row in arrays[name].to_pylist()]
-        arrays[f"{name}_text"] = pa.array(of_column(plan, name).decode(map(np.asarray, ids), special=True), pa.string())
+        arrays[f"{name}_text"] = pa.array(
+            column_tokenizer(plan, name).decode(map(np.asarray, ids), special=True), pa.string()
+        )
     return pa.table(arrays)
 
 
@@ -303,7 +307,7 @@ def _to_arrow(column: ColumnData, places: Array, present: Array, text: bool) -> 
         return pa.array(values_present.values).take(pa.array(index, mask=~present))
     lengths = np.zeros(len(present), np.int64)
     lengths[present] = values_present.lengths
-    offsets = offsets_of(lengths)
+    offsets = offsets_from_lengths(lengths)
     if text:
         strings = pa.LargeStringArray.from_buffers(
             len(present), pa.py_buffer(offsets), pa.py_buffer(values_present.values)
@@ -354,7 +358,7 @@ class Recording:
         for i, row in enumerate(places):
             if not np.array_equal(np.concatenate([recorded[column][row] for column in context]), prompts[i // fan]):
                 message = f"row {rows[i]} of {path} is a response to another prompt than this run's"
-                raise RunError(f"{message}: {SAME}")
+                raise RunError(f"{message}: {REPLAY_HINT}")
         return [[recorded[_file_column(self.plan.graph, name)][row] for row in places] for name in columns]
 
     def _iteration(self, node: Node, columns: Sequence[str], iteration: int) -> tuple[Path, dict[str, ColumnData]]:
@@ -363,7 +367,7 @@ class Recording:
         context = sequences(self.plan.graph, node).context
         if node.name not in self._read or self._read[node.name][0] != path:
             names = ("row", *context, *(_file_column(self.plan.graph, column) for column in columns))
-            self._read[node.name] = (path, tokenised(self.plan, node, _load(path, names)))
+            self._read[node.name] = (path, tokenise_columns(self.plan, node, _load(path, names)))
         return self._read[node.name]
 
 

@@ -16,7 +16,7 @@ from ...data.characters import half_character
 from ...data.chat import Messages, messages
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import is_tokens, sequences, speaker
+from ...ir.sequences import is_tokens, sequences, source_worker
 from ...model.end_tokens import read_end_tokens
 from ..process import shipped_files
 from . import rendering
@@ -36,7 +36,7 @@ class Tokens:
         self.folder = folder
         self.tokenizer = tokenizer or _tokenizer(folder)
         self.pieces = Pieces(tokenizer) if tokenizer else _pieces(folder)
-        self.ends = ends(folder)
+        self.ends = end_tokens(folder)
 
     def read(self, column: ColumnData, follows: bool = False) -> ColumnData:
         """Encode a text column. Raises BadMessages, BadPieceError.
@@ -159,7 +159,7 @@ class Tokens:
         return text
 
 
-def tokenised(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) -> dict[str, ColumnData]:
+def tokenise_columns(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) -> dict[str, ColumnData]:
     """Replace the text columns that a node's model reads by their tokens.
 
     A text that the model scores gets the token that ends a response. Raises BadMessages, BadPieceError.
@@ -182,7 +182,7 @@ def tokenised(plan: Plan, node: Node, columns: Mapping[str, ColumnData]) -> dict
     }
 
 
-def of_column(plan: Plan, column: str) -> Tokens:
+def column_tokenizer(plan: Plan, column: str) -> Tokens:
     """Return the tokenizer of a column's tokens.
 
     It is the tokenizer of the column's writer, or the policy's if the writer is not a model.
@@ -190,12 +190,12 @@ def of_column(plan: Plan, column: str) -> Tokens:
     graph = plan.graph
     writer = graph.writer(column)
     worker = graph.worker(writer.worker) if writer.verb != "source" else None
-    owner = worker if worker is not None and worker.kind != "function" else speaker(graph)
+    owner = worker if worker is not None and worker.kind != "function" else source_worker(graph)
     assert owner is not None
     return Tokens(plan.deploy.models[owner.model].path)
 
 
-def of_node(plan: Plan, node: Node) -> Tokens:
+def node_tokenizer(plan: Plan, node: Node) -> Tokens:
     """Return the tokenizer of the first token column that a node reads or else writes.
 
     If there is none, return the policy's.
@@ -204,14 +204,14 @@ def of_node(plan: Plan, node: Node) -> Tokens:
     column = next(
         (name for name in (*node.reads, *node.writes) if is_tokens(graph, name)), graph.node("source").writes[0]
     )
-    return of_column(plan, column)
+    return column_tokenizer(plan, column)
 
 
 @cache
 def _tokenizer(folder: str) -> Any:
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(shipped_files.found(folder) / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(shipped_files.find_copy(folder) / "tokenizer.json"))
     # Many files store their authors' padding and truncation settings; nothing is padded or truncated here.
     tokenizer.no_padding()
     tokenizer.no_truncation()
@@ -232,18 +232,18 @@ def _chat(folder: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(shipped_files.found(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(shipped_files.find_copy(folder), local_files_only=True)
     except (OSError, ValueError) as error:
         raise BadMessages(f"the tokenizer of {folder} cannot be loaded: {error}") from error
 
 
 @cache
-def ends(folder: str) -> tuple[int, ...]:
+def end_tokens(folder: str) -> tuple[int, ...]:
     """Return the tokens that end a response of a folder's model.
 
     The files of the folder name them. The tokenizer's own comes first. Empty if no file names one.
     """
-    ids, token = read_end_tokens(shipped_files.found(folder))
+    ids, token = read_end_tokens(shipped_files.find_copy(folder))
     tokenizer_end = _tokenizer(folder).token_to_id(token) if token and len(ids) != 1 else None
     if not ids:
         return () if tokenizer_end is None else (tokenizer_end,)

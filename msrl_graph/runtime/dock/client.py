@@ -17,7 +17,7 @@ import numpy as np
 
 from ...ir.instruction import Instruction, Walk, Walker
 from ...ir.rowsets import Numbers
-from ..data.columns import Array, ColumnData, ColumnRows, concatenate, joined
+from ..data.columns import Array, ColumnData, ColumnRows, concatenate, concatenate_rows
 from ..process import fault_points, log, row_progress
 from ..process.task import Task
 from ..process.task_report import Event, Report
@@ -27,7 +27,7 @@ from .messages import Batch, DockAddress, Share
 from .readers import NodeReads
 from .rpc import RpcConnections
 from .segments import Activity, Room, Segments
-from .warehouse import SPLIT, payload, taken
+from .warehouse import SPLIT, payload_bytes, select_rows
 
 T = TypeVar("T")
 PROGRESS_INTERVAL = 1.0  # seconds between two messages about progress
@@ -45,7 +45,7 @@ class Client:
         self.host = host
         self.way = dock_address
         self.readers = {reader.node: reader for reader in readers}
-        self.lines = RpcConnections(found, host, dock_address.key)
+        self.lines = RpcConnections(look_up_address, host, dock_address.key)
         self.home = dock_address.hosts.index(host) if host in dock_address.hosts else 0
         self.segments: Segments | None = None  # of this host, once they were requested
         self.activity: Activity | None = None
@@ -80,7 +80,7 @@ class Client:
 
     def at(self, activity: str) -> None:
         """Report what this process begins to do, without waiting for an answer."""
-        log.at(activity)
+        log.set_node(activity)
         self._activity = activity
         if self._local_segments() is None:
             self.pending.append(self._connection(self.home).send("at", self.process, activity))
@@ -129,8 +129,8 @@ class Client:
         share_arrived = time.perf_counter()
         self.waited += share_arrived - start
         numbers = reader.numbers(task)
-        asked_for = wanted(share, reader, numbers)
-        batch = assemble(share, reader, numbers, asked_for, self._fetch(node, task, share, asked_for))
+        asked_for = list_wanted_rows(share, reader, numbers)
+        batch = assemble_batch(share, reader, numbers, asked_for, self._fetch(node, task, share, asked_for))
         tokens = [
             times * int(batch.columns[column].lengths.sum())
             for column, times in reader.tokens.items()
@@ -157,10 +157,10 @@ class Client:
                 parts[name].append((np.arange(len(rows)), known_column))
                 self._count(f"{node} get here", known_column)
                 continue
-            for index, positions in split(share.where[name]):
+            for index, positions in split_by_place(share.where[name]):
                 place = share.places[index]
                 if place.warehouse == self.home and (local_segments := self._local_segments()) is not None:
-                    column = taken(local_segments.read(task.key, place.segment)[name], rows[positions])
+                    column = select_rows(local_segments.read(task.key, place.segment)[name], rows[positions])
                     parts[name].append((positions, column))
                     self._count(f"{node} get", column)
                 else:
@@ -227,7 +227,7 @@ class Client:
         parts: list[dict[str, ColumnRows]] = [answer.get() for answer in asked]
         rows_by_column = {}
         for name in {column for part in parts for column in part}:
-            merged = joined([part[name] for part in parts if name in part])
+            merged = concatenate_rows([part[name] for part in parts if name in part])
             rows_by_column[name] = merged.take(np.argsort(merged.rows))
         return rows_by_column
 
@@ -266,8 +266,8 @@ class Client:
             return
         single = len(pieces) == 1 and all(len(piece.rows) < 2 for piece in pieces.values())
         start = time.perf_counter()
-        warehouse = self._connection(self.home).send("place", task.key, node, name, payload(pieces), single).get()
-        self.events.append(Event.since(start, f"{node} waits for place", f"{DOCK}, place", bytes=payload(pieces)))
+        warehouse = self._connection(self.home).send("place", task.key, node, name, payload_bytes(pieces), single).get()
+        self.events.append(Event.since(start, f"{node} waits for place", f"{DOCK}, place", bytes=payload_bytes(pieces)))
         if warehouse != SPLIT:
             yield warehouse, name, pieces
             return
@@ -300,7 +300,7 @@ class Client:
             self.segments.forget(task.key)
 
 
-def found(name: str) -> Address:
+def look_up_address(name: str) -> Address:
     """Look up the address of a named process in Ray.
 
     Waits for a process that is restarting.
@@ -341,7 +341,7 @@ def _find_rows(rows: Array, pieces: Sequence[ColumnRows]) -> ColumnData | None:
     return None
 
 
-def wanted(share: Share, reader: NodeReads, numbers: Numbers) -> dict[str, Array]:
+def list_wanted_rows(share: Share, reader: NodeReads, numbers: Numbers) -> dict[str, Array]:
     """Return the rows of each column that a share needs, ascending and unique."""
     return (
         {read.column: np.unique(numbers.above(share.rows, reader.rows, read.rows)) for read in reader.reads}
@@ -350,7 +350,7 @@ def wanted(share: Share, reader: NodeReads, numbers: Numbers) -> dict[str, Array
     )
 
 
-def assemble(
+def assemble_batch(
     share: Share, reader: NodeReads, numbers: Numbers, asked: Mapping[str, Array], fetched: Mapping[str, ColumnData]
 ) -> Batch:
     """Arrange fetched columns by the rows of the node.
@@ -366,7 +366,7 @@ def assemble(
     return Batch(share, share.rows, columns)
 
 
-def split(where: Array) -> Iterable[tuple[int, Array]]:
+def split_by_place(where: Array) -> Iterable[tuple[int, Array]]:
     """Yield each place together with the positions of its rows."""
     for place in np.unique(where):
         yield int(place), np.flatnonzero(where == place)

@@ -30,7 +30,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from ... import noise
-from ...ir.row_assignment import Units, deal
+from ...ir.row_assignment import Units, assign_units
 from ..data.columns import Array
 from ..process.task import Task
 from ..process.task_report import RunError
@@ -329,7 +329,7 @@ class Controller:
         starts = np.cumsum(sizes) - sizes
         parts = []
         weighted_units = self._weigh_units(state, rows, sizes)
-        for group, positions in enumerate(deal(weighted_units, reader.at, reader.imbalance, state.had)):
+        for group, positions in enumerate(assign_units(weighted_units, reader.at, reader.imbalance, state.had)):
             unit_rows = [rows[starts[i] : starts[i] + sizes[i]] for i in positions]
             indices = np.array(positions, np.int64)
             parts.append(WorkShare(units[indices], sizes[indices], np.concatenate([*unit_rows, rows[:0]])))

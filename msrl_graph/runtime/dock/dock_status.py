@@ -16,7 +16,7 @@ from .messages import DockSnapshot, ProcessStatus
 from .warehouse import Warehouse
 
 
-def look(
+def take_snapshot(
     process: str,
     host: int,
     controllers: Mapping[str, Controller],

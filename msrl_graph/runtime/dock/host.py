@@ -23,7 +23,7 @@ from ..process.task import Task
 from ..process.task_report import RunError
 from .channel import Address
 from .controller import Controller, ControllerRequest, ShareRequest
-from .dock_status import look
+from .dock_status import take_snapshot
 from .messages import (
     CurrentActivity,
     DockAddress,
@@ -189,12 +189,12 @@ class DockHost:
         has_warehouse = self.warehouse.index >= 0
         warehouse = self.warehouse
         snapshot = (
-            look(self.process, self.host, self.controllers, warehouse if has_warehouse else None, statuses)
+            take_snapshot(self.process, self.host, self.controllers, warehouse if has_warehouse else None, statuses)
             if watched
             else None
         )
-        ended = heartbeat.ended(self.run_folder) if self.run_folder else {}
-        moved = heartbeat.moved(self.run_folder) if self.run_folder else 0
+        ended = heartbeat.killed_processes(self.run_folder) if self.run_folder else {}
+        moved = heartbeat.bytes_moved(self.run_folder) if self.run_folder else 0
         # A computed row counts as movement too: the stall check compares this number with the one before.
         moves = self.moves + sum(status.rows for status in statuses.values())
         return Status(self.last, moves, waits, doing, snapshot, ended, moved)

@@ -12,10 +12,10 @@ from functools import cached_property
 
 from ...ir.attributes import SampleEdgeAttributes, UpdateAttributes
 from ...ir.plan import Plan
-from ...ir.rowsets import Numbers, Rowset, Sieve, looping, rowsets, upstream
-from ...ir.sequences import as_drawn, beginnings, heating, latest, weighs
-from ..data.numerics import comparison
-from ..process.task import Task, numbers
+from ...ir.rowsets import Numbers, Rowset, Sieve, find_refill, nodes_upstream, rowsets
+from ...ir.sequences import begins_columns, drawn_name, length_columns, previous_states, temperature_states
+from ..data.numerics import find_comparison
+from ..process.task import Task, row_numbers
 from .messages import DockAddress, Member
 
 
@@ -82,10 +82,10 @@ class NodeReads:
 
     def numbers(self, task: Task) -> Numbers:
         """Return how the rows of a task are numbered."""
-        return numbers(self.sets, self.refilling, task)
+        return row_numbers(self.sets, self.refilling, task)
 
 
-def readers(plan: Plan) -> list[NodeReads]:
+def list_node_reads(plan: Plan) -> list[NodeReads]:
     """Return the `NodeReads` of each controller of the plan.
 
     A node that compares log-probabilities also reads those recorded when the tokens were drawn, declared or not. A node
@@ -93,12 +93,12 @@ def readers(plan: Plan) -> list[NodeReads]:
     """
     graph = plan.graph
     node_reads = []
-    compared = comparison(plan)
+    compared = find_comparison(plan)
     rows = rowsets(plan.graph)
     balanced = {edge.dst for edge in graph.samples() if SampleEdgeAttributes.of(edge).balance}
     warehouse_index = {host: i for i, host in enumerate(plan.docks.warehouses)}
     refilling = rows.refilling
-    repeated = looping(graph)[1]
+    repeated = find_refill(graph)[1]
     for controller in plan.docks.controllers:
         node = graph.node(controller.node)
         reads = [
@@ -106,13 +106,15 @@ def readers(plan: Plan) -> list[NodeReads]:
             for column_name in node.reads
         ]
         per_prompt = {state.name for state in graph.states if state.per}
-        reads += [ColumnRead(name, 0, "source") for name in latest(graph, node) if name in per_prompt]
-        reads += [ColumnRead(as_drawn(name), 0, "source") for name in heating(graph, node) if name in per_prompt]
+        reads += [ColumnRead(name, 0, "source") for name in previous_states(graph, node) if name in per_prompt]
+        reads += [
+            ColumnRead(drawn_name(name), 0, "source") for name in temperature_states(graph, node) if name in per_prompt
+        ]
         if compared and compared.node == node.name and compared.column not in node.reads:
             reads.append(
                 ColumnRead(compared.column, rows.columns[compared.response], graph.writer(compared.response).name)
             )
-        for response, column in beginnings(graph, node).items() if node.verb != "generate" else ():
+        for response, column in begins_columns(graph, node).items() if node.verb != "generate" else ():
             reads.append(ColumnRead(column, rows.columns[response], graph.writer(response).name))
         node_reads.append(
             NodeReads(
@@ -125,7 +127,7 @@ def readers(plan: Plan) -> list[NodeReads]:
                 at=tuple(warehouse_index.get(host, -1) for host in plan.group_hosts(node.name)),
                 chunk=controller.chunk,
                 chunk_tokens=controller.chunk_tokens,
-                tokens=weighs(graph, node),
+                tokens=length_columns(graph, node),
                 balance=node.name in balanced,
                 imbalance=plan.docks.imbalance,
                 update=node.verb == "update",
@@ -136,7 +138,7 @@ def readers(plan: Plan) -> list[NodeReads]:
                 failing=tuple(
                     sieve
                     for sieve in rows.passed[node.name]
-                    if sieve.failures and sieve.node in upstream(graph, node.reads)
+                    if sieve.failures and sieve.node in nodes_upstream(graph, node.reads)
                 ),
                 refilling=refilling,
                 before_refill=rows.passed[refilling.node] if refilling else (),
@@ -147,7 +149,7 @@ def readers(plan: Plan) -> list[NodeReads]:
     return node_reads
 
 
-def members(plan: Plan, node_reads: Sequence[NodeReads], key: bytes = b"") -> tuple[list[Member], DockAddress]:
+def list_members(plan: Plan, node_reads: Sequence[NodeReads], key: bytes = b"") -> tuple[list[Member], DockAddress]:
     """Return the dock's processes and their address.
 
     There is one process for each host that has a warehouse or a controller.

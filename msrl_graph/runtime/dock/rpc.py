@@ -43,7 +43,7 @@ _RETRY_PAUSE = 0.05  # seconds between attempts to reach a process that is resta
 _IMPOSTOR_GRACE = 30.0  # seconds for which something other than the expected process may answer
 
 
-def framed(message: Any) -> list[Any]:
+def frame_message(message: Any) -> list[Any]:
     """Serialize a message into the buffers to send; large arrays are not copied."""
     buffers: list[pickle.PickleBuffer] = []
 
@@ -59,7 +59,7 @@ def framed(message: Any) -> list[Any]:
     return [_HEADER.pack(len(views), len(data)) + sizes + data, *views]
 
 
-def greeting(name: str) -> bytes:
+def greeting_bytes(name: str) -> bytes:
     """Return the bytes that a connection to the process of this name begins with."""
     data = name.encode()
     return _NAME_SIZE.pack(len(data)) + data
@@ -96,7 +96,7 @@ class RpcServer:
             while True:
                 calls = await _read(reader)
                 self.messages += 1
-                await _write(writer, framed([await self._run_call(*call) for call in calls]))
+                await _write(writer, frame_message([await self._run_call(*call) for call in calls]))
         except (OSError, asyncio.IncompleteReadError):
             pass  # the caller is gone
         finally:
@@ -154,7 +154,7 @@ class AsyncRpcConnection:
             while True:
                 try:
                     reader, writer = self._streams = self._streams or await self._connect()
-                    await _write(writer, framed([(method, arguments)]))
+                    await _write(writer, frame_message([(method, arguments)]))
                     ((done, value),) = await _read(reader)
                     break
                 except (OSError, asyncio.IncompleteReadError):
@@ -177,7 +177,7 @@ class AsyncRpcConnection:
             self._doubt.failed(error, address)
             raise
         self._doubt.settled()
-        writer.write(greeting(self.name))
+        writer.write(greeting_bytes(self.name))
         return reader, writer
 
 
@@ -235,7 +235,7 @@ class RpcConnection:
         self._queued = []
         try:
             if self._socket is not None:
-                _send(self._socket, framed([call for _, call in self._unanswered[-1]]))
+                _send(self._socket, frame_message([call for _, call in self._unanswered[-1]]))
         except OSError:
             self.close()
         if self._socket is None:
@@ -277,9 +277,9 @@ class RpcConnection:
             try:
                 self._socket = connect(address, self.host, self.key)
                 self._doubt.settled()
-                self._socket.sendall(greeting(self.name))
+                self._socket.sendall(greeting_bytes(self.name))
                 for calls in self._unanswered:
-                    _send(self._socket, framed([call for _, call in calls]))
+                    _send(self._socket, frame_message([call for _, call in calls]))
                 return
             except OSError as error:
                 self.close()

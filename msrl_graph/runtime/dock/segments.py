@@ -32,7 +32,7 @@ import numpy as np
 from ...files import private
 from ..data import encoding
 from ..data.columns import Array, ColumnRows, Verdicts
-from ..process.processes import NAME, NEW, ROWS, SHARED, go_with
+from ..process.processes import NAME, NEW, ROWS, SHARED, remove_after
 from ..process.task_report import RunError
 from .messages import ProcessStatus
 from .segment_file import (
@@ -83,7 +83,7 @@ class Room:
         except OSError as error:
             _refuse(room.path, error)
         room.join()
-        go_with(room.path / LOCK, room.path)
+        remove_after(room.path / LOCK, room.path)
         return room
 
     def said(self) -> dict[str, ProcessStatus]:

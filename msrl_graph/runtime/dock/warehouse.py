@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, joined
+from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, concatenate_rows
 from ..process.task import Task
 from .messages import Round, RowLocation, RowsReady, WarehouseInventory
 from .segments import Segments
@@ -47,7 +47,7 @@ class Warehouse:
                     node, rounds = segments.noted(key, name, tuple[str, list[Round]])
                     self._rounds.setdefault(key, {}).setdefault(node, []).extend(rounds)
                 for name in self._names[key] if capacity else ():
-                    self._promised.setdefault(key, {})[_without_process(name)] = payload(segments.read(key, name))
+                    self._promised.setdefault(key, {})[_without_process(name)] = payload_bytes(segments.read(key, name))
 
     def open(self, task: Task) -> None:
         self.segments.note(task.key, _TASK, task)
@@ -91,7 +91,7 @@ class Warehouse:
     def get(self, key: str, wanted: Mapping[str, Mapping[str, Array]]) -> dict[str, dict[str, ColumnData]]:
         """Return the requested rows by segment and column, in the requested order."""
         return {
-            name: {column: taken(pieces[column], rows) for column, rows in columns.items()}
+            name: {column: select_rows(pieces[column], rows) for column, rows in columns.items()}
             for name, columns in wanted.items()
             for pieces in [self.segments.read(key, name)]
         }
@@ -118,7 +118,7 @@ class Warehouse:
                     pieces.setdefault(column, []).append(piece)
         rows_by_column = {}
         for column, column_pieces in pieces.items():
-            piece = joined(column_pieces)
+            piece = concatenate_rows(column_pieces)
             order = np.argsort(piece.rows, kind="stable")
             rows = piece.rows[order]
             newest = np.append(np.diff(rows) != 0, True)[: len(rows)]  # a later write of the same row wins
@@ -134,7 +134,7 @@ class Warehouse:
         self.segments.drop(key)
 
 
-def taken(piece: ColumnRows, rows: Array) -> ColumnData:
+def select_rows(piece: ColumnRows, rows: Array) -> ColumnData:
     """Select rows of a piece by their numbers; the piece's rows are ascending.
 
     Returns a view if the rows are adjacent, else a copy.
@@ -149,7 +149,7 @@ def taken(piece: ColumnRows, rows: Array) -> ColumnData:
     return piece.column.take(positions)
 
 
-def payload(pieces: Mapping[str, ColumnRows]) -> int:
+def payload_bytes(pieces: Mapping[str, ColumnRows]) -> int:
     """Return the bytes of the rows' values, which is what a plan counts.
 
     Row lengths and row numbers take some more. Filters' verdicts belong to the dock and are not counted.

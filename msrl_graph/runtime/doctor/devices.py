@@ -23,7 +23,7 @@ def listed(items: Sequence[str]) -> str:
 
 def seen(host: ExaminedHost, kind: DeviceKind) -> int:
     """Count the devices that processes see."""
-    return len(visibility_masks.seen(kind, host.variables.get(kind.visible), host.devices(kind)))
+    return len(visibility_masks.visible_ids(kind, host.variables.get(kind.visible), host.devices(kind)))
 
 
 def mask(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
@@ -32,7 +32,7 @@ def mask(host: ExaminedHost, kind: DeviceKind) -> Iterator[Finding]:
     mask_value = host.variables.get(kind.visible)
     if mask_value is None or not count:
         return
-    if message := visibility_masks.wrong(kind, mask_value, count):
+    if message := visibility_masks.describe_problem(kind, mask_value, count):
         usable = sorted(
             {
                 int(device_id)

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ...backends import ENGINES, UNTRIED, runs
+from ...backends import ENGINES, UNTESTED_KINDS, can_build
 from ...backends.packages import ALIASES
-from ...emit.humanize import many, size
+from ...emit.humanize import plural, size
 from ...hardware import version_pairs
 from ...hardware.device_kinds import ASCEND, DEVICE_KINDS, HOST
 from ...hardware.device_kinds import CUDA as NVIDIA
 from ...hardware.version_pairs import CANN, CANN_DRIVER, CUDA, CUDA_DRIVER, PYTHON
-from ..process.host_facts import APART
+from ..process.host_facts import CLOCK_TOLERANCE
 from . import ascend, cuda, output_parsers
 from .devices import listed
 from .findings import CARDS, Comparison, ExaminedHost, Finding, Rule, State, asking
@@ -86,7 +86,7 @@ def memory(host: ExaminedHost) -> tuple[int, int]:
 
 def machine(host: ExaminedHost) -> Iterator[Finding]:
     free, total = memory(host)
-    cores = f"{many(host.seen['cores'], 'core')} ({host.seen['processor']})"
+    cores = f"{plural(host.seen['cores'], 'core')} ({host.seen['processor']})"
     message = f"{cores}, {size(free)} of {size(total)} free, {host.seen['system']}"
     if total and free < FULL * total:
         yield Finding(
@@ -124,7 +124,7 @@ def packages(host: ExaminedHost) -> Iterator[Finding]:
 def together(host: ExaminedHost) -> Iterator[Finding]:
     """Check the versions of packages against the known pairs."""
     known = versions(host)
-    for pair in version_pairs.broken(known):
+    for pair in version_pairs.find_broken_pairs(known):
         wanted = pair.wanted(known[pair.package])
         message = (
             f"{pair.package} {known[pair.package]} needs {pair.other} {wanted}, but {known[pair.other]} is installed"
@@ -148,12 +148,12 @@ def engines(host: ExaminedHost) -> Iterator[Finding]:
     missing_packages = {
         name: [package for package in kind.packages(spec.needs) if package not in host.packages]
         for name, spec in ENGINES.items()
-        if runs(name)
+        if can_build(name)
     }
     ready = [name for name, missing in missing_packages.items() if not missing]
     needs = [f"{name} needs {', '.join(missing)}" for name, missing in missing_packages.items() if missing]
     ready_text = " and ".join([", ".join(ready[:-1])] * (len(ready) > 1) + ready[-1:]) or "none"
-    state = f"installed, but never tried on {kind.resource}" if kind.name in UNTRIED and ready else "run here"
+    state = f"installed, but never tried on {kind.resource}" if kind.name in UNTESTED_KINDS and ready else "run here"
     ready_text = f"{ready_text} {'are ' * (state != 'run here')}{state}"
     yield Finding("engines", "; ".join([ready_text, *needs]))
 
@@ -224,12 +224,12 @@ def differing(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
 
 def clocks(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     for host in hosts:
-        if abs(host.apart) > APART:
+        if abs(host.apart) > CLOCK_TOLERANCE:
             message = f"its clock is {abs(host.apart):.0f} s {'ahead' if host.apart > 0 else 'behind'}"
             yield Finding(
                 "clock", message, "warning", "sudo systemctl enable --now chronyd; chronyc makestep", (host.title,)
             )
-    if len(hosts) > 1 and all(abs(host.apart) <= APART for host in hosts):
+    if len(hosts) > 1 and all(abs(host.apart) <= CLOCK_TOLERANCE for host in hosts):
         yield Finding("clock", "the same on all hosts", hosts=tuple(host.title for host in hosts))
 
 
@@ -244,7 +244,7 @@ def cluster(hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     counts = ", ".join(f"{count:g} {name}" for name, count in kinds.items() if count)
     yield Finding(
         "ray",
-        f"{many(len(hosts), 'host')}, {counts or 'no devices'}",
+        f"{plural(len(hosts), 'host')}, {counts or 'no devices'}",
         hosts=tuple(host.title for host in hosts),
     )
 

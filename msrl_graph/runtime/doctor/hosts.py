@@ -17,7 +17,7 @@ from typing import Any
 
 from ...diagnostics import Fault
 from ..process import host_facts
-from ..process.cluster_join import greet, job_config, living
+from ..process.cluster_join import check_cluster, job_config, live_nodes
 from . import machine
 from .findings import ExaminedHost, Finding
 from .machine import HostQuery, Machine, MachineProber, look
@@ -73,7 +73,7 @@ def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
     """Query a cluster from this process, which loads Ray."""
     deadline = time.monotonic() + ANSWER
     try:
-        greet(address)
+        check_cluster(address)
     except Fault as fault:
         return {"refused": fault.diagnostics[0].message, "help": fault.diagnostics[0].help}
     import ray
@@ -86,7 +86,7 @@ def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
         return {"refused": f"no Ray cluster could be joined at {address}: {message}", "help": STATUS}
     for module in (machine, host_facts):
         ray.cloudpickle.register_pickle_by_value(module)
-    nodes = sorted(living(), key=lambda node: str(node["NodeManagerAddress"]))
+    nodes = sorted(live_nodes(), key=lambda node: str(node["NodeManagerAddress"]))
     actor = ray.remote(num_cpus=0)(MachineProber)
     probers = [
         actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()

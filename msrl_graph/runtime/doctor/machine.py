@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypedDict, cast
 
-from ..process.host_facts import begun_with, own
+from ..process.host_facts import initial_environment, package_digest
 
 OWN = "msrl-graph"
 SMALL = 1 << 16  # most bytes of a file that are read
@@ -116,7 +116,7 @@ class Machine:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        return begun_with()
+        return initial_environment()
 
     def facts(self) -> dict[str, object]:
         """Return the readings that need no question."""
@@ -174,7 +174,7 @@ class Machine:
 
     def version(self, package: str) -> str:
         if package == OWN:
-            return own()  # includes a digest of its files
+            return package_digest()  # includes a digest of its files
         try:
             return version(package)
         except PackageNotFoundError:

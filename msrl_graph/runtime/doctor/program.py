@@ -11,16 +11,16 @@ import os
 from collections.abc import Iterator, Sequence
 
 from ...backends import ENGINES
-from ...backends.packages import installing
-from ...compiler.unsupported import unready, untried
-from ...emit.humanize import many, size
+from ...backends.packages import make_install_hint
+from ...compiler.unsupported import find_unsupported, find_untested
+from ...emit.humanize import plural, size
 from ...files.paths import hub_name
 from ...hardware.device_kinds import ASCEND, CUDA, DeviceKind
 from ...ir.plan import Plan
 from ...model import presets
 from ..process import interpreters
 from ..process.host_facts import Versions
-from ..process.host_requirements import RANKS_A_CORE, reads, room
+from ..process.host_requirements import RANKS_A_CORE, files_read, row_memory
 from . import ascend, cuda
 from .devices import listed, seen
 from .findings import ExaminedHost, Finding, asking, failed
@@ -45,7 +45,9 @@ def _files_read(plan: Plan) -> dict[str, list[str]]:
 
     They are absolute, because processes start in another folder.
     """
-    paths_by_title = {title: paths for host in range(plan.cluster.nodes) for title, paths in reads(plan, host).items()}
+    paths_by_title = {
+        title: paths for host in range(plan.cluster.nodes) for title, paths in files_read(plan, host).items()
+    }
     return {title: [os.path.abspath(path) for path in paths] for title, paths in paths_by_title.items()}  # noqa: PTH100 (keeps links)
 
 
@@ -55,28 +57,28 @@ def findings(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     rules = (_check_packages, _check_interpreters, _check_devices, _check_memory, _check_files)
     all_findings = [*support_findings, *(finding for rule in rules for finding in rule(plan, hosts))]
     if all(finding.state == "ok" for finding in all_findings):
-        yield Finding("program", f"{plan.deploy.name} can run here: {many(plan.cluster.nodes, 'host')} of "
+        yield Finding("program", f"{plan.deploy.name} can run here: {plural(plan.cluster.nodes, 'host')} of "
                       f"{plan.cluster.devices_per_node} {plan.cluster.device.resource}")  # fmt: skip
     yield from all_findings
 
 
 def _check_support(plan: Plan) -> Iterator[Finding]:
-    for diagnostic in unready(plan):
+    for diagnostic in find_unsupported(plan):
         yield Finding("program", diagnostic.message, "wrong", diagnostic.help)
-    for diagnostic in untried(plan):
+    for diagnostic in find_untested(plan):
         yield Finding("program", diagnostic.message, "warning", diagnostic.help)
 
 
 def _check_packages(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding]:
     """Find engines that are not installed on every host."""
     for name in dict.fromkeys(
-        package.engine.name for package in interpreters.placed(plan) if package.engine.name in ENGINES
+        package.engine.name for package in interpreters.placements_of(plan) if package.engine.name in ENGINES
     ):
         needs = plan.cluster.device.kind.packages(ENGINES[name].needs)
         missing_by_host = {host.title: [package for package in needs if package not in host.packages] for host in hosts}
         if missing := list(dict.fromkeys(package for packages in missing_by_host.values() for package in packages)):
             message = f"the engine {name} of the program needs {listed(missing)}"
-            install = installing(name, missing, plan.cluster.device.backend)
+            install = make_install_hint(name, missing, plan.cluster.device.backend)
             yield Finding(
                 "plan-engines",
                 message,
@@ -94,7 +96,7 @@ def _check_interpreters(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[F
             failure = failed(output, python, LONG)
             versions = Versions(found={} if failure else json.loads(output["text"]), wrong=failure)
             host_versions = {**host.packages, "Python": host.seen["python"]}
-            if difference := interpreters.lacking(
+            if difference := interpreters.find_mismatch(
                 versions, {package: host_versions.get(package, "") for package in interpreters.SAME}
             ):
                 message = f"the interpreter {python} {difference}"
@@ -109,7 +111,7 @@ def _check_devices(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Findin
     able_hosts = sum(count >= per_host for count in device_counts)
     if able_hosts >= cluster.nodes:
         return
-    request = f"the plan asks for {many(cluster.nodes, 'host')} of {per_host} {kind.resource}"
+    request = f"the plan asks for {plural(cluster.nodes, 'host')} of {per_host} {kind.resource}"
     most = f"{max(device_counts, default=0):g}"
     available = (
         f"this machine has {most}"
@@ -162,8 +164,8 @@ def _check_memory(plan: Plan, hosts: Sequence[ExaminedHost]) -> Iterator[Finding
                 labels = listed([die.label for die in affected])
                 message = f"the plan needs up to {size(of_device)} of a device: {size(least)} are {state} on {labels}"
                 yield Finding("plan-memory", message, "wrong", fix, (host.title,))
-        if (shared := host.seen["rooms"].get(SHARED, (0, 0))[0]) < room(plan):
-            message = f"a host's rows take {size(room(plan))}, but {SHARED} has {size(shared)} free"
+        if (shared := host.seen["rooms"].get(SHARED, (0, 0))[0]) < row_memory(plan):
+            message = f"a host's rows take {size(row_memory(plan))}, but {SHARED} has {size(shared)} free"
             yield Finding("plan-memory", message, "warning", "sudo mount -o remount,size=16G /dev/shm", (host.title,))
 
 

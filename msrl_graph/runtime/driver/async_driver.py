@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...ir.async_schedule import PoolProgress, pipelined
+from ...ir.async_schedule import PoolProgress, pipelined_openings
 from ...ir.plan import Plan
 from ..process.task import Part, Task, WeightFetch
 from ..process.task_report import Report
@@ -34,7 +34,7 @@ class AsyncPools(PoolProgress):
             if pool.name in self.leads
         }
         self.ranks = {pool: [ranks[device] for device in devices] for pool, devices in pool_devices.items()}
-        self.pipelined = [*pipelined(plan)]
+        self.pipelined = [*pipelined_openings(plan)]
         self.others = [pool for pool in self.leads if pool not in self.pipelined]  # with devices of their own
         own_devices = {device for pool in self.others for device in pool_devices[pool]}
         self.in_step = [rank for device, rank in enumerate(ranks) if device not in own_devices]

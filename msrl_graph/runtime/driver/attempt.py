@@ -10,22 +10,22 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...compiler.unsupported import untried
+from ...compiler.unsupported import find_untested
 from ...diagnostics import Diagnostic, Fault, Span
-from ...emit.humanize import many
+from ...emit.humanize import plural
 from ...files import urls
 from ...files.urls import is_url
 from ...ir.plan import Plan
-from ...ir.plan_paths import absolute, here, pinned
+from ...ir.plan_paths import copy_to_host, make_absolute, pin_urls
 from ..data import dataset as data
 from ..data import row_files as rows
-from ..metrics.recorder import METRICS, whole_lines
-from ..rank.loss_dry_run import tried
+from ..metrics.recorder import METRICS, read_valid_lines
+from ..rank.loss_dry_run import try_terms
 from ..weights import checkpoint
 from . import environment_check, remote_folder, run_inputs
-from .preflight import check
-from .resume import resumed
-from .run_folder import choose
+from .preflight import check_requirements
+from .resume import find_resume_point
+from .run_folder import choose_folder
 from .run_inputs import NO_INPUTS, RunInputs
 
 
@@ -103,7 +103,8 @@ class PreparedRun:
         left_out = [f"{name}: {preview}" for name, preview in self.rows.items() if preview.out]
         return [
             f"{plan.deploy.name}: {trains} {begin}, seed {run.seed}",
-            f"on {many(plan.cluster.nodes, 'host')} of {plan.cluster.devices_per_node} {plan.cluster.device.resource}",
+            f"on {plural(plan.cluster.nodes, 'host')} of "
+            f"{plan.cluster.devices_per_node} {plan.cluster.device.resource}",
             *(
                 f"{environment.pool}: by {environment.python}"
                 for environment in plan.surroundings
@@ -143,17 +144,17 @@ def _prepare_run(
         message = f"`{plan.deploy.name}` has no `evaluate`, so there is nothing to do without training"
         help = "name data and the columns to report, in the deploy: evaluate DATA { report = COLUMN }"
         raise Fault(Diagnostic("bad-value", message, plan.deploy.span, help))
-    plan = pinned(plan)
-    local_plan = here(plan)
-    sizes = check(local_plan)
-    warnings = [*untried(plan), *tried(plan), *environment_check.check(plan)]
+    plan = pin_urls(plan)
+    local_plan = copy_to_host(plan)
+    sizes = check_requirements(local_plan)
+    warnings = [*find_untested(plan), *try_terms(plan), *environment_check.check(plan)]
     if any(diagnostic.severity == "error" for diagnostic in warnings):
         raise Fault(*warnings)
     for name, preview in sizes.items():
         warnings += preview.doubts(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
-    plan = absolute(plan)
-    local_plan = absolute(local_plan)
-    inputs = run_inputs.take(local_plan, options.replay)
+    plan = make_absolute(plan)
+    local_plan = make_absolute(local_plan)
+    inputs = run_inputs.collect_inputs(local_plan, options.replay)
     target = resume or plan.deploy.run.resume
     if not target:
         rows.check(plan, options.record, options.replay, 0)
@@ -164,14 +165,14 @@ def _prepare_run(
         )
     span = plan.deploy.run.span if not resume else replace(plan.deploy.run.span, line=0)
     fetched = remote_folder.bring(target, span, copies) if is_url(target) else None
-    resume_point = resumed(
+    resume_point = find_resume_point(
         local_plan, str(fetched.folder) if fetched else target, span, inputs, trains=not options.evaluate
     )
     begin = resume_point.path
     manifest = resume_point.manifest
     home = begin.parent.parent
-    newest = fetched.newest if fetched else begin == checkpoint.found(begin.parent.parent)[-1]
-    in_place = out is None or urls.same(str(out), fetched.run if fetched else str(home))
+    newest = fetched.newest if fetched else begin == checkpoint.list_checkpoints(begin.parent.parent)[-1]
+    in_place = out is None or urls.is_same_place(str(out), fetched.run if fetched else str(home))
     if options.evaluate:
         if in_place and out is not None:
             message = f"cannot write an evaluation into the folder of the run that it evaluates, {out}"
@@ -187,8 +188,8 @@ def _prepare_run(
     rows.check(plan, options.record, options.replay, manifest.iteration)
     folder, url = (home, fetched.run if fetched else "") if in_place else _choose_folder(plan, out, options, copies)
     if in_place and fetched:
-        urls.writable(url)
-    origin = urls.under(fetched.run, checkpoint.FOLDER, begin.name) if fetched else ""
+        urls.check_writable(url)
+    origin = urls.join(fetched.run, checkpoint.FOLDER, begin.name) if fetched else ""
     warnings += resume_point.warnings
     stated = in_place or out is not None
     common = (plan, sizes, folder, stated, begin, manifest, warnings, url)
@@ -204,7 +205,7 @@ def _check_lost_lines(
     """
     if any(file.name == checkpoint.METRICS for file in manifest.files) or manifest.hosts:
         return []
-    lines, damage = whole_lines(run / METRICS)
+    lines, damage = read_valid_lines(run / METRICS)
     if len(lines) >= manifest.lines:
         return []
     message = f"only {len(lines)} of the {manifest.lines} lines of metrics.jsonl that belong to the checkpoint {begin} "
@@ -219,10 +220,10 @@ def _check_lost_lines(
 def _choose_folder(plan: Plan, out: Path | str | None, options: WatchOptions, copies: list[Path]) -> tuple[Path, str]:
     """Choose the folder of a new run, and the URL whose working copy it is."""
     if not is_url(str(out)):
-        return choose(plan, out, options.overwrite, options.replay), ""
+        return choose_folder(plan, out, options.overwrite, options.replay), ""
     url = str(out).rstrip("/")
     remote_folder.choose(url, options.overwrite)
-    copies.append(remote_folder.working(url))
+    copies.append(remote_folder.make_working_copy(url))
     return copies[-1], url
 
 

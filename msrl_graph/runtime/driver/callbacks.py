@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..metrics.recorder import read, whole_lines
+from ..metrics.recorder import parse_line, read_valid_lines
 
 OnIteration = Callable[[dict[str, Any]], object]
 
@@ -39,7 +39,7 @@ class MetricsFollower:
 
     def attempt(self, lines: int) -> None:
         """Prepare for an attempt that continues after the first `lines` lines."""
-        texts, _ = whole_lines(self.metrics)
+        texts, _ = read_valid_lines(self.metrics)
         self.start = self.offset = sum(map(len, texts[:lines]))
         size = self._size()
         self.stale = size if size > self.start else 0
@@ -59,7 +59,7 @@ class MetricsFollower:
             new = file.read()
         for text in new[: new.rfind(b"\n") + 1].splitlines(keepends=True):
             self.offset += len(text)
-            line = read(text)
+            line = parse_line(text)
             if line.get("iteration", -1) >= self.next:
                 self.next = line["iteration"] + 1
                 self._call(line)
@@ -68,8 +68,8 @@ class MetricsFollower:
 
     def has(self, iteration: int) -> bool:
         """Return whether the metrics of an iteration are written."""
-        lines, _ = whole_lines(self.metrics)
-        return any(read(line).get("iteration") == iteration for line in lines)
+        lines, _ = read_valid_lines(self.metrics)
+        return any(parse_line(line).get("iteration") == iteration for line in lines)
 
     def _call(self, line: dict[str, Any]) -> None:
         try:

@@ -22,11 +22,13 @@ class ChangedFiles:
 
     def __init__(self, folder: Path, reported: Sequence[str]) -> None:
         self.folder = folder
-        self.unchanged = {path: file for path, file in shipped_files.laid(folder).items() if path not in reported}
+        self.unchanged = {
+            path: file for path, file in shipped_files.read_shipped(folder).items() if path not in reported
+        }
 
     def look(self) -> Iterator[str]:
         """Yield a message for each file that changed since the last look."""
-        for path in [path for path, file in self.unchanged.items() if shipped_files.edited(path, file)]:
+        for path in [path for path, file in self.unchanged.items() if shipped_files.is_edited(path, file)]:
             del self.unchanged[path]
             with (self.folder / _REPORTED).open("a", encoding="utf-8", errors="surrogateescape") as record:
                 record.write(f"{path}\n")

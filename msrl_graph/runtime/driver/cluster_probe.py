@@ -21,16 +21,16 @@ from rich.console import Console
 from rich.table import Table
 
 from ...diagnostics import NOWHERE, Diagnostic, Severity, Span
-from ...emit.humanize import many, size
+from ...emit.humanize import plural, size
 from ...hardware import visibility_masks
 from ...ir.plan import Plan
 from ..process import host_facts, interpreters
 from ..process.cluster_join import NoResources
-from ..process.host_facts import APART, HostActor, HostFacts, PackageQuery
-from ..process.host_requirements import reads, room
+from ..process.host_facts import CLOCK_TOLERANCE, HostActor, HostFacts, PackageQuery
+from ..process.host_requirements import files_read, row_memory
 from . import environment_check, wait_report
 from .device_reservation import DeviceReservation
-from .dock_monitor import HostLost, missing
+from .dock_monitor import HostLost, unreachable_hosts
 
 PROBE = 30.0  # seconds within which all hosts answer
 PRECISE = ("msrl-graph",)  # packages for which any difference is an error
@@ -108,7 +108,7 @@ class Hosts:
             pools = [environment.pool for environment in plan.surroundings if environment.python == python]
             needed = [any(plan.on_hosts(pool)[host] for pool in pools) for host in range(len(self.seen))]
             problems = [
-                interpreters.lacking(facts["others"][python], self.here["versions"]) if is_needed else ""
+                interpreters.find_mismatch(facts["others"][python], self.here["versions"]) if is_needed else ""
                 for is_needed, facts in zip(needed, self.seen, strict=True)
             ]
             cells = [
@@ -135,7 +135,7 @@ class Hosts:
                     if len(same) == len(paths)
                     else "none"
                     if not present
-                    else f"{len(present)} of {many(len(paths), 'file')}"
+                    else f"{len(present)} of {plural(len(paths), 'file')}"
                     if len(present) < len(paths)
                     else "other sizes"
                     if any(self.here["sizes"][path] != facts["sizes"][path] for path in present)
@@ -155,11 +155,13 @@ class Hosts:
         if not kind.is_host:
             lacking = frozenset(i for i, facts in enumerate(self.seen) if facts["devices"] < cluster.devices_per_node)
             cells = [str(facts["devices"]) for facts in self.seen]
-            message = f"the plan needs {many(cluster.devices_per_node, 'device')} on each host; not every host has them"
+            message = (
+                f"the plan needs {plural(cluster.devices_per_node, 'device')} on each host; not every host has them"
+            )
             yield HostColumn(kind.resource, cells, lacking, "no-resources", message=message, span=cluster.span)
             masks = [facts["variables"].get(kind.visible) for facts in self.seen]
             mask_errors = [
-                visibility_masks.wrong(kind, mask, facts["devices"])
+                visibility_masks.describe_problem(kind, mask, facts["devices"])
                 for mask, facts in zip(masks, self.seen, strict=True)
             ]
             yield HostColumn(
@@ -184,7 +186,7 @@ class Hosts:
             "stop other programs there, or plan for more hosts",
             cluster.span,
         )
-        rows = room(self.plan)
+        rows = row_memory(self.plan)
         yield HostColumn(
             "/dev/shm free",
             [size(facts["shared"]) for facts in self.seen],
@@ -197,7 +199,7 @@ class Hosts:
         yield HostColumn(
             "clock",
             [f"{offset:+.1f} s" if abs(offset) >= 0.05 else "the same" for offset in self.clocks],
-            frozenset(i for i, offset in enumerate(self.clocks) if abs(offset) > APART),
+            frozenset(i for i, offset in enumerate(self.clocks) if abs(offset) > CLOCK_TOLERANCE),
             severity="warning",
             message="clocks differ, and the trace aligns the events of hosts by them",
             help="synchronize the hosts' clocks with NTP",
@@ -223,9 +225,9 @@ class Hosts:
 
     def _variables(self) -> Iterator[HostColumn]:
         """Yield a column for each variable that a host sets against its ranks' wishes."""
-        for setting in environment_check.wanted(self.plan):
+        for setting in environment_check.wanted_settings(self.plan):
             cells = [facts["variables"].get(setting.name, "-") for facts in self.seen]
-            applies = [setting in environment_check.wanted(self.plan, host) for host in range(len(self.seen))]
+            applies = [setting in environment_check.wanted_settings(self.plan, host) for host in range(len(self.seen))]
             differing = [
                 applies_here and cell not in ("-", setting.value)
                 for applies_here, cell in zip(applies, cells, strict=True)
@@ -233,7 +235,7 @@ class Hosts:
             severe = frozenset(i for i, differs in enumerate(differing) if differs and setting.refuses(cells[i]))
             wrong = severe or frozenset(i for i, differs in enumerate(differing) if differs)
             if wrong:
-                severity, code, help = environment_check.judged(setting, cells[min(wrong)])
+                severity, code, help = environment_check.judge_value(setting, cells[min(wrong)])
                 message = f"the plan wants {setting.name}={setting.value}: {setting.why}"
                 yield HostColumn(setting.name, cells, wrong, code, severity, message, help)
 
@@ -313,7 +315,8 @@ def probe(
     with ExitStack() as stack:
         markers = [stack.enter_context(_marker_file(folder)) for folder in marks]
         files = [
-            {**reads(plan, i), **{title: [path] for title, path in also.items()}} for i in range(plan.cluster.nodes)
+            {**files_read(plan, i), **{title: [path] for title, path in also.items()}}
+            for i in range(plan.cluster.nodes)
         ]
 
         others = interpreters.commands(plan)
@@ -325,7 +328,10 @@ def probe(
                 others=others if address else {},  # the driver's host may have none of them
                 files=paths,
                 devices=plan.cluster.device.kind.files,
-                variables=[*(s.name for s in environment_check.wanted(plan)), plan.cluster.device.kind.visible],
+                variables=[
+                    *(s.name for s in environment_check.wanted_settings(plan)),
+                    plan.cluster.device.kind.visible,
+                ],
                 address=address,
                 interface=plan.cluster.interface,
             )
@@ -357,8 +363,8 @@ def _collect_facts(plan: Plan, reserved: DeviceReservation, answers: Sequence[An
         try:
             facts.append(ray.get(answer))
         except ray.exceptions.RayError as error:
-            if missing([node]):  # it was just lost, so nothing on it needs a fix
-                raise HostLost(wait_report.silent([address])) from error
+            if unreachable_hosts([node]):  # it was just lost, so nothing on it needs a fix
+                raise HostLost(wait_report.describe_lost_hosts([address])) from error
             last_line = str(error).strip().splitlines()[-1:]
             message = f"the host {address} cannot start a process of the run: {' '.join(last_line)}"
             raise NoResources(Diagnostic("host-differs", message, plan.cluster.span)) from error

@@ -12,14 +12,14 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from ...diagnostics import Diagnostic
-from ...emit.humanize import many
+from ...emit.humanize import plural
 from ...ir.plan import Plan
-from ..process.cluster_join import NoResources, living
-from .dock_monitor import missing
+from ..process.cluster_join import NoResources, live_nodes
+from .dock_monitor import unreachable_hosts
 
 WAIT = 60.0  # seconds to wait for devices before the run is refused
 HELD = 10.0  # the same if other runs hold devices: a run that just ended frees them by then
-NAMED = "msrl-run"  # prefix of the names of reservations
+NAME_PREFIX = "msrl-run"  # prefix of the names of reservations
 
 
 class DeviceReservation(NamedTuple):
@@ -49,7 +49,7 @@ class NotEnoughHosts(NoResources):
         self.hosts = hosts
 
 
-def reserved(plan: Plan, name: str, patience: float = 0.0) -> DeviceReservation:
+def reserve_devices(plan: Plan, name: str, patience: float = 0.0) -> DeviceReservation:
     """Reserve a plan's devices.
 
     Waits up to `patience` seconds for missing hosts. Raises NoResources with the requested devices, the existing ones,
@@ -67,8 +67,8 @@ def reserved(plan: Plan, name: str, patience: float = 0.0) -> DeviceReservation:
     group = None
     while group is None or not group.wait(2):
         # Ray still reports a host that was just lost as alive; a reservation there never completes.
-        known = living()
-        lost = missing(node["NodeID"] for node in known) if len(known) > 1 else set()
+        known = live_nodes()
+        lost = unreachable_hosts(node["NodeID"] for node in known) if len(known) > 1 else set()
         host_devices = [(node["NodeManagerAddress"], node["Resources"].get(kind, 0)) for node in known]
         host_devices = [(address, count) for address, count in host_devices if address not in lost]
         # The driver's host comes first, if it is one of them.
@@ -91,8 +91,8 @@ def reserved(plan: Plan, name: str, patience: float = 0.0) -> DeviceReservation:
             free = min(total_devices, ray.available_resources().get(kind, 0))
             diagnostic = Diagnostic(
                 "no-resources",
-                f"the plan asks for {many(nodes, 'host')} of {devices_per_host:g} {kind}; Ray has "
-                f"{many(len(host_devices), 'host')}, "
+                f"the plan asks for {plural(nodes, 'host')} of {devices_per_host:g} {kind}; Ray has "
+                f"{plural(len(host_devices), 'host')}, "
                 f"{total_devices:g} {kind} in all, {free:g} of them free"
                 + "".join(f"\n  {host}" for host in _describe_free_devices(kind, lost))
                 + "".join(f"\n  {other} has {count:g} {kind}" for other, count in other_runs.items()),
@@ -118,7 +118,7 @@ def _list_reservations(name: str) -> dict[str, float]:
 
     devices_of_run: dict[str, float] = {}
     for group in placement_group_table().values():
-        if group["state"] == "CREATED" and group["name"].startswith(NAMED) and group["name"] != name:
+        if group["state"] == "CREATED" and group["name"].startswith(NAME_PREFIX) and group["name"] != name:
             devices = sum(sum(bundle.values()) for bundle in group["bundles"].values())
             devices_of_run[group["name"]] = devices_of_run.get(group["name"], 0) + devices
     return devices_of_run
@@ -136,9 +136,9 @@ def _describe_free_devices(kind: str, lost: Collection[str]) -> list[str]:
     return [
         f"{node['NodeManagerAddress']} has {free.get(node['NodeID'], {}).get(kind, 0):g} of "
         f"{node['Resources'].get(kind, 0):g} {kind} free"
-        for node in living()
+        for node in live_nodes()
         if node["NodeManagerAddress"] not in lost
     ]
 
 
-__all__ = ["NAMED", "DeviceReservation", "NotEnoughHosts", "reserved"]
+__all__ = ["NAME_PREFIX", "DeviceReservation", "NotEnoughHosts", "reserve_devices"]

@@ -69,7 +69,7 @@ class DistributedCheckpoint:
             self._ask_hosts("begin", str(out.absolute()), iteration)
             fault_points.reach("driver", f"begun checkpoint {iteration}")
             lines = recorder.written
-            metadata = checkpoint.said(iteration, lines, carried.position, program)
+            metadata = checkpoint.checkpoint_metadata(iteration, lines, carried.position, program)
             answers = wait([rank.checkpoint.remote(str(written), metadata) for rank in self.ranks])
             _raise_first(error for _, _, error in answers)
             of_ranks = [[file for file in files if file.pieces] for files, _, _ in answers]
@@ -94,7 +94,7 @@ class DistributedCheckpoint:
         # The checkpoint is complete already: a host that fails now keeps old ones, and has its part without a manifest.
         # The manifest comes last, since it turns a folder into a checkpoint.
         content = {name: (target / name).read_bytes() for name in (checkpoint.DIGEST, checkpoint.MANIFEST)}
-        names = [path.name for path in checkpoint.up_to(target)]
+        names = [path.name for path in checkpoint.list_up_to(target)]
         for answer in [self._ask(host, "keep", str(out.absolute()), names, content) for host in self.apart]:
             self._result(answer)
         return target
@@ -113,7 +113,7 @@ class DistributedCheckpoint:
             return manifest
         locations = {host: self._result(self._ask_location(host)) for host in sorted(names)}
         hosts = tuple(CheckpointHost(address, node, tuple(names[host])) for host, (address, node) in locations.items())
-        return replace(manifest, format_version=checkpoint.PARTED, hosts=hosts)
+        return replace(manifest, format_version=checkpoint.DISTRIBUTED, hosts=hosts)
 
     def send(self, folder: Path, url: str) -> None:
         """Upload a checkpoint to the run's URL.
@@ -122,8 +122,8 @@ class DistributedCheckpoint:
         OSError or Fault.
         """
         run = folder.parent.parent
-        below = urls.under(url, checkpoint.FOLDER)
-        target = urls.under(below, folder.name)
+        below = urls.join(url, checkpoint.FOLDER)
+        target = urls.join(below, folder.name)
         urls.remove(target, (checkpoint.MANIFEST,))  # left by a run that continued differently
         answers = [
             self._ask(place, "send", str(folder.absolute()), target, self.written_files[place])
@@ -133,11 +133,11 @@ class DistributedCheckpoint:
         urls.send(run, url, ("metrics.jsonl", "plan.json", run_inputs.FILE))
         urls.send(folder, target, (checkpoint.DIGEST,))
         urls.send(folder, target, (checkpoint.MANIFEST,), atomic=True)
-        kept_names = {path.name for path in checkpoint.found(run)}
-        with urls.told(url):
+        kept_names = {path.name for path in checkpoint.list_checkpoints(run)}
+        with urls.report_errors(url):
             old = [
                 name
-                for name in checkpoint.at_url(below, whole=False)
+                for name in checkpoint.list_at_url(below, whole=False)
                 if name not in kept_names and int(name) < int(folder.name)
             ]
         urls.remove(below, [*(f"{name}/{checkpoint.MANIFEST}" for name in old), *old])
@@ -159,7 +159,7 @@ class DistributedCheckpoint:
         """
         if not self.unseen:
             return
-        manifest = checkpoint.manifest_of(folder)
+        manifest = checkpoint.read_manifest(folder)
         self.holders, errors = self._find_files(folder, manifest)
         if all(self.holders.values()):
             return
@@ -175,7 +175,11 @@ class DistributedCheckpoint:
             if lost_files:
                 losses.append(f"on {host.address} (Ray node {host.node[:12]}) {', '.join(reasons)}")
         message = f"the checkpoint {folder} cannot be used: {'; '.join(losses)}"
-        older = (path for path in reversed(checkpoint.found(folder.parent.parent)) if int(path.name) < int(folder.name))
+        older = (
+            path
+            for path in reversed(checkpoint.list_checkpoints(folder.parent.parent))
+            if int(path.name) < int(folder.name)
+        )
         good = next((path for path in older if self._is_complete(path)), None)
         help = "restore the missing files, or start a new run: no older checkpoint is complete"
         if good:
@@ -239,7 +243,7 @@ class DistributedCheckpoint:
 
     def _is_complete(self, folder: Path) -> bool:
         try:
-            return all(self._find_files(folder, checkpoint.manifest_of(folder))[0].values())
+            return all(self._find_files(folder, checkpoint.read_manifest(folder))[0].values())
         except checkpoint.CorruptCheckpoint:
             return False
 

@@ -69,10 +69,10 @@ class DockMonitor:
         """
         now = time.monotonic()
         silent = [i for i, (_, since, looks) in self._asked.items() if looks >= LOOKS and now - since > SILENT]
-        return sorted(missing(nodes[i] for i in silent)) if silent else []
+        return sorted(unreachable_hosts(nodes[i] for i in silent)) if silent else []
 
 
-def results(ray: Any, references: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
+def wait_for_results(ray: Any, references: Sequence[Any], nodes: Sequence[str]) -> list[Any]:
     """Return the results of Ray references, once all are there.
 
     Raises HostLost if a host is out of reach at two looks in a row: Ray itself may never report a process that is to
@@ -87,7 +87,7 @@ def results(ray: Any, references: Sequence[Any], nodes: Sequence[str]) -> list[A
     return list(ray.get(list(references)))
 
 
-def begun(ray: Any, references: Mapping[str, Any], nodes: Sequence[str]) -> None:
+def wait_until_begun(ray: Any, references: Mapping[str, Any], nodes: Sequence[str]) -> None:
     """Wait until all processes have answered, or have died.
 
     The references are by the names of the processes. The next call reports a death. Raises HostLost as `results` does,
@@ -110,13 +110,13 @@ def begun(ray: Any, references: Mapping[str, Any], nodes: Sequence[str]) -> None
 
 def _find_unreachable(nodes: Sequence[str], before: set[str]) -> set[str]:
     """Return the hosts that are out of reach; HostLost if one was so `before`."""
-    unreachable = missing(nodes) if nodes else set[str]()
+    unreachable = unreachable_hosts(nodes) if nodes else set[str]()
     if lost := sorted(unreachable & before):
-        raise HostLost(wait_report.silent(lost))
+        raise HostLost(wait_report.describe_lost_hosts(lost))
     return unreachable
 
 
-def missing(nodes: Iterable[str]) -> set[str]:
+def unreachable_hosts(nodes: Iterable[str]) -> set[str]:
     """Return the addresses of hosts that Ray reports dead or that refuse a connection.
 
     The hosts are given by node id: if Ray was restarted, another node has the address.

@@ -30,10 +30,10 @@ from .attempt_messages import Attempt, Result
 from .cluster_probe import HostsSilent
 from .device_reservation import NotEnoughHosts
 from .dock_monitor import HostLost
-from .driver_exit import leave, watch, with_parent
+from .driver_exit import exit_with_supervisor, leave, watch_ray_servers
 from .iterations import Driver
 from .process_pool import ProcessPool
-from .signals import HEEDED, Signals
+from .signals import HANDLED, Signals
 from .stalls import ProcessStuck
 
 
@@ -53,10 +53,10 @@ def main(folder: str) -> int:
     pool = ProcessPool(attempt, display.say, server)
     if attempt.parent >= 0:
         os.set_inheritable(attempt.lock, False)
-        threading.Thread(target=with_parent, args=(attempt,), daemon=True).start()
+        threading.Thread(target=exit_with_supervisor, args=(attempt,), daemon=True).start()
     Heart(folder, DRIVER, Limits.of(attempt.plan.docks.deadline), pool.of_ray)
     finished = threading.Event()
-    threading.Thread(target=watch, args=(attempt, pool, finished), daemon=True).start()
+    threading.Thread(target=watch_ray_servers, args=(attempt, pool, finished), daemon=True).start()
     tail = Tail(Path(attempt.out) / "logs", display.say) if attempt.options.verbose else None
     try:
         (Path(folder) / "ready").touch()
@@ -71,7 +71,7 @@ def main(folder: str) -> int:
     display.close()
     watching.end(result.kind, result.message)
     finished.set()
-    for number in HEEDED:
+    for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
     if pool.attached:
         pool.close()
@@ -109,7 +109,7 @@ def _run_attempt(attempt: Attempt, pool: ProcessPool, display: Display, signals:
         dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError | RanksNotJoined) else 2.0)
         if dead or isinstance(error, ray.exceptions.RayActorError):
             gone = pool.gone()
-            lost = f"; {wait_report.silent(gone)}" if gone else ""
+            lost = f"; {wait_report.describe_lost_hosts(gone)}" if gone else ""
             return Result("died", f"{driver.fate(dead) if dead else 'a process of Ray died'}{lost}{waits}")
         if isinstance(cause, RanksNotJoined):
             return Result("died", str(cause))

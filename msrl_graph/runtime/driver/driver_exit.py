@@ -30,7 +30,7 @@ def leave(attempt: Attempt, result: Result) -> NoReturn:
     os._exit(0)
 
 
-def with_parent(attempt: Attempt) -> None:
+def exit_with_supervisor(attempt: Attempt) -> None:
     """End this process and its run when the supervisor is gone.
 
     The keeper does so too. But both may have been killed, and a driver that continues alone would write next to its
@@ -46,7 +46,7 @@ def with_parent(attempt: Attempt) -> None:
     os._exit(1)
 
 
-def watch(attempt: Attempt, pool: ProcessPool, finished: threading.Event) -> None:
+def watch_ray_servers(attempt: Attempt, pool: ProcessPool, finished: threading.Event) -> None:
     """End this process when one of Ray's servers is gone.
 
     Ray itself would take up to a minute, or hang.

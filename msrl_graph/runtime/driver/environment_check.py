@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 
 from ...diagnostics import Diagnostic, Severity
-from ...hardware.environment_variables import Setting, differing
+from ...hardware.environment_variables import Setting, find_overridden
 from ...ir.plan import Plan
 
 FAILING = "failing-variable"
@@ -23,22 +23,22 @@ def check(plan: Plan) -> list[Diagnostic]:
     if os.environ.get("RAY_ADDRESS"):
         return []
     diagnostics = []
-    for setting, value in differing(wanted(plan), os.environ):
-        severity, code, help = judged(setting, value)
+    for setting, value in find_overridden(wanted_settings(plan), os.environ):
+        severity, code, help = judge_value(setting, value)
         message = f"{setting.name} is {value!r} in your environment{'' if code == FAILING else ' and is kept'}"
         message += f"; the plan wants {setting.value!r}: {setting.why}"
         diagnostics.append(Diagnostic(code, message, help=help, severity=severity))
     return diagnostics
 
 
-def judged(setting: Setting, value: str) -> tuple[Severity, str, str]:
+def judge_value(setting: Setting, value: str) -> tuple[Severity, str, str]:
     """Return severity, code and help for a value that is not the plan's."""
     if setting.refuses(value):
         return "error", FAILING, f"unset {setting.name}, or set it to {setting.value} ({setting.source})"
     return "warning", KEPT, "unset it, or leave it if it is intended"
 
 
-def wanted(plan: Plan, host: int | None = None) -> list[Setting]:
+def wanted_settings(plan: Plan, host: int | None = None) -> list[Setting]:
     """Return the settings that the ranks of a host want, each once; None: all hosts."""
     devices_per_node = plan.cluster.devices_per_node
     devices = (

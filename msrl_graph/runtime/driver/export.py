@@ -15,7 +15,7 @@ from ...diagnostics import NOWHERE, Diagnostic, Fault, nearest
 from ...files.paths import is_folder
 from ...files.urls import is_url
 from ...ir.plan import Plan
-from ...ir.plan_paths import absolute, here
+from ...ir.plan_paths import copy_to_host, make_absolute
 from ...model.architecture import Model
 from ..weights import checkpoint, hf_export
 from ..weights.checkpoint import CheckpointSource, CorruptCheckpoint, Manifest
@@ -46,7 +46,7 @@ def export(target: str, program: Plan | None = None, worker: str = "", to: str =
         plan = program or _load_plan(path, target)
         workers = _select_workers(path, manifest, plan, worker)
         folders = {name: _check_free(_target_folder(path, name, worker, to, target)) for name in workers}
-        plan = here(absolute(plan), data=False)
+        plan = copy_to_host(make_absolute(plan), data=False)
         models = {name: _find_model(plan, name, path, manifest) for name in workers}
         warnings = [warning for name in workers for warning in _compare_files(models[name], plan, name, path, manifest)]
         source = CheckpointSource(path, manifest)
@@ -133,7 +133,7 @@ def _compare_files(model: Model, plan: Plan, worker: str, path: Path, manifest: 
     Raises Fault if the changes make it another model.
     """
     name = plan.graph.worker(worker).model
-    before = run_inputs.recorded(manifest.inputs)
+    before = run_inputs.parse_inputs(manifest.inputs)
     if before is None:
         return []
     now = run_inputs.companions(Path(model.path), name)

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from ...ir.async_schedule import waiting
 from ...ir.plan import Plan
+from ...ir.pools_in_step import functions_with_states
 from ..process.task import Part, Tables, Task
 from .function_hosts import ActorCall, FunctionHosts, reference
 from .run_state import RunState
@@ -24,7 +24,7 @@ class FunctionTasks:
         self.hosts = hosts
         self.carried = carried
         self.numbers = range(plan.cluster.nodes)  # host numbers
-        self.reads_states = bool(waiting(plan))
+        self.reads_states = bool(functions_with_states(plan))
         self.calls: dict[str, list[ActorCall]] = {}  # by task key
         self.openings: dict[int, Task] = {}  # by iteration, tasks whose rest is still to be requested
         self.ended = set[Any]()  # references to ended calls of training iterations

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...diagnostics import Fault
-from ...emit.humanize import many
+from ...emit.humanize import plural
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
-from ...ir.plan_paths import here
+from ...ir.plan_paths import copy_to_host
 from ..dock.messages import Status
-from ..metrics.best import ending
-from ..metrics.display import Display, comparison, evaluated
+from ..metrics.best import early_stop_reason
+from ..metrics.display import Display, comparison_table, format_evaluation
 from ..metrics.health_checks import HealthChecks
-from ..metrics.recorder import METRICS, Recorder, restore
+from ..metrics.recorder import METRICS, Recorder, restore_lines
 from ..metrics.row_failures import failures
 from ..process import fault_points
 from ..process.heartbeat import Limits
@@ -39,7 +39,7 @@ from .process_pool import ProcessPool
 from .resume import program
 from .run_state import RunState
 from .signals import Signals
-from .stalls import LOADING, DeathReports, ProcessStuck, StallClock, of_the_user
+from .stalls import LOADING, DeathReports, ProcessStuck, StallClock, processes_in_user_code
 
 AFTER = 2.0  # seconds in which the docks may report a wait before the driver does
 STILL = 5.0  # seconds that the last iteration may stall after a signal; at least twice the longest iteration
@@ -67,7 +67,7 @@ class Driver:
         self.pool = pool
         self.display = display
         self.signals = signals
-        self.plan: Plan = here(attempt.plan)
+        self.plan: Plan = copy_to_host(attempt.plan)
         self.docks = DockMonitor()
         self.fates = DeathReports(attempt.folder)
         self.limits = Limits.of(self.plan.docks.deadline)
@@ -106,24 +106,24 @@ class Driver:
             with suppress(OSError):
                 self.recorder.close()
         if table := self.recorder.table():
-            display.console.print(comparison(table))
+            display.console.print(comparison_table(table))
         return result
 
     def _bring(self, out: Path) -> checkpoint.Manifest:
         """Fetch the checkpoint's missing files and metrics lines; return its manifest."""
         folder = Path(self.attempt.resume)
-        manifest = checkpoint.manifest_of(folder)
+        manifest = checkpoint.read_manifest(folder)
         self.pool.parted.bring(folder, manifest, self._wait_for_disk)
         if self.attempt.options.evaluate:
             return manifest
-        copy = checkpoint.metrics_copy(folder, manifest)
-        if copy is not None and (damage := restore(out / METRICS, copy)):
-            self.display.say(f"{out / METRICS} {damage}: its {many(manifest.lines, 'line')} come from {folder}")
+        copy = checkpoint.read_metrics_copy(folder, manifest)
+        if copy is not None and (damage := restore_lines(out / METRICS, copy)):
+            self.display.say(f"{out / METRICS} {damage}: its {plural(manifest.lines, 'line')} come from {folder}")
         return manifest
 
     def _train(self, sizes: dict[str, int], out: Path, resumed: checkpoint.Manifest | None) -> Result:
         plan = self.plan
-        run = self.plan.deploy.run
+        run = plan.deploy.run
         begin = 0
         self.carried = RunState(plan, sizes["source"])
         self.tasks = FunctionTasks(self.ray, plan, self.functions, self.carried)
@@ -133,8 +133,8 @@ class Driver:
             begin = resumed.iteration
             self._wait_for_disk([rank.resume.remote(saved, resumed) for rank in self.pool.ranks])
             self.display.resume(begin)
-        if self.attempt.options.replay:
-            self._wait([r.replay.remote(str(Path(self.attempt.options.replay).absolute())) for r in self.pool.ranks])
+        if folder := self.attempt.options.replay:
+            self._wait([rank.replay.remote(str(Path(folder).absolute())) for rank in self.pool.ranks])
         self.async_pools = AsyncPools(plan, self.pool.ranks, begin)
         if not self.attempt.lines:
             for evaluation in plan.deploy.evaluations:
@@ -148,7 +148,7 @@ class Driver:
         self.signals.training = True
         running = None
         end = begin
-        end_reason = ending(self.recorder.bests)
+        end_reason = early_stop_reason(self.recorder.bests)
         for i in range(begin, begin if end_reason else run.iterations):
             running = running or self._begin(self.carried.task(i), self._measured(i))
             current = running
@@ -170,9 +170,7 @@ class Driver:
                 self.recorder.memory(reports)
             line = self.recorder.training(i, seconds, reports, *self._clear(current.task, reports))
             self.display.iteration(line, scalars, reports)
-            for remark in self.edited.look():
-                self.display.say(remark)
-            for remark in health.look(line):
+            for remark in (*self.edited.look(), *health.look(line)):
                 self.display.say(remark)
             if ends := health.ends(line):
                 raise RunError(ends)
@@ -181,17 +179,17 @@ class Driver:
             end = i + 1
             if running is not None:
                 continue
-            end_reason = ending(bests := self.recorder.bests)
+            end_reason = early_stop_reason(bests := self.recorder.bests)
             if self.signals.asked or saves or end_reason or any(best.iteration == end for best in bests):
                 self._checkpoint(end, out)
             if self.signals.asked:
                 go_on = "" if self.unsaved else f"; continue with --resume {self.attempt.url or out}"
-                self.display.say(f"ended after {many(i + 1, 'iteration')}{go_on}")
+                self.display.say(f"ended after {plural(i + 1, 'iteration')}{go_on}")
                 return Result("interrupted", status=128 + self.signals.asked)
             if end_reason:
                 break
         if end_reason:
-            self.display.say(f"ended after {end} of {many(run.iterations, 'iteration')}: {end_reason}")
+            self.display.say(f"ended after {end} of {plural(run.iterations, 'iteration')}: {end_reason}")
         self.signals.training = False
         # After the checkpoint: a longer run, resumed from it, would not have made these evaluations.
         for evaluation in plan.deploy.evaluations if end else ():
@@ -211,26 +209,27 @@ class Driver:
 
     def _checkpoint(self, iteration: int, out: Path) -> None:
         """Write a checkpoint; if the disk fails, the run continues with the last one."""
-        self.display.phase(f"saving after {many(iteration, 'iteration')}")
+        self.display.phase(f"saving after {plural(iteration, 'iteration')}")
         try:
             self.signals.saving = True
             decides = program(self.plan)
             saved = self.pool.parted.save(out, iteration, self.recorder, decides, self.carried, self._wait_for_disk)
             self.unsaved = ""
         except OSError as error:
-            checkpoints = checkpoint.found(out)
+            checkpoints = checkpoint.list_checkpoints(out)
             older = f"{checkpoints[-1]} stays the last one" if checkpoints else "there is none yet"
-            self.unsaved = f"the checkpoint after {many(iteration, 'iteration')} could not be written: {error}; {older}"
+            after = plural(iteration, "iteration")
+            self.unsaved = f"the checkpoint after {after} could not be written: {error}; {older}"
             self.display.say(self.unsaved)
             return
         finally:
             self.signals.saving = False
         try:
             if self.attempt.url:
-                self.display.phase(f"sending what was saved after {many(iteration, 'iteration')}")
+                self.display.phase(f"sending what was saved after {plural(iteration, 'iteration')}")
                 self.pool.parted.send(saved, self.attempt.url)
         except (OSError, Fault) as error:
-            self.unsaved = f"the checkpoint after {many(iteration, 'iteration')} is only in {saved}: {error}"
+            self.unsaved = f"the checkpoint after {plural(iteration, 'iteration')} is only in {saved}: {error}"
             self.display.say(self.unsaved)
 
     def _wait_for_disk(self, calls: Sequence[Any]) -> list[Any]:
@@ -307,10 +306,10 @@ class Driver:
         return moved, messages
 
     def _wait(self, calls: Sequence[Any], deadline: float = 0.0, training: int = -1, disk: bool = False) -> list[Any]:
-        """Return the results of Ray references and of calls to function hosts.
+        """Return the results of calls; meanwhile run pools ahead of iteration `training`.
 
-        Fails when one fails, a process dies and is not replaced, or nothing ends and no row (`disk`: no byte) moves
-        for `deadline` seconds (0: the dock's). Meanwhile it updates the display and runs pools ahead of `training`."""
+        Fails when one fails, a process dies and is not replaced, or no row (`disk`: no byte) moves for `deadline` s.
+        """
         pending = list(calls)
         stall = StallClock(disk)
         counted = not deadline
@@ -357,7 +356,8 @@ class Driver:
         """Return the processes in the user's code that others wait for."""
         calls = self.functions.open if self.pool.functions else []
         busy = {function_hosts.name(*self.functions.places[i]) for i, pending in enumerate(calls) if pending}
-        return of_the_user(self.plan, self.docks.statuses, busy | {f"rank {r}" for r in range(len(self.pool.ranks))})
+        busy |= {f"rank {rank}" for rank in range(len(self.pool.ranks))}
+        return processes_in_user_code(self.plan, self.docks.statuses, busy)
 
     def _patience(self, disk: bool) -> float:
         """How long a wait may stall; work that takes minutes each time is not stuck."""
@@ -377,7 +377,7 @@ class Driver:
         for reason in self.fates.beginning("dock", "a process of").values():
             self.display.say(f"{reason}; started again" if reason.startswith("dock") else reason)
         if lost := self.docks.lost(self.pool.nodes):
-            raise HostLost(wait_report.silent(lost))
+            raise HostLost(wait_report.describe_lost_hosts(lost))
         for dock in self.docks.silent(self.limits.stopped):
             self.pool.examine(dock, self.limits)
         return True
@@ -417,4 +417,4 @@ class Driver:
         self._clear(task, reports)
         values = self.recorder.evaluation(evaluation, iteration, seconds, reports, figures)
         if not self.display.live:
-            self.display.say(f"after {many(iteration, 'iteration')}, {evaluated(evaluation, values)}")
+            self.display.say(f"after {plural(iteration, 'iteration')}, {format_evaluation(evaluation, values)}")

@@ -18,7 +18,7 @@ from ...files import urls
 from ...ir.plan import Plan
 from ..data.row_files import FOLDER as ROWS
 from ..metrics.best import BestFigure, best_figures
-from ..metrics.recorder import METRICS, read, whole_lines
+from ..metrics.recorder import METRICS, parse_line, read_valid_lines
 from ..weights import checkpoint
 
 
@@ -75,10 +75,10 @@ class Outcome:
         saved = self._list_names(checkpoint.FOLDER) if any(best.iteration for best in self.bests) else []
         checkpoints: dict[str, Path | str] = {}
         for best in self.bests:
-            if (name := checkpoint.named(best.iteration)) in saved:
+            if (name := checkpoint.folder_name(best.iteration)) in saved:
                 place = (checkpoint.FOLDER, name)
                 folder = self.folder
-                path = urls.under(folder, *place) if isinstance(folder, str) else folder.joinpath(*place)
+                path = urls.join(folder, *place) if isinstance(folder, str) else folder.joinpath(*place)
                 checkpoints[best.name] = path
         return checkpoints
 
@@ -133,21 +133,21 @@ class Outcome:
         """Read the lines of the metrics; a number that JSON does not have is None."""
         if METRICS not in self._list_names():
             _refuse("missing-file", f"there are no metrics in {self.folder}", "the run has not been started")
-        lines, _ = whole_lines(self._fetch_file(METRICS))
+        lines, _ = read_valid_lines(self._fetch_file(METRICS))
         return [json.loads(line) for line in lines]
 
     def _list_names(self, *folder: str) -> list[str]:
         """Return the names in a folder of the run; none if there is no such folder."""
         if isinstance(self.folder, str):
-            url = urls.under(self.folder, *folder)
-            with urls.told(url):
+            url = urls.join(self.folder, *folder)
+            with urls.report_errors(url):
                 return urls.names(url)
         path = self.folder.joinpath(*folder)
         return sorted(file.name for file in path.iterdir()) if path.is_dir() else []
 
     def _fetch_file(self, *names: str) -> Path:
         if isinstance(self.folder, str):
-            return urls.copy(urls.under(self.folder, *names))
+            return urls.copy(urls.join(self.folder, *names))
         return self.folder.joinpath(*names)
 
 
@@ -155,8 +155,8 @@ def outcome_of(plan: Plan, folder: Path, evaluated: bool) -> tuple[Outcome, str]
     """Return the outcome of a run and what is wrong with its metrics ("": nothing)."""
     evaluations = {candidate.task: candidate for candidate in plan.deploy.evaluations}
     means: dict[str, tuple[float, float]] = {}
-    texts, wrong = whole_lines(folder / METRICS)
-    lines = [read(text) for text in texts]
+    texts, wrong = read_valid_lines(folder / METRICS)
+    lines = [parse_line(text) for text in texts]
     for line in lines:
         if evaluation := evaluations.get(line.get("evaluation", "")):
             for name, value in (

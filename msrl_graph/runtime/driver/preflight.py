@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ...backends import ENGINES, packages
-from ...backends.divisibility import misfits
+from ...backends.divisibility import find_misfits
 from ...backends.spec import EngineSpec
 from ...checks import folders
-from ...compiler.unsupported import unready
+from ...compiler.unsupported import find_unsupported
 from ...diagnostics import Diagnostic, Fault
 from ...files import fix_commands
 from ...files.paths import hub_name
@@ -30,12 +30,12 @@ from ..weights import tensor_files
 from .process_pool import check_machine
 
 
-def check(plan: Plan) -> dict[str, data.DatasetPreview]:
+def check_requirements(plan: Plan) -> dict[str, data.DatasetPreview]:
     """Check that weights, tokenizers, data, packages and devices are there.
 
     Returns a preview of each data file. Raises Fault with everything that is missing.
     """
-    problems = unready(plan) or [*_packages(plan), *_interpreters(plan)]
+    problems = find_unsupported(plan) or [*_packages(plan), *_interpreters(plan)]
     for model in plan.deploy.models.values():
         if not model.path:
             message = f"`{model.name}` is a preset: its shape is known, its weights are not on this machine"
@@ -52,7 +52,9 @@ def check(plan: Plan) -> dict[str, data.DatasetPreview]:
     if not problems:
         problems = [problem for model in plan.deploy.models.values() if (problem := _check_tokenizer(model))]
     if not problems:
-        problems = folders.changed(plan) or [problem for problem in folders.check(plan) if problem.severity == "error"]
+        problems = folders.check_unchanged(plan) or [
+            problem for problem in folders.check(plan) if problem.severity == "error"
+        ]
     if "source" not in plan.deploy.data:
         problems.append(
             Diagnostic(
@@ -84,7 +86,7 @@ def _links(model: Model) -> Iterator[Diagnostic]:
     The content of the link would be copied or trained, and saved.
     """
     folder = Path(model.path)
-    for file, target in (tensor_files.links_out(folder) if folder.is_dir() else {}).items():
+    for file, target in (tensor_files.find_outside_links(folder) if folder.is_dir() else {}).items():
         message = f"`{file.relative_to(folder)}` in the model folder {model.path} is a link out of it, to {target}"
         help = "remove the link, or copy the file into the folder: a run saves weights with copies of the other files"
         yield Diagnostic("missing-file", message, model.span, help)
@@ -96,7 +98,7 @@ def _packages(plan: Plan) -> Iterator[Diagnostic]:
     Its span is where the engine is named, or else the layout that only this engine can run.
     """
     by_engine: dict[str, list[Placement]] = {}
-    for placement in interpreters.placed(plan):
+    for placement in interpreters.placements_of(plan):
         by_engine.setdefault(placement.engine.name, []).append(placement)
     for name, placements in by_engine.items():
         spec = ENGINES.get(name)
@@ -106,7 +108,7 @@ def _packages(plan: Plan) -> Iterator[Diagnostic]:
             (candidate for candidate in placements if candidate.engine.span.line or _reason(candidate)), placements[0]
         )
         message = f"the engine `{name}` of `{first.node}` needs {', '.join(missing)}, not installed here"
-        help = packages.installing(name, missing, plan.cluster.device.backend)
+        help = packages.make_install_hint(name, missing, plan.cluster.device.backend)
         layout = plan.deploy.layouts.get(first.node)
         reason = _reason(first)
         span = first.engine.span if first.engine.span.line else plan.graph.node(first.node).span
@@ -143,7 +145,7 @@ def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
         rest = replace(layout, stages=(), **ones)
         able = spec.build and spec.chosen and node.verb in spec.verbs and model.family in spec.families
         zero = node.verb != "update" or layout.zero in spec.zero
-        if beyond and able and zero and not _missing_packages(plan, spec) and not any(misfits(model, spec, rest)):
+        if beyond and able and zero and not _missing_packages(plan, spec) and not any(find_misfits(model, spec, rest)):
             axes = " and ".join(f"`{axis}`" for axis in beyond)
             return f"; or leave {axes} out of the layout: `{spec.name}` runs it then"
     return ""
@@ -151,7 +153,7 @@ def _suggest_layout(plan: Plan, placement: Placement, layout: Layout) -> str:
 
 def _interpreters(plan: Plan) -> Iterator[Diagnostic]:
     """Check the interpreters; on a cluster the probe does it for each host."""
-    return iter(()) if os.environ.get("RAY_ADDRESS") else interpreters.check(plan)
+    return iter(()) if os.environ.get("RAY_ADDRESS") else interpreters.check_interpreters(plan)
 
 
 def _check_tokenizer(model: Model) -> Diagnostic | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...backends import ENGINES
 from ...ir.plan import Plan
-from ..process.environment import OFFLINE, waits
+from ..process.environment import OFFLINE, openmp_variables
 from ..process.preload import PreloadServer
 from .attempt_messages import Attempt
 
@@ -26,7 +26,7 @@ def start(attempt: Attempt) -> PreloadServer | None:
     """
     if os.environ.get("RAY_ADDRESS") or not attempt.plan.cluster.device.kind.is_host:
         return None
-    environment = OFFLINE | waits() | {"TMPDIR": attempt.folder}
+    environment = OFFLINE | openmp_variables() | {"TMPDIR": attempt.folder}
     return PreloadServer(Path(attempt.folder), modules(attempt.plan), environment)
 
 

@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from ...diagnostics import Diagnostic
-from ...emit.humanize import many
+from ...emit.humanize import plural
 from ...hardware import visibility_masks
 from ...hardware.device_kinds import HOST
-from ...ir.async_schedule import lanes
+from ...ir.async_schedule import count_lanes
 from ...ir.plan import Plan
-from ...ir.plan_paths import remote
+from ...ir.plan_paths import has_urls
 from ..dock.channel import new_key
-from ..dock.readers import members, readers
+from ..dock.readers import list_members, list_node_reads
 from ..process import cluster_join, heartbeat, shipped_files
 from ..process.cluster_join import NoResources
-from ..process.host_requirements import RANKS_A_CORE, room
-from ..process.processes import RAY, alive
+from ..process.host_requirements import RANKS_A_CORE, row_memory
+from ..process.processes import RAY, is_alive
 from ..process.task_report import RunError
 from . import device_reservation, function_hosts
 from .cluster_probe import probe
 from .distributed_checkpoint import DistributedCheckpoint
-from .dock_monitor import begun, missing, results
+from .dock_monitor import unreachable_hosts, wait_for_results, wait_until_begun
 from .function_hosts import ActorCall, FunctionHosts
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ class ProcessPool:
         ray_options["job_config"] = cluster_join.job_config()
         if self.attached:
             address = os.environ["RAY_ADDRESS"]
-            cluster_join.greet(address, cluster.span)
+            cluster_join.check_cluster(address, cluster.span)
             try:
                 # A namespace of its own, so that no run on a cluster finds processes of another run by name.
                 ray.init(address=address, namespace=Path(self.folder).name, **ray_options)
             except (ConnectionError, RuntimeError) as error:
-                raise cluster_join.unreached(
+                raise cluster_join.unreachable_cluster(
                     f"no Ray cluster could be joined by RAY_ADDRESS={address}: {error}", cluster.span
                 ) from None
         else:
@@ -119,8 +119,8 @@ class ProcessPool:
 
         plan = self.plan
         cluster = self.plan.cluster
-        self.reserved = reservation = device_reservation.reserved(
-            plan, f"{device_reservation.NAMED} {plan.deploy.name}, into {self.out}", self.attempt.patience
+        self.reserved = reservation = device_reservation.reserve_devices(
+            plan, f"{device_reservation.NAME_PREFIX} {plan.deploy.name}, into {self.out}", self.attempt.patience
         )
         hosts = (
             self._prepare_hosts(reservation)
@@ -134,8 +134,8 @@ class ProcessPool:
         from ..rank import host as rank_host
 
         # Processes that may be restarted get their partners by name.
-        dock_readers = readers(plan)
-        docks, routes = members(plan, dock_readers, new_key() if cluster.nodes > 1 else b"")
+        dock_readers = list_node_reads(plan)
+        docks, routes = list_members(plan, dock_readers, new_key() if cluster.nodes > 1 else b"")
         restarts = plan.deploy.run.restarts
 
         def start(kind: Any, label: str, host: int, *arguments: Any, **options: Any) -> Any:
@@ -176,7 +176,7 @@ class ProcessPool:
                 plan.docks.deadline,
                 routes,
                 room_name(Path(self.folder).name, member.host),
-                room(plan),
+                row_memory(plan),
                 hosts[member.host].folder,
                 max_restarts=restarts,
                 max_task_retries=restarts,
@@ -204,14 +204,14 @@ class ProcessPool:
             # No name: nothing looks it up, and Ray may not have freed the name of a dead process yet.
             return start(functions.FunctionHost, label, host, *arguments, name=None)
 
-        self.functions = FunctionHosts(cluster.nodes, restarts, function_host, lanes=lanes(plan))
+        self.functions = FunctionHosts(cluster.nodes, restarts, function_host, lanes=count_lanes(plan))
         first_answers = {self.names[actor._actor_id.hex()]: actor.__ray_ready__.remote() for actor in self._actors()}
         if self.attached:
             self._fetch(self.functions.actors[: cluster.nodes])
             if self.attempt.resume:
                 self.parted.check(Path(self.attempt.resume))
         self.started = self.functions.every("start")
-        begun(ray, first_answers, self._nodes())
+        wait_until_begun(ray, first_answers, self._nodes())
         (address,) = self.results([self.ranks[0].address.remote()])
         self.results([handle.start.remote(address, routes) for handle in self.ranks])
         self._release()  # processes that use the probes' folders hold them now
@@ -224,7 +224,7 @@ class ProcessPool:
         replay = self.attempt.options.replay
         rows = sorted(Path(replay).absolute().glob("rows/**/*.parquet")) if replay else []
         also = {"the rows to replay": str(rows[0])} if rows else {}
-        files = ray.put(shipped_files.laid(Path(self.folder)))
+        files = ray.put(shipped_files.read_shipped(Path(self.folder)))
         hosts = probe(self.plan, reservation, [self.out, *([Path(resume)] if resume else [])], also, self.probes)
         self.parted.apart = hosts.blind[0]
         self.parted.unseen = hosts.blind[-1] if resume else []
@@ -235,7 +235,7 @@ class ProcessPool:
 
     def _fetch(self, functions: list[Any]) -> None:
         """Have each host fetch its own copies of files at URLs, before any rank builds."""
-        requests = [function_host.fetch.remote() for function_host in functions] if remote(self.plan) else []
+        requests = [function_host.fetch.remote() for function_host in functions] if has_urls(self.plan) else []
         diagnostics = [
             replace(problem, code="host-differs", message=f"on the host {host} {problem.message}")
             for host, problems in self.results(requests)
@@ -255,7 +255,7 @@ class ProcessPool:
         """Return the results of Ray references; HostLost if a cluster host is lost."""
         import ray
 
-        return results(ray, references, self._nodes())
+        return wait_for_results(ray, references, self._nodes())
 
     def _nodes(self) -> list[str]:
         """Return the node ids of a cluster's hosts in Ray."""
@@ -268,7 +268,7 @@ class ProcessPool:
                 with suppress(psutil.Error):
                     if process.name() in SERVERS:
                         self.servers[process.pid] = process.name()
-        return [f"Ray's {name}" for pid, name in self.servers.items() if not alive(pid)]
+        return [f"Ray's {name}" for pid, name in self.servers.items() if not is_alive(pid)]
 
     def of_ray(self) -> dict[str, int]:
         """Return the ids of Ray's own processes on this machine, by name."""
@@ -319,7 +319,7 @@ class ProcessPool:
         if self.reserved is None or time.monotonic() < self.examined.get(dock, (None, 0.0))[1]:
             return
         host = self.dock_hosts[dock]
-        look = ray.remote(num_cpus=0, max_retries=0)(heartbeat.examine)
+        look = ray.remote(num_cpus=0, max_retries=0)(heartbeat.watch_host)
         reference = look.options(scheduling_strategy=self.reserved.on(host)).remote(
             self.hosts[host].folder, (min(SOON, limits.stopped), limits.silent), seconds
         )
@@ -332,7 +332,7 @@ class ProcessPool:
 
     def gone(self) -> list[str]:
         """Return the hosts of a cluster that are out of reach."""
-        return sorted(missing(self.reserved.nodes)) if self.attached and self.reserved is not None else []
+        return sorted(unreachable_hosts(self.reserved.nodes)) if self.attached and self.reserved is not None else []
 
     def _actors(self) -> list[Any]:
         hosts = self.functions.actors if self.functions else []
@@ -355,10 +355,10 @@ def check_machine(plan: Plan) -> None:
     cluster = plan.cluster
     kind = cluster.device.kind
     cores = HOST.here()
-    request = f"the plan asks for {many(cluster.nodes, 'host')} of {cluster.devices_per_node} {kind.resource}"
+    request = f"the plan asks for {plural(cluster.nodes, 'host')} of {cluster.devices_per_node} {kind.resource}"
     machine = f"this machine is 1 host of {cores} cores{'' if kind.is_host else f' and {kind.here()} {kind.resource}'}"
     help = ""
-    if hidden := visibility_masks.wrong(kind, os.environ.get(kind.visible), kind.there()):
+    if hidden := visibility_masks.describe_problem(kind, os.environ.get(kind.visible), kind.there()):
         machine = hidden
         help = f"unset {kind.visible}, or list the machine's own numbers, rising from 0"
     elif not kind.is_host and cluster.devices_per_node > kind.here():

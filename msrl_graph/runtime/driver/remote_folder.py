@@ -33,7 +33,7 @@ class FetchedCheckpoint:
     newest: bool
 
 
-def working(url: str) -> Path:
+def make_working_copy(url: str) -> Path:
     """Create a new working copy."""
     return Path(tempfile.mkdtemp(prefix=f"{urls.name(url)}-", dir=private.cache("runs")))
 
@@ -43,8 +43,8 @@ def choose(url: str, overwrite: bool) -> None:
 
     Raises Fault if it cannot be written to, or holds results that must not be replaced.
     """
-    urls.writable(url)
-    with urls.told(url):
+    urls.check_writable(url)
+    with urls.report_errors(url):
         names = urls.names(url)
     ran = bool({"logs", METRICS} & set(names))
     if names and not (ran and overwrite):
@@ -72,37 +72,37 @@ def bring(target: str, span: Span, copies: list[Path], use: str = "resume") -> F
     added to `copies`. `use` is the flag that names the URL. Raises Fault.
     """
     above, _, last = target.rstrip("/").rpartition("/")
-    is_checkpoint = checkpoint.is_named(last) and urls.name(above) == checkpoint.FOLDER
+    is_checkpoint = checkpoint.is_folder_name(last) and urls.name(above) == checkpoint.FOLDER
     run = above.rpartition("/")[0] if is_checkpoint else target.rstrip("/")
 
     def refuse(message: str, help: str = "") -> Fault:
         return Fault(Diagnostic("bad-checkpoint", message, span, help))
 
-    with urls.told(target, span):
-        saved = checkpoint.at_url(urls.under(run, checkpoint.FOLDER))
+    with urls.report_errors(target, span):
+        saved = checkpoint.list_at_url(urls.join(run, checkpoint.FOLDER))
     if not saved:
         help = "set `save` in `run { }`: the number of iterations between checkpoints"
         raise refuse(f"the run in {run} has saved no checkpoint", help)
     chosen = last if run != target.rstrip("/") else saved[-1]
-    url = urls.under(run, checkpoint.FOLDER, chosen)
-    listing = urls.look(url, folder=True, span=span)
-    copies.append(copy := working(run))
+    url = urls.join(run, checkpoint.FOLDER, chosen)
+    listing = urls.list_remote(url, folder=True, span=span)
+    copies.append(copy := make_working_copy(run))
     folder = copy / checkpoint.FOLDER / chosen
     folder.parent.mkdir()
-    with urls.told(url, span):
+    with urls.report_errors(url, span):
         urls.fetch(url, listing.files, folder)
         for name in {METRICS, PLAN} & set(urls.names(run)):
             urls.fetch(run, {name: None}, copy / "of")
             (copy / "of" / name).rename(copy / name)
             (copy / "of").rmdir()
     try:
-        manifest = checkpoint.sound(folder)
+        manifest = checkpoint.verify(folder)
         lost = next((file.name for file in manifest.files if file.name not in listing.files), "")
         if lost:
             raise checkpoint.CorruptCheckpoint(f"its file {lost} is missing")
     except checkpoint.CorruptCheckpoint as error:
         older = [number for number in saved if int(number) < int(chosen)]
-        previous = urls.under(run, checkpoint.FOLDER, older[-1]) if older else ""
+        previous = urls.join(run, checkpoint.FOLDER, older[-1]) if older else ""
         help = f"try the one before: --{use} {previous}" if previous else ""
         if use == "resume":
             help = (
@@ -120,10 +120,10 @@ def finish(copy: Path, url: str) -> None:
     The copy stays if its newest checkpoint is not at the URL. Raises OSError if an upload fails.
     """
     urls.send(copy, url, [name for name in MADE if name != checkpoint.FOLDER])
-    checkpoints = checkpoint.found(copy)
-    with urls.told(url):
+    checkpoints = checkpoint.list_checkpoints(copy)
+    with urls.report_errors(url):
         is_complete = not checkpoints or checkpoint.MANIFEST in urls.names(
-            urls.under(url, checkpoint.FOLDER, checkpoints[-1].name)
+            urls.join(url, checkpoint.FOLDER, checkpoints[-1].name)
         )
     if is_complete:
         shutil.rmtree(copy, ignore_errors=True)

@@ -43,7 +43,9 @@ class ResumePoint:
     warnings: tuple[Diagnostic, ...]
 
 
-def resumed(plan: Plan, target: str, span: Span, now: RunInputs | None = None, trains: bool = True) -> ResumePoint:
+def find_resume_point(
+    plan: Plan, target: str, span: Span, now: RunInputs | None = None, trains: bool = True
+) -> ResumePoint:
     """Find the checkpoint to resume from, and check that it fits the plan.
 
     `target` is the folder of a checkpoint or of a run. `now` are the plan's inputs. `trains` means that the run
@@ -62,7 +64,7 @@ def resumed(plan: Plan, target: str, span: Span, now: RunInputs | None = None, t
     if foreign := [difference for difference in other if difference.startswith(("models.", "algorithm.name "))]:
         message = f"the checkpoint {path} is of another program: {'; '.join(foreign)}"
         raise Fault(Diagnostic("bad-checkpoint", message, span, help))
-    before = run_inputs.recorded(manifest.inputs)
+    before = run_inputs.parse_inputs(manifest.inputs)
     if before is not None and now is not None:
         changes = run_inputs.differences(before, now)
         if changes.model:
@@ -97,16 +99,16 @@ def find_checkpoint(target: str, span: Span, use: str = "resume") -> tuple[Path,
     run = path.parent.parent if path.parent.name == checkpoint.FOLDER else path
     copied_out = use == "export" and (path / checkpoint.MANIFEST).is_file()  # out of its run's folder
     if path == run and not copied_out:
-        if not checkpoint.found(run):
+        if not checkpoint.list_checkpoints(run):
             raise refuse(
                 f"the run in {run} has saved no checkpoint",
                 "set `save` in `run { }`: the number of iterations between checkpoints",
             )
-        path = checkpoint.found(run)[-1]
+        path = checkpoint.list_checkpoints(run)[-1]
     try:
-        return path, checkpoint.sound(path)
+        return path, checkpoint.verify(path)
     except checkpoint.CorruptCheckpoint as error:
-        older = checkpoint.newest(run)
+        older = checkpoint.find_newest(run)
         if older is None:
             help = "no other checkpoint of this run is intact"
             help += (
@@ -202,4 +204,4 @@ def _shorten(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-__all__ = ["ResumePoint", "differences", "find_checkpoint", "model_shapes", "program", "resumed"]
+__all__ = ["ResumePoint", "differences", "find_checkpoint", "find_resume_point", "model_shapes", "program"]

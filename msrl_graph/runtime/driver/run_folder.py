@@ -45,7 +45,7 @@ MADE = (
 )
 
 
-def choose(plan: Plan, out: Path | str | None, overwrite: bool = False, replay: str = "") -> Path:
+def choose_folder(plan: Plan, out: Path | str | None, overwrite: bool = False, replay: str = "") -> Path:
     """Choose the folder of a run.
 
     It never holds another run's results, unless they are to be replaced and the run reads none of them.
@@ -71,7 +71,7 @@ def _choose(plan: Plan, out: Path | str | None, overwrite: bool, replay: str) ->
         problem = "exists and is not empty" + (
             "; it holds no results of a run, which --overwrite would replace" if overwrite else ""
         )
-        if ran and checkpoint.found(folder):
+        if ran and checkpoint.list_checkpoints(folder):
             help += f", resume the run in it: --resume {folder}, or replace its results: --overwrite"
         elif ran:
             help += ", or replace the results in it: --overwrite"
@@ -114,14 +114,14 @@ def _check_replaceable(plan: Plan, folder: Path, replay: str) -> Path:
     return folder
 
 
-def clear(folder: Path, begin: Path | None) -> None:
+def clear_results(folder: Path, begin: Path | None) -> None:
     """Remove the results of a run.
 
     If a run resumes from its own checkpoint `begin`, only newer checkpoints are removed.
     """
     newer = [
         checkpoint_path
-        for checkpoint_path in checkpoint.found(folder)
+        for checkpoint_path in checkpoint.list_checkpoints(folder)
         if begin and int(checkpoint_path.name) > int(begin.name)
     ]
     for path in newer if begin else (folder / name for name in MADE):
@@ -131,7 +131,7 @@ def clear(folder: Path, begin: Path | None) -> None:
             path.unlink(missing_ok=True)
 
 
-def make(plan: Plan, folder: Path, stated: bool) -> Path:
+def make_folder(plan: Plan, folder: Path, stated: bool) -> Path:
     """Create the folder of a run.
 
     If its name was not stated and another run takes it meanwhile, the next free name is used.
@@ -143,7 +143,7 @@ def make(plan: Plan, folder: Path, stated: bool) -> Path:
         except FileExistsError as error:
             if stated:
                 raise _creation_fault(folder, error) from None
-            folder = choose(plan, None)
+            folder = choose_folder(plan, None)
         except OSError as error:  # as under /proc, which looks writable
             raise _creation_fault(folder, error) from None
 
@@ -188,7 +188,7 @@ def check_free(out: Path) -> None:
 
 
 @contextmanager
-def lock(out: Path) -> Iterator[int]:
+def lock_folder(out: Path) -> Iterator[int]:
     """Lock a folder, so that two runs never write into it.
 
     Yields the descriptor that holds the lock. The lock ends with the last process that has the descriptor, however it

@@ -23,7 +23,7 @@ import msgspec
 from ...files.weights import candidate_weight_files
 from ...ir.plan import Plan
 from ..process import host_facts, interpreters
-from ..weights.tensor_files import beside
+from ..weights.tensor_files import companion_files
 from . import user_modules
 
 FILE = "inputs.json"  # within a run's folder
@@ -80,7 +80,7 @@ class Differences:
 # Taking
 
 
-def take(plan: Plan, replay: str = "") -> RunInputs:
+def collect_inputs(plan: Plan, replay: str = "") -> RunInputs:
     """Collect the inputs of a plan whose files are on this host (plan_paths.here)."""
     paths = dict(_paths(plan, replay))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -88,7 +88,8 @@ def take(plan: Plan, replay: str = "") -> RunInputs:
     versions = dict(host_facts.versions(interpreters.packages(plan)))
     for python, command in interpreters.commands(plan).items():
         versions |= {
-            f"{package} of {python}": version for package, version in host_facts.told(command)["found"].items()
+            f"{package} of {python}": version
+            for package, version in host_facts.query_interpreter(command)["found"].items()
         }
     return RunInputs(entries, versions)
 
@@ -98,18 +99,20 @@ def companions(folder: Path, name: str) -> dict[str, InputFile]:
 
     `name` is the model's name in the program.
     """
-    return {f"model {name}: {file.relative_to(folder)}": _read_file(file) for file in sorted(beside(folder))}
+    return {f"model {name}: {file.relative_to(folder)}": _read_file(file) for file in sorted(companion_files(folder))}
 
 
 def _paths(plan: Plan, replay: str) -> Iterator[tuple[str, Path]]:
     for name, model in plan.deploy.models.items():
         if folder := Path(model.path) if model.path else None:
-            for file in sorted({*candidate_weight_files(folder), *folder.glob("*.index.json"), *beside(folder)}):
+            for file in sorted(
+                {*candidate_weight_files(folder), *folder.glob("*.index.json"), *companion_files(folder)}
+            ):
                 yield f"model {name}: {file.relative_to(folder)}", file
     for name, data in plan.deploy.data.items():
         yield f"data {name}", Path(data.path)
     code: dict[str, Path] = {}
-    for path, root in sorted(user_modules.of_plan(plan).items()):
+    for path, root in sorted(user_modules.plan_files(plan).items()):
         name = f"code {os.path.relpath(path, root.absolute().parent)}"
         code[f"code {path}" if name in code else name] = path
     yield from code.items()
@@ -120,7 +123,7 @@ def _paths(plan: Plan, replay: str) -> Iterator[tuple[str, Path]]:
 def _read_file(path: Path) -> InputFile:
     try:
         status = path.stat()
-        sampled = host_facts.sampled(str(path))
+        sampled = host_facts.sampled_digest(str(path))
         entry = InputFile(str(path), status.st_size, status.st_mtime_ns, sampled)
         if status.st_size <= SMALL:
             content = path.read_bytes()
@@ -163,7 +166,7 @@ def read(run: Path) -> dict[str, Any]:
     return inputs
 
 
-def recorded(content: Mapping[str, Any]) -> RunInputs | None:
+def parse_inputs(content: Mapping[str, Any]) -> RunInputs | None:
     """Return the inputs in a manifest; None if its version kept none."""
     try:
         return msgspec.convert(content, RunInputs) if content else None
@@ -196,7 +199,7 @@ def data(inputs: RunInputs) -> dict[str, str]:
     }
 
 
-def edited(inputs: RunInputs) -> str:
+def describe_edit(inputs: RunInputs) -> str:
     """Describe the first input that changed since the run began; "" if none did.
 
     Only the weights and data are checked, which each start reads again. Each start has the other files as they were
@@ -206,7 +209,7 @@ def edited(inputs: RunInputs) -> str:
         if not (name.startswith(("data ", "replay ")) or ".safetensors" in name or name.endswith(": config.json")):
             continue
         now = _read_file(Path(entry.path))
-        if not same(entry, now):
+        if not has_same_content(entry, now):
             event = "is gone" if now.bytes < 0 else "was changed after the run began"
             return f"{name} ({entry.path}) {event}"
     return ""
@@ -218,7 +221,7 @@ def _compare_file(name: str, before: InputFile | None, now: InputFile | None) ->
     if before is None or now is None:
         yield decides, f"{name} is {'new' if before is None else 'gone'}"
         return
-    if same(before, now):
+    if has_same_content(before, now):
         return
     if not (before.keys and now.keys):
         yield decides, f"{name} has other content ({_describe_sizes(before, now)})"
@@ -232,7 +235,7 @@ def _compare_file(name: str, before: InputFile | None, now: InputFile | None) ->
             yield decides and key != _TEMPLATE, text
 
 
-def same(before: InputFile, now: InputFile) -> bool:
+def has_same_content(before: InputFile, now: InputFile) -> bool:
     """Return whether a file has the same content, as far as both digests show."""
     if before.sha256 and now.sha256:
         return before.sha256 == now.sha256
@@ -294,7 +297,7 @@ class DigestThread:
             self.inputs = replace(self.inputs, files={**self.inputs.files, name: now})
             with suppress(OSError):
                 write(self.run, self.inputs)
-            if old is not None and same(old, entry) and not same(old, now):
+            if old is not None and has_same_content(old, entry) and not has_same_content(old, now):
                 self.say(
                     f"{name} ({entry.path}) is not the file that the resumed run began with: its size and sampled "
                     "blocks are the same, its SHA-256 is not"
@@ -319,12 +322,12 @@ __all__ = [
     "Differences",
     "DigestThread",
     "RunInputs",
+    "collect_inputs",
     "companions",
     "data",
+    "describe_edit",
     "differences",
-    "edited",
+    "parse_inputs",
     "read",
-    "recorded",
-    "take",
     "write",
 ]

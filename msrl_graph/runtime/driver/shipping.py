@@ -17,9 +17,9 @@ from ...emit.humanize import size
 from ...files.untrusted_folder import open_inside
 from ...files.urls import is_url
 from ...ir.plan import Plan
-from ..process.cluster_join import called
+from ..process.cluster_join import files_loaded
 from ..process.shipped_files import ShippedFile
-from ..weights.tensor_files import beside
+from ..weights.tensor_files import companion_files
 from . import user_modules
 
 MOST = 256 << 20  # bytes: some tens of MiB are usual, and each host keeps them during the run
@@ -30,13 +30,13 @@ def files(plan: Plan, shipped: bool = True) -> dict[str, ShippedFile]:
 
     `shipped` means that they go to other hosts too. Raises Fault if they are too large for that.
     """
-    spans = {path: node.span for path, _, node in called(plan)}
-    code = user_modules.of_plan(plan)
+    spans = {path: node.span for path, _, node in files_loaded(plan)}
+    code = user_modules.plan_files(plan)
     owners = dict(code)  # by file, the model folder or program file that needs it
     for model in plan.deploy.models.values():
         if model.path and not is_url(model.path):  # each host has a copy of a model at a URL
             folder = Path(model.path).absolute()
-            owners |= dict.fromkeys(beside(folder), folder)
+            owners |= dict.fromkeys(companion_files(folder), folder)
     sizes = {file: file.stat().st_size for file in owners}
     if sum(sizes.values()) > MOST and not shipped:
         owners = code

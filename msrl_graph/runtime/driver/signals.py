@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 TOGETHER = 0.3  # seconds in which a repeated signal counts once: `ray job stop` sends it to the supervisor too
-HEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
@@ -33,7 +33,7 @@ class Signals:
 
     def heed(self) -> None:
         """Install the handlers, again after Ray was started, which has its own."""
-        for number in HEEDED:
+        for number in HANDLED:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _frame: Any) -> None:

@@ -69,7 +69,7 @@ class DeathReports:
     def hear(self, statuses: Sequence[Status]) -> None:
         """Take the deaths that the docks report, and those known on this host."""
         for host, ended in enumerate(
-            [heartbeat.ended(self.folder) if self.folder else {}, *(status.ended for status in statuses)], -1
+            [heartbeat.killed_processes(self.folder) if self.folder else {}, *(status.ended for status in statuses)], -1
         ):
             self._heard |= {(host, pid): fate for pid, fate in ended.items()}
 
@@ -90,7 +90,7 @@ class DeathReports:
         return self.of([name for name, _ in self._heard.values() if name.startswith(words)])
 
 
-def of_the_user(plan: Plan, statuses: Sequence[Status], busy: Collection[str]) -> list[str]:
+def processes_in_user_code(plan: Plan, statuses: Sequence[Status], busy: Collection[str]) -> list[str]:
     """Return the busy processes that are in the user's code and wait for nobody."""
     waiting = {wait.who for status in statuses for wait in status.waits}
     processes = []

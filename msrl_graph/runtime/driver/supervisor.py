@@ -25,17 +25,17 @@ from typing import IO, Any
 import msgspec
 
 from ...compiler.pipeline import with_hosts
-from ...diagnostics import UNFIT, Fault
-from ...emit.humanize import many
+from ...diagnostics import MACHINE_FAULTS, Fault
+from ...emit.humanize import plural
 from ...files import private
 from ...ir.plan import Plan
 from ..metrics.display import Screen
 from ..metrics.ports import ListeningSockets
-from ..metrics.recorder import METRICS, read, whole_lines
+from ..metrics.recorder import METRICS, parse_line, read_valid_lines
 from ..process import shipped_files
-from ..process.cluster_join import NoResources, own_ray
+from ..process.cluster_join import NoResources, local_ray_environment
 from ..process.heartbeat import Limits
-from ..process.processes import MARK, Temporary, nicer, stopped, sweep
+from ..process.processes import MARK, Temporary, is_stopped, sweep, worker_niceness
 from ..weights import checkpoint
 from . import remote_folder, run_inputs, shipping, watchdog
 from .attempt import PLAIN, PreparedRun, WatchOptions, prepare
@@ -43,7 +43,7 @@ from .attempt_messages import Attempt, Result
 from .callbacks import CallbackFailed, MetricsFollower, OnIteration
 from .changed_files import ChangedFiles
 from .outcome import Interrupted, Outcome, RunFailed, outcome_of
-from .run_folder import DRIVER_MODULE, check_free, check_links, check_own, clear, lock, make
+from .run_folder import DRIVER_MODULE, check_free, check_links, check_own, clear_results, lock_folder, make_folder
 from .run_inputs import DigestThread
 
 # -P: no module may come from the folder in which a run is started, which may be anybody's.
@@ -113,14 +113,14 @@ class Supervisor:
         out = (
             self.prepared.folder
             if self.prepared.goes_on
-            else make(self.plan, self.prepared.folder, self.prepared.stated)
+            else make_folder(self.plan, self.prepared.folder, self.prepared.stated)
         )
         for warning in self.prepared.warnings:
             self.console.print(f"warning[{warning.code}]: {warning.message}; {warning.help}")
         for line in self.sockets.lines:
             self.console.print(line)
         check_own(out)
-        with lock(out) as self.lock, self._signals():
+        with lock_folder(out) as self.lock, self._signals():
             check_links(out)
             if not (self.prepared.goes_on or self.options.overwrite):
                 check_free(out)
@@ -128,12 +128,12 @@ class Supervisor:
                 if self.options.overwrite and self.prepared.url and not self.prepared.goes_on:
                     remote_folder.clear(self.prepared.url)
                 elif self.options.overwrite:
-                    clear(out, self.prepared.begin if self.prepared.goes_on else None)
+                    clear_results(out, self.prepared.begin if self.prepared.goes_on else None)
                 self._copy_lines(out)
                 self.files = shipping.files(self.plan, shipped=bool(os.environ.get("RAY_ADDRESS")))
                 with suppress(OSError):  # a full disk: checkpoints have no room either
                     run_inputs.write(out, self.prepared.inputs)
-                before = run_inputs.recorded(self.prepared.manifest.inputs) if self.prepared.manifest else None
+                before = run_inputs.parse_inputs(self.prepared.manifest.inputs) if self.prepared.manifest else None
                 with closing(DigestThread(out, self.prepared.inputs, before, self.console.print)):
                     return self._run_attempts(out)
             except Fault:
@@ -176,7 +176,7 @@ class Supervisor:
         manifest = self.prepared.manifest
         if begin is None or manifest is None or self.prepared.goes_on or self.options.evaluate:
             return
-        lines, _ = whole_lines(begin.parent.parent / METRICS)
+        lines, _ = read_valid_lines(begin.parent.parent / METRICS)
         (out / METRICS).write_bytes(b"".join(lines[: manifest.lines]))
 
     def _attempts(self, out: Path) -> Outcome:
@@ -188,7 +188,7 @@ class Supervisor:
         died = ""
         for restarts in itertools.count(1):
             sweep()
-            if restarts > 1 and (other := run_inputs.edited(prepared.inputs)):
+            if restarts > 1 and (other := run_inputs.describe_edit(prepared.inputs)):
                 raise RunFailed(f"{died}, and {other}: the run cannot continue as it began{self._describe_files(out)}")
             result = self._attempt(out, known, restarts - 1, self.plan)
             if restarts > 1 and result.hosts:
@@ -207,17 +207,17 @@ class Supervisor:
                 if wrong:
                     self.console.print(f"{out / METRICS}: {wrong}, and what follows is not reported")
                 return outcome
-            known = checkpoint.newest(out) or begin
+            known = checkpoint.find_newest(out) or begin
             if result.kind == "fault":
                 if restarts == 1 and _size(out / METRICS) == before:
                     # Nothing was computed: the input is at fault, and no folder stays.
-                    missing = any(diagnostic.code in UNFIT for diagnostic in result.diagnostics)
+                    missing = any(diagnostic.code in MACHINE_FAULTS for diagnostic in result.diagnostics)
                     raise (NoResources if missing else Fault)(*result.diagnostics)
                 result = Result("failed", "; ".join(diagnostic.message for diagnostic in result.diagnostics))
             if result.kind == "failed" or restarts > limit:
                 tired = f" (restarted {limit} times already)" if result.kind == "died" and limit else ""
                 raise RunFailed(_append_to_first_line(result.message, f"{tired}{self._describe_files(out)}"))
-            done_before = many(known[1].iteration, "iteration") if known else ""
+            done_before = plural(known[1].iteration, "iteration") if known else ""
             where = f"from the checkpoint after {done_before}" if known else "from the beginning, without a checkpoint"
             died = result.message.partition("\n")[0]
             self.console.print(_append_to_first_line(result.message, f"; restarting {where} ({restarts} of {limit})"))
@@ -225,23 +225,25 @@ class Supervisor:
 
     def _describe_end(self, out: Path) -> str:
         """Describe when a run ended early, and where its files are."""
-        lines, _ = whole_lines(out / METRICS)
-        done = sum("iteration" in read(line) for line in lines)
+        lines, _ = read_valid_lines(out / METRICS)
+        done = sum("iteration" in parse_line(line) for line in lines)
         if done > self.first:
-            return f"after {many(done, 'iteration')}{self._describe_files(out)}"
+            return f"after {plural(done, 'iteration')}{self._describe_files(out)}"
         return f"before iteration {self.first} had ended: nothing was trained"
 
     def _describe_files(self, out: Path) -> str:
         """Describe where the files of a failed run are, and how to resume it."""
         place = self.prepared.url or out
-        advice = f"; continue from its last checkpoint with --resume {place}" if checkpoint.found(out) else ""
+        advice = (
+            f"; continue from its last checkpoint with --resume {place}" if checkpoint.list_checkpoints(out) else ""
+        )
         return f"; the files of the run so far are in {place}{advice}"
 
     def _attempt_with_fewer(
         self, result: Result, out: Path, known: tuple[Path, checkpoint.Manifest] | None, restarts: int
     ) -> Result:
         """Continue without lost hosts if the program fits the rest, else wait for them."""
-        remaining = many(result.hosts, "host")
+        remaining = plural(result.hosts, "host")
         patience = self.plan.docks.deadline
         if (fewer := with_hosts(self.plan, result.hosts)) is not None:
             self.console.print(f"{remaining} of {self.plan.cluster.nodes} left: replanned for {remaining}")
@@ -265,7 +267,7 @@ class Supervisor:
             self.ready = folder / "ready"
             resume, lines = (str(known[0].absolute()), known[1].lines) if known else ("", 0)
             lines = 0 if self.options.evaluate else lines  # the lines so far belong to the evaluated run
-            shipped_files.lay_in(folder, self.files)
+            shipped_files.write_files(folder, self.files)
             attempt = Attempt(
                 plan,
                 str(out),
@@ -308,8 +310,8 @@ class Supervisor:
         # Only the first failure is reported; Ray would print tracebacks of others.
         environment = {
             **os.environ,
-            **nicer(attempt.options.nice),
-            **({} if os.environ.get("RAY_ADDRESS") else own_ray()),
+            **worker_niceness(attempt.options.nice),
+            **({} if os.environ.get("RAY_ADDRESS") else local_ray_environment()),
             MARK: attempt.folder,
             "RAY_IGNORE_UNHANDLED_ERRORS": "1",
         }
@@ -330,9 +332,9 @@ class Supervisor:
         temporary.ends(child.pid)
         if self.asked:
             child.send_signal(signal.SIGTERM)
-        with watchdog.watched(child.pid, temporary, self.limits, self.console.print):
+        with watchdog.watch_driver(child.pid, temporary, self.limits, self.console.print):
             status = watchdog.wait(child, self.console.file.write, self._follow)
-        return watchdog.why(child, temporary, status)
+        return watchdog.describe_end(child, temporary, status)
 
     def _follow(self) -> None:
         """Pass ended iterations to the callback; if it raises, ask the driver to end."""
@@ -362,8 +364,8 @@ class Supervisor:
                 with suppress(ProcessLookupError):
                     # A driver that is not ready has nothing to save, and would answer SIGINT with a traceback.
                     self.child.send_signal(number if self.ready.exists() else signal.SIGTERM)
-                if stopped(self.child.pid):
-                    watchdog.deaf(self.child, len(self.asked) > 1, self.limits, self.console.print)
+                if is_stopped(self.child.pid):
+                    watchdog.handle_stopped_driver(self.child, len(self.asked) > 1, self.limits, self.console.print)
                 elif (len(self.asked) > 1 or number == signal.SIGHUP) and self.killer is None:
                     self.killer = threading.Timer(PATIENCE, self.child.kill)
                     self.killer.daemon = True

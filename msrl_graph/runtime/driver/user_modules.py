@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...ir.plan import Plan
-from ..process.cluster_join import called
+from ..process.cluster_join import files_loaded
 
 _INSTALLED = ("site-packages", "dist-packages")
 _OURS = __name__.partition(".")[0]
 _BY_NAME = ("import_module", "__import__")
 
 
-def of_plan(plan: Plan) -> dict[Path, Path]:
+def plan_files(plan: Plan) -> dict[Path, Path]:
     """Return the Python files of a plan's functions.
 
     The value of each is the file in the program that needs it.
     """
     owners: dict[Path, Path] = {}
-    for path, _, _ in called(plan):
+    for path, _, _ in files_loaded(plan):
         owners |= {file: Path(path) for file in modules(Path(path).absolute()) if file not in owners}
     return owners
 
@@ -113,4 +113,4 @@ def _user_folders() -> list[Path]:
     return folders
 
 
-__all__ = ["modules", "of_plan"]
+__all__ = ["modules", "plan_files"]

@@ -29,7 +29,7 @@ def waits(statuses: Sequence[Status], reported: str) -> list[str]:
     ]
 
 
-def silent(addresses: Sequence[str]) -> str:
+def describe_lost_hosts(addresses: Sequence[str]) -> str:
     """Describe hosts that are lost."""
     subject = f"the host {addresses[0]} does" if len(addresses) == 1 else f"the hosts {', '.join(addresses)} do"
     return f"{subject} not answer any more"

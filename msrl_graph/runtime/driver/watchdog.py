@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from ..process.heartbeat import DRIVER, HeartbeatWatch, Limits, ended
+from ..process.heartbeat import DRIVER, HeartbeatWatch, Limits, killed_processes
 from ..process.processes import Temporary
 
 LOOK = 0.2  # seconds between two reads of the lines that a run has written
 
 
 @contextmanager
-def watched(driver: int, temporary: Temporary, limits: Limits, say: Callable[[str], None]) -> Iterator[None]:
+def watch_driver(driver: int, temporary: Temporary, limits: Limits, say: Callable[[str], None]) -> Iterator[None]:
     """Kill a driver that does not move, and replace a stopped or dead keeper."""
     finished = threading.Event()
     # By its heartbeat, and by its process id before it has one.
@@ -67,13 +67,15 @@ def wait(driver: subprocess.Popen[bytes], write: Callable[[str], object], look: 
         look()
 
 
-def why(driver: subprocess.Popen[bytes], temporary: Temporary, status: int) -> str:
+def describe_end(driver: subprocess.Popen[bytes], temporary: Temporary, status: int) -> str:
     """Describe why a driver has ended without a result."""
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-    return ended(temporary.folder).get(driver.pid, ("", f"the driver {how}"))[1]
+    return killed_processes(temporary.folder).get(driver.pid, ("", f"the driver {how}"))[1]
 
 
-def deaf(driver: subprocess.Popen[bytes], again: bool, limits: Limits, say: Callable[[str], None]) -> None:
+def handle_stopped_driver(
+    driver: subprocess.Popen[bytes], again: bool, limits: Limits, say: Callable[[str], None]
+) -> None:
     """Handle a signal while the driver is stopped and cannot react.
 
     `again` means that it is not the first signal.

@@ -16,7 +16,7 @@ from ..process.task_report import RunError
 from .crash_journal import ProcessDied
 from .own_process import guard_exit
 from .units import Unit, UnitFunction, UnitOutcome
-from .user_traceback import blame
+from .user_traceback import describe_failure
 
 
 class AsyncCaller:
@@ -40,7 +40,7 @@ class AsyncCaller:
             with self.function.note.at(f"{node.name}: {where} of {task.key}"):
                 yield from self._map(all_units, task)
         except ProcessDied as died:
-            raise RunError(blame(node, died, f"{where} of iteration {task.number}")) from died
+            raise RunError(describe_failure(node, died, f"{where} of iteration {task.number}")) from died
 
     def _map(self, units: Sequence[Unit], task: Task) -> Generator[tuple[Unit, UnitOutcome]]:
         slots = asyncio.Semaphore(MAX_ASYNC_CALLS)

@@ -20,8 +20,15 @@ from ..data.dataset import Dataset
 from ..process.task import Task
 from ..process.task_report import RunError
 from .units import options_of
-from .user_traceback import blame
-from .values import InjectedArguments, NotNumbers, brief, called, pure_numbers, seen
+from .user_traceback import describe_failure
+from .values import (
+    InjectedArguments,
+    NotNumbers,
+    describe_briefly,
+    load_with_signature,
+    pure_numbers,
+    values_for_function,
+)
 
 
 class DrawWeights:
@@ -31,7 +38,7 @@ class DrawWeights:
         self.source = source = plan.graph.node("source")
         expr = SourceAttributes.of(source).weights
         assert expr is not None
-        self.call, signature = called(expr, "function")
+        self.call, signature = load_with_signature(expr, "function")
         self.options = options_of(expr)
         renamed = expr.columns()
         self.filled = InjectedArguments(signature, source, plan)
@@ -48,9 +55,11 @@ class DrawWeights:
                 if column.offsets is None:
                     self.columns[parameter] = column.values.copy
                 elif text or element == "text":  # slow to decode, and immutable
-                    self.columns[parameter] = seen(column, element, range(self.rows), text, tokens).copy
+                    self.columns[parameter] = values_for_function(column, element, range(self.rows), text, tokens).copy
                 else:
-                    self.columns[parameter] = partial(seen, column, element, range(self.rows), text, tokens)
+                    self.columns[parameter] = partial(
+                        values_for_function, column, element, range(self.rows), text, tokens
+                    )
 
     def __call__(self, tables: Mapping[str, Array], task: Task) -> Array:
         """Return the weights of an iteration: finite, at least 0, and some above 0.
@@ -63,7 +72,7 @@ class DrawWeights:
         try:
             result = self.call(**arguments, **self.options, **self.filled(task.name, task.number, 0))
         except Exception as error:
-            raise RunError(blame(self.source, error, "the call of `weights`", arguments.items())) from error
+            raise RunError(describe_failure(self.source, error, "the call of `weights`", arguments.items())) from error
         try:
             weights = pure_numbers(result, np.float64)
         except NotNumbers:
@@ -71,8 +80,8 @@ class DrawWeights:
         label = f"`weights` of the source ({self.source.span.place})"
         if weights.shape != (self.rows,):
             raise RunError(
-                f"{label} returned {brief(result)}, where a number of 0 or more belongs for each of {self.rows} "
-                "rows of the data"
+                f"{label} returned {describe_briefly(result)} instead of a number of at least 0 for each of the "
+                f"{self.rows} rows of the data"
             )
         if len(bad_rows := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))):
             row = self.data.where(int(bad_rows[0]))
@@ -88,7 +97,7 @@ class DrawWeights:
         return weights
 
 
-def scarce(source: Node, task: Task, weights: Array, first: int) -> list[str]:
+def remark_scarce_weights(source: Node, task: Task, weights: Array, first: int) -> list[str]:
     """Return a remark for the first round in which only rows of weight 0 are left.
 
     `first` is the number of prompts that the iteration drew before.
@@ -103,4 +112,4 @@ def scarce(source: Node, task: Task, weights: Array, first: int) -> list[str]:
     ]
 
 
-__all__ = ["DrawWeights", "scarce"]
+__all__ = ["DrawWeights", "remark_scarce_weights"]

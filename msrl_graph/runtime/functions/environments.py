@@ -18,22 +18,22 @@ from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
-from ...ir.sequences import is_tokens, of_response
-from ...ir.signatures import classes
+from ...ir.sequences import find_response_column, is_tokens
+from ...ir.signatures import read_classes
 from ..data import numerics
 from ..data.columns import Array, ColumnData, Verdicts
-from ..data.tokens import of_column
+from ..data.tokens import column_tokenizer
 from ..dock.messages import Batch
 from ..process import shipped_files
 from ..process.task import Task
 from ..process.task_report import Report
 from .fork_client import Nest
 from .instances import Ask, ClassSignature, EnvironmentReply, EpisodeStart, Failure, Instances, Utterance
-from .isolation import EnvironmentSpec, IsolatedInstances, parts
+from .isolation import EnvironmentSpec, IsolatedInstances, split_rows
 from .own_process import guard_exit
 from .surviving_rows import SurvivingRows
 from .user_traceback import BadResult
-from .values import InjectedArguments, ReturnChecker, imported, seen
+from .values import InjectedArguments, ReturnChecker, import_user_file, values_for_function
 
 MAX_CONCURRENT_CALLS = 64  # concurrent calls of instances, which wait for networks and processes more than they compute
 
@@ -56,7 +56,7 @@ class EnvironmentClass:
         self.call = call
         self.path = path
         self.name = name
-        self.signature = classes(shipped_files.found(path).read_text(encoding="utf-8-sig"))[name]["reset"]
+        self.signature = read_classes(shipped_files.find_copy(path).read_text(encoding="utf-8-sig"))[name]["reset"]
         # A gymnasium class gets everything that the node reads as options, tokens as text.
         seeded = self.signature.seeded
         signature = self.signature
@@ -65,14 +65,14 @@ class EnvironmentClass:
             frozenset(column for column in self.reads if is_tokens(plan.graph, column)) if seeded else signature.text
         )
         self.tokens = {
-            column: of_column(plan, column)
+            column: column_tokenizer(plan, column)
             for column in self.reads
             if column in self.text and is_tokens(plan.graph, column)
         }
         self.filled = InjectedArguments(self.signature, node, plan)
         own_columns = {
-            *numerics.drawn(plan.graph, node),
-            *(of_response(plan.graph, node, element) for element in ("bool", "i32")),
+            *numerics.sampled_columns(plan.graph, node),
+            *(find_response_column(plan.graph, node, element) for element in ("bool", "i32")),
         }
         self.columns = tuple(column for column in node.writes if column not in own_columns)
         self.returned = ReturnChecker(plan, self.columns)
@@ -87,19 +87,21 @@ class EnvironmentClass:
     def start(self) -> None:
         """Import the user's file: in this process, or in one that it cannot harm."""
         if self.verdicts:
-            folder = shipped_files.folder()
+            folder = shipped_files.shipped_folder()
             settings = (self.filled, self.columns, self.timeout, self.gym)
             self.nest = Nest(EnvironmentSpec(folder, self.path, self.name, self.call, *settings))
         else:
             guard_exit()  # before the import: the file may copy functions of `os`
-            make = getattr(imported(self.path, self.call), self.name)
+            make = getattr(import_user_file(self.path, self.call), self.name)
             self.called = ClassSignature(make, self.filled, self.columns, self.timeout, self.gym)
 
     def instances(self, rows: int, fan: int) -> Instances | IsolatedInstances:
         """Make the instances for `rows` rows, `fan` of which belong together."""
         if not self.verdicts:
             return Instances(self.called, MAX_CONCURRENT_CALLS)
-        return IsolatedInstances(self.nest, parts(rows, fan if self.on_failure == "drop_group" else 1), self.memory)
+        return IsolatedInstances(
+            self.nest, split_rows(rows, fan if self.on_failure == "drop_group" else 1), self.memory
+        )
 
     def begin(self, batch: Batch, rows: Array, task: Task) -> Episodes:
         """Begin an episode for each of the rows.
@@ -122,7 +124,7 @@ class EnvironmentClass:
             if not text and element != "text":  # text is immutable, and may be slow to decode
                 column = column.take(np.repeat(np.arange(len(column)), fan))
                 times = fan
-            values = seen(column, element, range(len(column)), text, self.tokens.get(name))
+            values = values_for_function(column, element, range(len(column)), text, self.tokens.get(name))
             for i, episode in enumerate(episodes):
                 episode[name] = values[i * times // fan]
         return episodes
@@ -211,7 +213,7 @@ class Episodes:
         replies: dict[int, tuple[Utterance, bool]] = {}
         stops = not self.environment.verdicts
         assert self.instances is not None
-        where = f"`{self.environment.name}` in {when} of {numerics.listed(self.rows[[*alive]])}"
+        where = f"`{self.environment.name}` in {when} of {numerics.format_rows(self.rows[[*alive]])}"
         for position, answer in self.instances.answers(alive, stops, where).items():
             if isinstance(answer, EnvironmentReply):
                 replies[position] = (answer.said, answer.over)

@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 from typing import Generic, TypeVar
 
 from ..process.task_report import RunError
-from .fork_server import FORK, ORDER, PID, WAIT, Spec, exactly, receive, send
+from .fork_server import FORK, ORDER, PID, WAIT, Spec, receive, receive_exactly, send
 from .instances import Failure
 from .user_traceback import ErrorSummary
 
@@ -73,7 +73,7 @@ class Nest(Generic[S]):
     def _send_order(self, kind: bytes, number: int, passed_socket: socket.socket | None = None) -> int:
         fds = [passed_socket.fileno()] if passed_socket else []
         socket.send_fds(self.orders, [ORDER.pack(kind, number)], fds)
-        (answer,) = PID.unpack(exactly(self.orders, PID.size))
+        (answer,) = PID.unpack(receive_exactly(self.orders, PID.size))
         return int(answer)
 
 

@@ -27,8 +27,8 @@ from typing import Any, Protocol
 from ..process import shipped_files
 from ..process.resource_limits import data_bytes
 from ..process.task_report import RunError
-from .own_process import call_of
-from .user_traceback import reason
+from .own_process import guarded_call
+from .user_traceback import describe_reason
 
 ORDER = struct.Struct("<cq")  # to a nest: FORK with the memory limit in bytes, or WAIT with the id of a process
 PID = struct.Struct("<q")
@@ -58,11 +58,11 @@ def send(connection: socket.socket, message: Any) -> None:
 
 def receive(connection: socket.socket) -> Any:
     """Return the next message; EOFError if the connection has ended."""
-    (length,) = _LENGTH.unpack(exactly(connection, _LENGTH.size))
-    return pickle.loads(exactly(connection, length))
+    (length,) = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))
+    return pickle.loads(receive_exactly(connection, length))
 
 
-def exactly(connection: socket.socket, length: int) -> bytes:
+def receive_exactly(connection: socket.socket, length: int) -> bytes:
     data = bytearray()
     while len(data) < length:
         if not (part := connection.recv(min(length - len(data), 1 << 20))):
@@ -81,12 +81,12 @@ def main() -> None:
     faulthandler.enable()
     spec: Spec = receive(orders)
     if spec.folder:
-        shipped_files.use(spec.folder)
+        shipped_files.use_folder(spec.folder)
     try:
-        with call_of(os.getpid()):
+        with guarded_call(os.getpid()):
             serve = spec.load()
     except (Exception, SystemExit) as error:
-        send(orders, str(error) if isinstance(error, RunError) else reason(error))
+        send(orders, str(error) if isinstance(error, RunError) else describe_reason(error))
         return
     send(orders, "")
     living: set[int] = set()

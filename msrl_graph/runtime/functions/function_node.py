@@ -21,9 +21,9 @@ from ...ir.attributes import CallAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
-from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, joined
-from ..data.numerics import not_finite
-from ..data.tokens import of_column
+from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, concatenate_rows
+from ..data.numerics import rows_not_finite
+from ..data.tokens import column_tokenizer
 from ..dock.messages import Batch
 from ..dock.readers import NodeReads
 from ..process import row_progress
@@ -33,8 +33,8 @@ from .async_caller import AsyncCaller
 from .crash_journal import CrashJournal
 from .instances import Failure
 from .units import Unit, UnitFailure, UnitFunction, UnitOutcome, UnitResult, row_filter
-from .user_traceback import blame
-from .values import ReturnChecker, seen
+from .user_traceback import describe_failure
+from .values import ReturnChecker, values_for_function
 from .workers import Workers, uses_workers
 
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -67,7 +67,7 @@ class Results:
         """Merge the results of all parts of a batch."""
         merged = cls(rows=sum(part.rows for part in parts))
         for name in parts[0].columns:
-            merged.columns[name] = joined([part.columns[name] for part in parts])
+            merged.columns[name] = concatenate_rows([part.columns[name] for part in parts])
         for part in parts:
             merged.failed |= part.failed
             for name, next_values in part.states.items():
@@ -130,7 +130,7 @@ class FunctionNode:
                 self.bound += [(signature.rest, column) for column in node.reads if column not in bound_columns]
             ids = {column.name for column in plan.graph.columns if column.element == "i32" and column.dims}
             self.tokens = {
-                column: of_column(plan, column)
+                column: column_tokenizer(plan, column)
                 for parameter, column in self.bound
                 if parameter in signature.text and column in ids
             }
@@ -143,7 +143,7 @@ class FunctionNode:
         """Return the rows whose result may be wrong because an input was not finite."""
         spoilt_rows = np.zeros(len(batch.rows), bool)
         for name in self.node.reads:
-            spoilt_rows |= not_finite(batch.columns[name])
+            spoilt_rows |= rows_not_finite(batch.columns[name])
         if self.node.per == "row" or not len(spoilt_rows):
             return spoilt_rows
         return np.repeat(
@@ -169,7 +169,7 @@ class FunctionNode:
         with closing(self._call_units(batch, task)) as outcomes:  # an error leaves no call in progress
             for unit, outcome in outcomes:
                 if isinstance(outcome, UnitFailure):
-                    message = blame(
+                    message = describe_failure(
                         self.node, outcome.failure.told, f"{outcome.where} of iteration {task.number}", unit.given
                     )
                     if not self.drops:
@@ -245,7 +245,7 @@ class FunctionNode:
             return column.values.copy()
         text = parameter in self.signature.text
         tokens = self.tokens.get(name) if text else None
-        return seen(column, self.graph.column(name).element, range(len(column)), text, tokens)
+        return values_for_function(column, self.graph.column(name).element, range(len(column)), text, tokens)
 
     def _unit_argument(self, values: Any, rows: slice) -> Any:
         """Return the argument for the rows of a unit.
@@ -269,7 +269,7 @@ class FunctionNode:
             with self.note.at(f"{self.node.name}: {where} of {task.key}"):
                 return iter(self.many(**dict(arguments), **options))
         except (Exception, SystemExit) as error:
-            raise RunError(blame(self.node, error, f"{where} of iteration {task.number}")) from error
+            raise RunError(describe_failure(self.node, error, f"{where} of iteration {task.number}")) from error
 
     def _compare(self, batch: Batch, task: Task) -> Array:
         assert self.comparison is not None

@@ -18,33 +18,33 @@ from pathlib import Path
 import numpy as np
 import ray
 
-from ...algorithms.registry import told
+from ...algorithms.registry import take_amounts
 from ...diagnostics import Diagnostic, Fault
-from ...ir.async_schedule import opening
+from ...ir.async_schedule import count_opening
 from ...ir.attributes import CallAttributes, SourceAttributes
 from ...ir.graph import Node, State
 from ...ir.instruction import Instruction, Walker
 from ...ir.plan import FUNCTIONS, from_json
-from ...ir.plan_paths import here
-from ...ir.sequences import as_drawn, heating, latest
+from ...ir.plan_paths import copy_to_host
+from ...ir.sequences import drawn_name, previous_states, temperature_states
 from ..data import row_files as rows
 from ..data.columns import Array, ColumnData, ColumnRows, Verdicts
 from ..data.dataset import Dataset
 from ..data.numerics import NumericsWatch
 from ..dock.client import Client
 from ..dock.messages import DockAddress
-from ..dock.readers import readers
+from ..dock.readers import list_node_reads
 from ..metrics.evaluation_figures import evaluation_figures
 from ..metrics.reward_variance import ColumnMeans
 from ..process import log, shipped_files
-from ..process.environment import settle
-from ..process.host_facts import sampled
+from ..process.environment import set_up_process
+from ..process.host_facts import sampled_digest
 from ..process.task import Tables, Task
 from ..process.task_report import Loaded, NextValues, Report, RunError
 from .crash_journal import CrashJournal, ProcessDied
-from .draw_weights import DrawWeights, scarce
+from .draw_weights import DrawWeights, remark_scarce_weights
 from .function_node import FunctionNode, Results
-from .user_traceback import blame
+from .user_traceback import describe_failure
 from .workers import Workers, WorkerSpec, uses_workers
 
 PARTIAL_WRITE_INTERVAL = (
@@ -104,13 +104,13 @@ class FunctionHost:
         digests: Mapping[str, str],
         deadline: float = 0.0,
     ) -> None:
-        settle(folder, logs, called, deadline)
+        set_up_process(folder, logs, called, deadline)
         self.note = CrashJournal(Path(folder) / f"{called.replace(' ', '-')}.note", again)
         self.plan = from_json(zlib.decompress(plan))
         self.host = host
         self.called = called
         self.digests = digests
-        self.readers = {reader.node: reader for reader in readers(self.plan)}
+        self.readers = {reader.node: reader for reader in list_node_reads(self.plan)}
         node_reads = list(self.readers.values())
         self.client = Client(called, node_reads, dock_address, host)
         self.functions: dict[str, FunctionNode] | None = None
@@ -118,27 +118,32 @@ class FunctionHost:
         nodes = [node for node in self.plan.graph.nodes if node.verb != "source"]
         # The states per prompt that some node reads, by their names in the dock.
         per_prompt = {state.name: state for state in graph.states if state.per}
-        self.read = {name: per_prompt[name] for node in nodes for name in latest(graph, node) if name in per_prompt}
+        self.read = {
+            name: per_prompt[name] for node in nodes for name in previous_states(graph, node) if name in per_prompt
+        }
         self.drawing = {
-            as_drawn(name): per_prompt[name] for node in nodes for name in heating(graph, node) if name in per_prompt
+            drawn_name(name): per_prompt[name]
+            for node in nodes
+            for name in temperature_states(graph, node)
+            if name in per_prompt
         }
         self.drawn: dict[tuple[str, int], Array] = {}  # by task and round, rows of the data
 
     def fetch(self) -> tuple[str, tuple[Diagnostic, ...]]:
         """Return this host's address, and the errors of copying files from URLs to it."""
         try:
-            here(self.plan, data=self.host == 0)
+            copy_to_host(self.plan, data=self.host == 0)
         except Fault as fault:
             return ray.util.get_node_ip_address(), fault.diagnostics
         return ray.util.get_node_ip_address(), ()
 
     def start(self) -> dict[str, Loaded]:
         """Load functions and data."""
-        plan = self.plan = here(self.plan, data=self.host == 0)
+        plan = self.plan = copy_to_host(self.plan, data=self.host == 0)
         files = plan.deploy.data if self.host == 0 else {}
         for name, file in files.items():  # a replacement must not read other rows
             digest = self.digests.get(name)
-            if digest and digest != sampled(file.path):
+            if digest and digest != sampled_digest(file.path):
                 raise RunError(f"the data {file.path} ({file.span.place}) were changed after the run began")
         self.data = {dataset_name: Dataset(dataset, plan) for dataset_name, dataset in files.items()}
         self.watch = NumericsWatch(plan)
@@ -176,7 +181,8 @@ class FunctionHost:
             return None
         node_readers = {node.name: self.readers[node.name] for node in nodes}
         return Workers(
-            count, WorkerSpec(shipped_files.folder(), self.plan.to_json(), node_readers, f"{self.note.path}.worker")
+            count,
+            WorkerSpec(shipped_files.shipped_folder(), self.plan.to_json(), node_readers, f"{self.note.path}.worker"),
         )
 
     def run(self, task: Task, tables: Tables) -> Report:
@@ -193,7 +199,7 @@ class FunctionHost:
             candidate for candidate in self.plan.schedule if candidate.pool == FUNCTIONS and candidate.task == task.name
         )
         calls = _Calls(self, self.functions, task, tables, report)
-        early = opening(self.plan, stream)
+        early = count_opening(self.plan, stream)
         begin = 0
         steps = stream.instructions
         if task.part == "opening":
@@ -294,7 +300,7 @@ class FunctionHost:
             with self._journal_call(source, f"the call of `weights` in {task.key}"):
                 weights = self.weigh(draws, task)
             if report is not None:
-                report.remarks += scarce(source, task, weights, first)
+                report.remarks += remark_scarce_weights(source, task, weights, first)
             return dataset.drawn(weights, task.number, first, task.prompts)
         resumed_rows = [dataset.indices(cut_response.position, 1) for cut_response in task.cut]
         return np.concatenate([*resumed_rows, dataset.indices(task.position + first, task.prompts - len(resumed_rows))])
@@ -310,7 +316,7 @@ class FunctionHost:
             with self.note.at(f"{node.name}: {where}"):
                 yield
         except ProcessDied as died:
-            raise RunError(blame(node, died, where)) from died
+            raise RunError(describe_failure(node, died, where)) from died
 
     def _run_function(self, function: FunctionNode, task: Task, report: Report) -> None:
         node = function.node
@@ -322,7 +328,7 @@ class FunctionHost:
             last = batch.share.last
             if not len(batch.rows):
                 continue
-            log.at(f"{node.name} in {task.key}")
+            log.set_node(f"{node.name} in {task.key}")
             # With a `capacity`, a share has one reservation, also for a replacement that writes it again.
             part_seconds = math.inf if self.client.way.capacity else PARTIAL_WRITE_INTERVAL
             parts = list[Results]()
@@ -334,7 +340,7 @@ class FunctionHost:
                         if not part.columns:
                             self.client.did(node.name, task, part.rows)
             results = Results.joined(parts)
-            for figure, amount in told().items():
+            for figure, amount in take_amounts().items():
                 report.count(figure, amount, 0)
             for where, (failure, size) in results.failed.items():
                 report.count(f"{node.name}/failed", size, 0)

@@ -24,9 +24,9 @@ import numpy as np
 from ...data.characters import half_character, half_character_within
 from ...data.chat import Messages, are_messages
 from ..process import row_progress
-from .own_process import ProcessExit, call_of
+from .own_process import ProcessExit, guarded_call
 from .user_traceback import BadResult, ErrorSummary
-from .values import InjectedArguments, brief, pure_numbers
+from .values import InjectedArguments, describe_briefly, pure_numbers
 
 Reason = Literal["raised", "timeout", "rubbish", "exited", "memory"]
 
@@ -143,7 +143,7 @@ class Instances:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
     def _close(self, close: Callable[[], object]) -> None:
-        with call_of(self.process):
+        with guarded_call(self.process):
             close()
 
     def start_call(self, position: int, request: Ask) -> Any:
@@ -183,7 +183,7 @@ class Instances:
         )
         observed = _check_observation(observation, "step")
         if not isinstance(info, Mapping):
-            raise BadResult(f"`step` returned {brief(info)} for the info, where a dictionary belongs")
+            raise BadResult(f"`step` returned {describe_briefly(info)} for the info, where a dictionary belongs")
         end_flags = [
             _check_truth(end, f"for `{name}`", name)
             for end, name in zip(ends, ("terminated", "truncated"), strict=True)
@@ -191,7 +191,9 @@ class Instances:
         try:
             self.rewards[position].append(pure_numbers(reward, np.float64).item())
         except (TypeError, ValueError):  # several numbers
-            raise BadResult(f"`step` returned {brief(reward)} for the reward, where a number belongs") from None
+            raise BadResult(
+                f"`step` returned {describe_briefly(reward)} for the reward, where a number belongs"
+            ) from None
         rewards = self.rewards[position]
         known = {**info, "reward": sum(rewards) if self.called.gym == "sum" else [*rewards]}
         if missing := [name for name in self.called.columns if name not in known]:
@@ -227,7 +229,7 @@ class _Call:
     def _run_in_thread(self) -> EnvironmentReply | Failure:
         self.began = time.monotonic()
         try:
-            with call_of(self.instances.process):
+            with guarded_call(self.instances.process):
                 result = self.instances.start_call(self.position, self.ask)
             return self.instances.parse_result(self.position, self.ask, result)
         except BaseException as error:
@@ -238,7 +240,7 @@ class _Call:
     async def _run_in_loop(self) -> EnvironmentReply | Failure:
         self.began = time.monotonic()
         try:
-            with call_of(self.instances.process):
+            with guarded_call(self.instances.process):
                 result = self.instances.start_call(self.position, self.ask)
                 if inspect.isawaitable(result):
                     result = await result
@@ -261,14 +263,14 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 def _unpack(method: str, result: Any, parts: tuple[str, ...]) -> tuple[Any, ...]:
     if not isinstance(result, tuple) or len(result) != len(parts):
-        message = f"`{method}` returned {brief(result)}, where a tuple of {len(parts)} belongs"
+        message = f"`{method}` returned {describe_briefly(result)}, where a tuple of {len(parts)} belongs"
         raise BadResult(f"{message}: {', '.join(parts)}")
     return result
 
 
 def _check_truth(value: Any, where: str, meaning: str) -> bool:
     if not isinstance(value, bool | np.bool_):
-        raise BadResult(f"`step` returned {brief(value)} {where}, where true or false belongs: {meaning}")
+        raise BadResult(f"`step` returned {describe_briefly(value)} {where}, where true or false belongs: {meaning}")
     return bool(value)
 
 
@@ -276,7 +278,7 @@ def _check_utterance(value: Any, method: str) -> Utterance:
     """Return what an environment says; None counts as nothing."""
     if (messages := _copy_messages(value, method)) is not None:
         return messages
-    problem = half_character(value) if isinstance(value, str) else "" if value is None else brief(value)
+    problem = half_character(value) if isinstance(value, str) else "" if value is None else describe_briefly(value)
     if problem:
         raise BadResult(f"it returned {problem}, where text, messages or None belong")
     return value or ""
@@ -287,7 +289,7 @@ def _check_observation(value: Any, method: str) -> Utterance:
     if (messages := _copy_messages(value, method)) is not None:
         return messages
     if value is not None and not isinstance(value, str):
-        message = f"the observation is {brief(value)}, but a policy reads text"
+        message = f"the observation is {describe_briefly(value)}, but a policy reads text"
         raise BadResult(f"{message}: wrap the class so that `reset` and `step` return text or messages")
     if half := half_character(value or ""):
         raise BadResult(f"the observation has {half}, but a policy reads text")

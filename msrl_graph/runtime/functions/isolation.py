@@ -26,7 +26,7 @@ from .fork_client import PROCESS_GONE, Nest, death_reason, exits_within
 from .fork_server import Serve, receive, send
 from .instances import Ask, ClassSignature, EnvironmentReply, Failure, Instances
 from .user_traceback import BadResult, ErrorSummary
-from .values import InjectedArguments, imported
+from .values import InjectedArguments, import_user_file
 
 MAX_PROCESSES = 64  # concurrent processes of a rank
 PATIENCE = 5.0  # extra seconds for a process to report the timeouts of its instances
@@ -46,7 +46,7 @@ class EnvironmentSpec:
     gym: Literal["", "sum", "each"]
 
     def load(self) -> Serve:
-        make = getattr(imported(self.path, self.call), self.name)
+        make = getattr(import_user_file(self.path, self.call), self.name)
         return partial(_serve, ClassSignature(make, self.filled, self.columns, self.timeout, self.gym))
 
 
@@ -174,7 +174,7 @@ class IsolatedInstances:
             process.kill(PROCESS_GONE)
 
 
-def parts(rows: int, unit: int) -> list[range]:
+def split_rows(rows: int, unit: int) -> list[range]:
     """Split rows among processes; `unit` consecutive rows stay in one process."""
     units = rows // unit
     processes = min(units, MAX_PROCESSES)
@@ -182,4 +182,4 @@ def parts(rows: int, unit: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(cuts)]
 
 
-__all__ = ["EnvironmentSpec", "IsolatedInstances", "parts"]
+__all__ = ["EnvironmentSpec", "IsolatedInstances", "split_rows"]

@@ -27,7 +27,7 @@ class ProcessExit(BaseException):
 
 
 @contextmanager
-def call_of(process: int) -> Iterator[None]:
+def guarded_call(process: int) -> Iterator[None]:
     """Mark a call of the user's code that the process of this id began."""
     token = _guarded.set(process)
     try:

@@ -19,7 +19,7 @@ from ...ir.rowsets import rowsets
 from ..data.columns import Array, ColumnData, Verdicts
 from ..process.task_report import Report, RunError
 from .instances import Failure
-from .user_traceback import blame
+from .user_traceback import describe_failure
 
 
 class SurvivingRows:
@@ -81,4 +81,4 @@ class SurvivingRows:
         self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None
     ) -> str:
         where = f"{self._describe_place(position, when)} of iteration {self.iteration}"
-        return blame(self.node, failure.told, where, (given or {}).items())
+        return describe_failure(self.node, failure.told, where, (given or {}).items())

@@ -27,9 +27,18 @@ from ..dock.readers import NodeReads
 from ..process.task import Task
 from .crash_journal import CrashJournal, ProcessDied
 from .instances import Failure
-from .own_process import call_of
+from .own_process import guarded_call
 from .user_traceback import BadResult
-from .values import InjectedArguments, NotNumbers, ReturnChecker, brief, by_row, loaded, pure_numbers, signature_of
+from .values import (
+    InjectedArguments,
+    NotNumbers,
+    ReturnChecker,
+    by_row,
+    describe_briefly,
+    load_function,
+    pure_numbers,
+    signature_of,
+)
 
 
 class Unit(NamedTuple):
@@ -110,7 +119,7 @@ class UnitFunction:
 
     @cached_property
     def call(self) -> Any:
-        return loaded(self.expr, "function")
+        return load_function(self.expr, "function")
 
     def __call__(self, unit: Unit, task: Task) -> UnitOutcome:
         """Call the function for a unit."""
@@ -128,7 +137,7 @@ class UnitFunction:
         """Call the function for a unit, in an event loop that it shares with other calls."""
         try:
             self._check_size(unit)
-            with call_of(os.getpid()):
+            with guarded_call(os.getpid()):
                 result = self._invoke(unit, task)
                 if inspect.isawaitable(result):
                     result = await result
@@ -189,7 +198,7 @@ class UnitFunction:
             truths = _to_array(result)
             if truths.dtype != bool or truths.size != size or truths.ndim > (self.node.per != "row"):
                 belongs = "one truth value belongs" if self.node.per == "row" else f"{size} truth values belong"
-                raise BadResult(f"it returned {brief(result)}, where {belongs}")
+                raise BadResult(f"it returned {describe_briefly(result)}, where {belongs}")
             return truths.reshape(-1).astype(np.int32)
         places = _to_array(result)
         if places.shape == (0,):
@@ -199,7 +208,7 @@ class UnitFunction:
             or places.dtype.kind not in "iu"
             or (len(places) and not 0 <= places.min() <= places.max() < size)
         ):
-            shown = f"{brief(result)}: {result!r:.60}" if places.ndim else brief(result)
+            shown = f"{describe_briefly(result)}: {result!r:.60}" if places.ndim else describe_briefly(result)
             raise BadResult(f"it returned {shown}, where places from 0 to {size - 1} belong")
         times = np.bincount(places, minlength=size).astype(np.int32)
         if size and times.max() > most:
@@ -215,7 +224,9 @@ class UnitFunction:
         if len(gives) == 1:
             return [(gives[0], result)]
         if not isinstance(result, tuple) or len(result) != len(gives):
-            raise BadResult(f"it returned {brief(result)}, where a tuple of {len(gives)} belongs: {', '.join(gives)}")
+            raise BadResult(
+                f"it returned {describe_briefly(result)}, where a tuple of {len(gives)} belongs: {', '.join(gives)}"
+            )
         return list(zip(gives, result, strict=True))
 
     def _next_value(self, name: str, value: Any) -> float:
@@ -224,10 +235,12 @@ class UnitFunction:
             number = pure_numbers(value, np.float64)
         except NotNumbers:
             raise BadResult(
-                f"it returned {brief(value)} for the state `{name}`, where one finite number belongs"
+                f"it returned {describe_briefly(value)} for the state `{name}`, where one finite number belongs"
             ) from None
         if number.ndim or (self.returned.stops and not np.isfinite(number)):
-            raise BadResult(f"it returned {brief(value)} for the state `{name}`, where one finite number belongs")
+            raise BadResult(
+                f"it returned {describe_briefly(value)} for the state `{name}`, where one finite number belongs"
+            )
         return float(number)
 
 

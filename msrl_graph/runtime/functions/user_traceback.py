@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ...data.characters import escaped
+from ...data.characters import escape_half_characters
 from ...ir.attributes import place_of_call
 from ...ir.graph import Node
 from ..process import log
@@ -54,10 +54,16 @@ class ErrorSummary:
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorSummary:
-        return cls(reason(error), tuple(steps(error)), escaped("".join(traceback.format_exception(error))))
+        return cls(
+            describe_reason(error),
+            tuple(describe_steps(error)),
+            escape_half_characters("".join(traceback.format_exception(error))),
+        )
 
 
-def blame(node: Node, error: BaseException | ErrorSummary, where: str, given: Iterable[tuple[str, Any]] = ()) -> str:
+def describe_failure(
+    node: Node, error: BaseException | ErrorSummary, where: str, given: Iterable[tuple[str, Any]] = ()
+) -> str:
     """Return the message for a node's Python that failed.
 
     `given` are its arguments by parameter. The log of this process gets the full text.
@@ -65,19 +71,21 @@ def blame(node: Node, error: BaseException | ErrorSummary, where: str, given: It
     summary = error if isinstance(error, ErrorSummary) else ErrorSummary.of(error)
     headline = f"`{node.name}` ({place_of_call(node)}) failed on {where}: {summary.reason}"
     values = list(given)
-    log.whole(headline, summary.whole, *(f"{name}: {cut(repr(argument), MAX_LOGGED)}\n" for name, argument in values))
-    lines = [*summary.steps, *(f"{name}: {shown(value)}" for name, value in values)]
-    if log.file():
-        lines.append(f"all of it is in logs/{log.file()}")
-    return escaped("\n  ".join([headline, *lines]))
+    log.log_details(
+        headline, summary.whole, *(f"{name}: {shorten_line(repr(argument), MAX_LOGGED)}\n" for name, argument in values)
+    )
+    lines = [*summary.steps, *(f"{name}: {shorten_value(value)}" for name, value in values)]
+    if log.file_name():
+        lines.append(f"all of it is in logs/{log.file_name()}")
+    return escape_half_characters("\n  ".join([headline, *lines]))
 
 
-def reason(error: BaseException) -> str:
+def describe_reason(error: BaseException) -> str:
     """Describe an error in a line.
 
     Its type, the first line of its message, and where a debugger would stop in the user's own code.
     """
-    lines = escaped(str(error)).splitlines()
+    lines = escape_half_characters(str(error)).splitlines()
     headline = f"{type(error).__name__}: {lines[0] if lines else ''}{' …' if len(lines) > 1 else ''}"
     frames = _user_frames(error)
     return (
@@ -87,13 +95,13 @@ def reason(error: BaseException) -> str:
     )
 
 
-def steps(error: BaseException) -> list[str]:
+def describe_steps(error: BaseException) -> list[str]:
     """Describe how the user's code got to where it failed, one line per frame.
 
     Nothing if `reason` already says all of it.
     """
     lines = [
-        f"{frame.filename}:{frame.lineno} in {frame.name}: {cut(frame.line or '', MAX_SHOWN)}"
+        f"{frame.filename}:{frame.lineno} in {frame.name}: {shorten_line(frame.line or '', MAX_SHOWN)}"
         for frame in _user_frames(error)
     ]
     if isinstance(error, BadResult) or not lines:
@@ -102,7 +110,7 @@ def steps(error: BaseException) -> list[str]:
     return lines if len(lines) <= MAX_FRAMES else [*lines[:half], f"… {len(lines) - 2 * half} more", *lines[-half:]]
 
 
-def shown(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """Shorten a value for a message.
 
     A text is quoted; a list is shown by its size and its first item.
@@ -111,13 +119,15 @@ def shown(value: Any) -> str:
         return repr(value) if len(value) <= MAX_SHOWN else f"{value[:MAX_SHOWN]!r}… ({len(value)} characters)"
     if isinstance(value, np.ndarray):
         kind = f"{value.dtype} of {'x'.join(map(str, value.shape))}"
-        return cut(f"{kind}: {' '.join(np.array2string(value, threshold=20, separator=', ').split())}", MAX_SHOWN)
+        return shorten_line(
+            f"{kind}: {' '.join(np.array2string(value, threshold=20, separator=', ').split())}", MAX_SHOWN
+        )
     if isinstance(value, list):
-        return f"list of {len(value)}" + (f", the first is {shown(value[0])}" if value else "")
-    return cut(repr(value.item() if isinstance(value, np.generic) else value), MAX_SHOWN)
+        return f"list of {len(value)}" + (f", the first is {shorten_value(value[0])}" if value else "")
+    return shorten_line(repr(value.item() if isinstance(value, np.generic) else value), MAX_SHOWN)
 
 
-def cut(text: str, limit: int) -> str:
+def shorten_line(text: str, limit: int) -> str:
     """Put a text on one line and cut it to `limit` characters."""
     line = " ".join(text.split("\n"))
     return line if len(line) <= limit else f"{line[:limit]}…"
@@ -139,4 +149,4 @@ def _user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     )
 
 
-__all__ = ["BadResult", "ErrorSummary", "blame", "reason", "shown", "steps"]
+__all__ = ["BadResult", "ErrorSummary", "describe_failure", "describe_reason", "describe_steps", "shorten_value"]

@@ -20,14 +20,14 @@ from ...data.characters import half_character
 from ...data.fields import Misfit, as_json
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
-from ...ir.signatures import GIVEN, CallKind, Signature, called_as
+from ...ir.signatures import GIVEN, CallKind, Signature, read_signatures_as
 from ..data.columns import DTYPES, Array, ColumnData, ragged, texts
-from ..data.numerics import vocabulary
-from ..data.tokens import Tokens, of_node
+from ..data.numerics import vocabulary_size
+from ..data.tokens import Tokens, node_tokenizer
 from ..process import shipped_files
 from ..process.task_report import RunError
-from .own_process import call_of
-from .user_traceback import BadResult, reason, steps
+from .own_process import guarded_call
+from .user_traceback import BadResult, describe_reason, describe_steps
 
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
@@ -49,7 +49,7 @@ class ReturnChecker:
     def __init__(self, plan: Plan, names: tuple[str, ...]) -> None:
         self.graph = plan.graph
         self.stops = plan.deploy.run.on_nan == "stop"
-        self.vocabularies = {column: vocabulary(plan, column) for column in names}
+        self.vocabularies = {column: vocabulary_size(plan, column) for column in names}
         self.numbers = {
             column.name for column in plan.graph.columns if DTYPES[column.element] is np.float32 and not column.dims
         }
@@ -74,7 +74,7 @@ class ReturnChecker:
             inside = f" with {error.item} in it" if error.item else ""
             hint = "; only a column that no node reads may lack a value" if value is None and not column.dims else ""
             raise BadResult(
-                f"it returned {brief(value)}{inside} for `{name}`, where {column.element} belongs{hint}"
+                f"it returned {describe_briefly(value)}{inside} for `{name}`, where {column.element} belongs{hint}"
             ) from None
         if array.ndim != len(column.dims):
             expected = (
@@ -84,7 +84,7 @@ class ReturnChecker:
                 if len(column.dims) == 1
                 else "a row of values a token"
             )
-            raise BadResult(f"it returned {brief(value)} for `{name}`, where {expected} belongs")
+            raise BadResult(f"it returned {describe_briefly(value)} for `{name}`, where {expected} belongs")
         for size, dim in zip(array.shape, column.dims, strict=True):
             if dim.like in lengths and size != lengths[dim.like]:
                 raise BadResult(
@@ -120,7 +120,7 @@ class InjectedArguments:
         self.seed = plan.deploy.run.seed
         self.node = node.name
         # Its import takes seconds, so it is made only for functions that use it.
-        self.tokenizer = of_node(plan, node).chat() if "tokenizer" in self.names else None
+        self.tokenizer = node_tokenizer(plan, node).chat() if "tokenizer" in self.names else None
 
     def __call__(self, task: str, iteration: int, unit: int) -> dict[str, Any]:
         """Return the arguments for a unit of an iteration; `task` is the task's name."""
@@ -134,7 +134,7 @@ class InjectedArguments:
         return int(noise.RandomStream(self.seed, "episode", self.node, task).keys(iteration, unit)) >> 33
 
 
-def seen(column: ColumnData, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
+def values_for_function(column: ColumnData, element: str, rows: range, text: bool, tokens: Tokens | None) -> list[Any]:
     """Return what a function sees of rows of a column.
 
     Text or parsed JSON, or with `text` the text of JSON too; tokens as arrays, or decoded if a tokenizer is given. Each
@@ -147,18 +147,20 @@ def seen(column: ColumnData, element: str, rows: range, text: bool, tokens: Toke
     return tokens.decode(values) if tokens else [row.copy() for row in values]
 
 
-def called(call: Expr, kind: CallKind) -> tuple[Callable[..., Any], Signature]:
+def load_with_signature(call: Expr, kind: CallKind) -> tuple[Callable[..., Any], Signature]:
     """Return the function that a program calls, with its signature.
 
     It comes from the package, or from a file ("path.py:name").
     """
-    return loaded(call, kind), signature_of(call, kind)
+    return load_function(call, kind), signature_of(call, kind)
 
 
-def loaded(call: Expr, kind: CallKind) -> Callable[..., Any]:
+def load_function(call: Expr, kind: CallKind) -> Callable[..., Any]:
     """Return the function that a program calls, without its signature."""
     path, _, function = str(call.value).rpartition(":")
-    target: Callable[..., Any] = getattr(imported(path, call), function) if path else algorithms.load(kind, function)
+    target: Callable[..., Any] = (
+        getattr(import_user_file(path, call), function) if path else algorithms.load(kind, function)
+    )
     return target
 
 
@@ -167,20 +169,20 @@ def signature_of(call: Expr, kind: CallKind) -> Signature:
     path, _, function = str(call.value).rpartition(":")
     if not path:
         return algorithms.library()[kind, function][0]
-    return called_as(kind, shipped_files.found(path).read_text(encoding="utf-8-sig"))[function]
+    return read_signatures_as(kind, shipped_files.find_copy(path).read_text(encoding="utf-8-sig"))[function]
 
 
-def imported(path: str, call: Expr) -> Any:
+def import_user_file(path: str, call: Expr) -> Any:
     """Import the file that a program names in a call."""
     try:
-        with call_of(os.getpid()):
-            return shipped_files.module(path)
+        with guarded_call(os.getpid()):
+            return shipped_files.import_file(path)
     except (Exception, SystemExit) as error:
-        message = f"{path} ({call.span.place}) cannot be imported: {reason(error)}"
-        raise RunError("\n  ".join([message, *steps(error)])) from error
+        message = f"{path} ({call.span.place}) cannot be imported: {describe_reason(error)}"
+        raise RunError("\n  ".join([message, *describe_steps(error)])) from error
 
 
-def brief(value: Any) -> str:
+def describe_briefly(value: Any) -> str:
     """Describe a value in a few words."""
     if hasattr(value, "__len__") and not isinstance(value, str) and getattr(value, "ndim", None) != 0:
         return f"{type(value).__name__} of {len(value)}"
@@ -202,7 +204,9 @@ def by_row(name: str, values: Any, size: int) -> Any:
         hint = ", in their order: return a list, a tuple or an array"
     elif getattr(rows, "ndim", 1) > 0 and len(rows) == size:
         return rows
-    raise BadResult(f"it returned {brief(values)} for `{name}`, where one value for each of {size} rows belongs{hint}")
+    raise BadResult(
+        f"it returned {describe_briefly(values)} for `{name}`, where one value for each of {size} rows belongs{hint}"
+    )
 
 
 def pure_numbers(value: Any, dtype: Any) -> Array:
@@ -237,7 +241,7 @@ def pure_numbers(value: Any, dtype: Any) -> Array:
                 return array
     except (TypeError, ValueError, OverflowError):
         raise NotNumbers from None
-    raise NotNumbers(brief(source[wrong][0]) if source.ndim else "")
+    raise NotNumbers(describe_briefly(source[wrong][0]) if source.ndim else "")
 
 
 def _to_array(value: Any) -> Array:
@@ -256,7 +260,7 @@ def _is_masked(value: Any) -> bool:
 
 def _check_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise BadResult(f"it returned {brief(value)} for `{name}`, where text belongs")
+        raise BadResult(f"it returned {describe_briefly(value)} for `{name}`, where text belongs")
     if half := half_character(value):
         fix = 'to replace it, return `text.encode("utf-8", "replace").decode()`'
         raise BadResult(f"it returned {half} for `{name}`, where text belongs; {fix}")
@@ -271,9 +275,9 @@ def _to_json(name: str, value: Any) -> str:
     try:
         text = as_json(value)
         if (key := _find_odd_key(value)) is not None:
-            raise Misfit(f"a key that is not text: {brief(key)}", "JSON belongs")
+            raise Misfit(f"a key that is not text: {describe_briefly(key)}", "JSON belongs")
     except Misfit as misfit:
-        raise BadResult(f"it returned {brief(value)} for `{name}`: {misfit}") from None
+        raise BadResult(f"it returned {describe_briefly(value)} for `{name}`: {misfit}") from None
     return text
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from ...algorithms.registry import tell, told
+from ...algorithms.registry import take_amounts, tell
 from ...ir.attributes import CallAttributes
 from ...ir.concurrency import concurrent_calls
 from ...ir.graph import Node
@@ -78,7 +78,7 @@ def _serve(functions: Mapping[str, UnitFunction], note_path: str, line: socket.s
         name, task, units = request
         start = time.perf_counter()
         outcomes = [functions[name](unit, task) for unit in units]
-        send(line, (outcomes, told(), time.perf_counter() - start))
+        send(line, (outcomes, take_amounts(), time.perf_counter() - start))
 
 
 @dataclass(eq=False)

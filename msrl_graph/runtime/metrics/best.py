@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...emit.humanize import many
+from ...emit.humanize import plural
 from ...ir.evaluation import Evaluation
 
 
@@ -34,7 +34,7 @@ class BestFigure:
     @property
     def words(self) -> str:
         """The figure, its value and when it was reached, in words."""
-        when = f"after {many(self.iteration, 'iteration')}" if self.iteration else "before the training"
+        when = f"after {plural(self.iteration, 'iteration')}" if self.iteration else "before the training"
         return f"{self.name} {self.value:.3f} {when}"
 
 
@@ -55,10 +55,10 @@ def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str,
     return bests
 
 
-def ending(bests: Iterable[BestFigure]) -> str:
+def early_stop_reason(bests: Iterable[BestFigure]) -> str:
     """Return why the training ends before its last iteration; "" if it continues."""
     exhausted = next((best for best in bests if 0 < best.evaluation.patience <= best.since), None)
-    return f"{many(exhausted.since, 'evaluation')} gave nothing better than {exhausted.words}" if exhausted else ""
+    return f"{plural(exhausted.since, 'evaluation')} gave nothing better than {exhausted.words}" if exhausted else ""
 
 
 def _is_finite(line: Mapping[str, Any], key: str) -> bool:

@@ -21,8 +21,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ...diagnostics.terminal_text import shown
-from ...emit.humanize import duration, many, size
+from ...diagnostics.terminal_text import make_printable
+from ...emit.humanize import duration, plural, size
 from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ..dock.messages import Status
@@ -44,7 +44,7 @@ class Screen(Console):
         super().__init__(**defaults | options)
 
     def print(self, *objects: Any, **options: Any) -> None:
-        super().print(*(shown(item) if isinstance(item, str) else item for item in objects), **options)
+        super().print(*(make_printable(item) if isinstance(item, str) else item for item in objects), **options)
 
     @property
     def size(self) -> ConsoleDimensions:
@@ -94,7 +94,9 @@ class Display:
             TextColumn("[cyan]{task.fields[phase]}"),
             console=console,
         )
-        self.task = self.progress.add_task(shown(plan.graph.name), total=self.total, status="", phase="starting")
+        self.task = self.progress.add_task(
+            make_printable(plan.graph.name), total=self.total, status="", phase="starting"
+        )
         self.panel = (
             Live(console=console, get_renderable=self._panel, refresh_per_second=4, vertical_overflow="crop")
             if watched
@@ -106,12 +108,12 @@ class Display:
 
     def _panel(self) -> RenderableType:
         now = self.facts.now()
-        self.progress.update(self.task, phase=shown(now.phase))
+        self.progress.update(self.task, phase=make_printable(now.phase))
         return panel(now, self.progress.get_renderable(), self.facts.curve, self.console.width)
 
     def phase(self, name: str) -> None:
         self.last = self.facts.phase = name
-        self.progress.update(self.task, phase=shown(name))
+        self.progress.update(self.task, phase=make_printable(name))
 
     def knows(self, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
         """Set where the metrics are kept."""
@@ -134,7 +136,7 @@ class Display:
     def resume(self, done: int) -> None:
         self.facts.done = done
         self.progress.update(self.task, completed=done)
-        self.say(f"resumed after {many(done, 'iteration')}")
+        self.say(f"resumed after {plural(done, 'iteration')}")
 
     def say(self, text: str) -> None:
         self.facts.said.append((time.time(), text))
@@ -198,7 +200,7 @@ class Tail:
 SHOWN: dict[str, Callable[[float], str]] = {"s": duration, "B": size, "versions": "{:.2f}".format}
 
 
-def evaluated(evaluation: Evaluation, values: Mapping[str, float]) -> str:
+def format_evaluation(evaluation: Evaluation, values: Mapping[str, float]) -> str:
     """Format the figures of an evaluation over all rows, as a line.
 
     Figures of parts, and those without a value, are only in the metrics.
@@ -206,12 +208,12 @@ def evaluated(evaluation: Evaluation, values: Mapping[str, float]) -> str:
     line = [f"{key} {values[key]:.3f}" for key in evaluation.figures if not math.isnan(values.get(key, math.nan))]
     if more := len(values) - len(line):
         line.append(
-            f"and {more} more in {METRICS}" if line else f"no figure of all rows; {many(more, 'figure')} in {METRICS}"
+            f"and {more} more in {METRICS}" if line else f"no figure of all rows; {plural(more, 'figure')} in {METRICS}"
         )
     return f"{evaluation.task}: {'  '.join(line)}"
 
 
-def comparison(rows: list[tuple[str, str, float, float, str]]) -> Table:
+def comparison_table(rows: list[tuple[str, str, float, float, str]]) -> Table:
     """Return a table of predicted against measured values."""
     table = Table(
         title="predicted against measured, an iteration (medians)", title_justify="left", box=None, padding=(0, 2, 0, 0)

@@ -17,7 +17,7 @@ from ...ir.evaluation import Evaluation
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ..data.columns import Array, ColumnData, ColumnRows
-from ..process.task import Task, numbers
+from ..process.task import Task, row_numbers
 from ..process.task_report import RunError
 from .pass_at_k import best_at, majority_at, pass_at
 
@@ -33,7 +33,7 @@ def evaluation_figures(
     many values.
     """
     row_sets = rowsets(plan.graph)
-    counted = numbers(row_sets.sets, row_sets.refilling, task)
+    counted = row_numbers(row_sets.sets, row_sets.refilling, task)
     answers = _answers_by_row(pieces.get(evaluation.vote)) if evaluation.vote else None
     parts = _group_prompts(evaluation, pieces)
     figures: dict[str, float] = {f"rows/{ending}": len(part) for ending, part in parts.items()}

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...ir.graph import Graph, Node
-from ...ir.plan import Plan, reported
-from ..data.numerics import comparison
+from ...ir.plan import Plan, is_reported
+from ..data.numerics import find_comparison
 
 PAGE = "docs/metrics.md#when-a-run-goes-wrong"
 CALM = 10
@@ -26,8 +26,8 @@ class HealthChecks:
     def __init__(self, plan: Plan) -> None:
         self.graph = plan.graph
         self.run = plan.deploy.run
-        self.compares = comparison(plan)
-        self.judged = {column: plan.graph.writer(column) for column in judged(plan.graph)}
+        self.compares = find_comparison(plan)
+        self.judged = {column: plan.graph.writer(column) for column in judged_columns(plan.graph)}
         self.flat = dict.fromkeys(self.judged, 0)  # latest iterations in a row without spread
         self.first: dict[str, float] = {}  # entropy of each update in its first iteration
         self.lines = 0
@@ -107,7 +107,7 @@ class HealthChecks:
                     yield key, (f"`{key}` is {line[key]:.3g} nats a token, over {run.warn_kl:g},", node)
 
 
-def judged(graph: Graph) -> list[str]:
+def judged_columns(graph: Graph) -> list[str]:
     """Return the per-response columns from which a node makes advantages.
 
     The node makes them together with the numbers of other responses.
@@ -115,4 +115,4 @@ def judged(graph: Graph) -> list[str]:
     compared = [
         node for node in graph.nodes if node.per != "row" and any(graph.column(column).dims for column in node.writes)
     ]
-    return sorted({column for node in compared for column in node.reads if reported(graph, column)})
+    return sorted({column for node in compared for column in node.reads if is_reported(graph, column)})

@@ -44,5 +44,5 @@ def rows(plan: Plan, lines: Sequence[dict[str, Any]]) -> Rows | None:
 
 def estimate(plan: Plan, lines: Sequence[dict[str, Any]]) -> Estimate | None:
     """Estimate an iteration of a run on this machine, from the run's metrics lines."""
-    plan = replace(plan, cluster=calibration.applied(plan.cluster)[0])
+    plan = replace(plan, cluster=calibration.apply_calibration(plan.cluster)[0])
     return EstimateTime(ENGINES, rows(plan, lines)).apply(InsertResharding(ENGINES).apply(plan)).estimate

@@ -23,7 +23,7 @@ from ..process.task_report import Report
 from .best import BestFigure, best_figures
 from .derived import means
 from .predicted import estimate
-from .reward_variance import spreads
+from .reward_variance import prompt_spreads
 from .tensorboard import TensorBoard
 from .trace import Trace
 
@@ -63,9 +63,9 @@ class Recorder:
         self.trace = Trace(self._label)
         self.tensor_bytes: dict[str, dict[str, int]] = {}  # by rank and instant
         path = folder / METRICS
-        texts, _ = whole_lines(path)
+        texts, _ = read_valid_lines(path)
         texts = texts[:keep]
-        lines = [read(text) for text in texts]
+        lines = [parse_line(text) for text in texts]
         for line in lines:
             (self.evaluations if "evaluation" in line else self.lines).append(line)
         row_files.prune(folder, {(line["evaluation"], line["after_iterations"]) for line in self.evaluations})
@@ -85,7 +85,7 @@ class Recorder:
         """Add the metrics of one iteration and return them."""
         line: dict[str, Any] = {"iteration": iteration, "seconds": seconds}
         line |= means(_sum_reports(reports))
-        line |= spreads(reports)
+        line |= prompt_spreads(reports)
         for name, value in (peak for report in reports for peak in report.peaks.items()):
             line[name] = max(value, line.get(name, value))
         graph = self.plan.graph
@@ -336,13 +336,13 @@ def _counts_failures(key: str) -> bool:
     return key == "failed" or key.endswith("/failed") or "/failed/" in key
 
 
-def read(text: str | bytes) -> dict[str, Any]:
+def parse_line(text: str | bytes) -> dict[str, Any]:
     """Parse a line of metrics.jsonl; null is NaN, which JSON does not have."""
     line: dict[str, Any] = json.loads(text)
     return {key: math.nan if value is None else value for key, value in line.items()}
 
 
-def whole_lines(path: Path) -> tuple[list[bytes], str]:
+def read_valid_lines(path: Path) -> tuple[list[bytes], str]:
     """Return a metrics file's lines up to the first damage, and the damage in words."""
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     for i, line in enumerate(lines):
@@ -359,7 +359,7 @@ def _is_line(text: bytes) -> bool:
         return False
 
 
-def restore(path: Path, copy: bytes) -> str:
+def restore_lines(path: Path, copy: bytes) -> str:
     """Restore metrics lines from a checkpoint's copy, if they are not as written.
 
     Returns what was wrong, "" if nothing was. Raises OSError if they cannot be written.

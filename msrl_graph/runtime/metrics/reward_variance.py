@@ -15,7 +15,7 @@ from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ..data.columns import Array
-from ..dock.readers import readers
+from ..dock.readers import list_node_reads
 from ..process.task import Task
 from ..process.task_report import Report
 
@@ -24,7 +24,7 @@ class ColumnMeans:
     """Means and spreads of the numbers that a plan's nodes write, one a row."""
 
     def __init__(self, plan: Plan) -> None:
-        self.readers = {reader.node: reader for reader in readers(plan)}
+        self.readers = {reader.node: reader for reader in list_node_reads(plan)}
         self.sets = rowsets(plan.graph).columns
 
     def count(self, report: Report, node: Node, task: Task, name: str, rows: Array, values: Array) -> None:
@@ -46,7 +46,7 @@ class ColumnMeans:
         report.groups.setdefault(name, []).append(np.stack([units, counts, means, squares, least, most]))
 
 
-def spreads(reports: list[Report]) -> dict[str, float]:
+def prompt_spreads(reports: list[Report]) -> dict[str, float]:
     """Return how far the numbers of each prompt's rows differ, by column.
 
     NAME/std is the standard deviation (unbiased) among a prompt's rows, in the mean over prompts. NAME/flat is the

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from ...emit.humanize import many
+from ...emit.humanize import plural
 from ...ir.attributes import place_of_call
 from ...ir.plan import Plan
 from ..process.task import Task
@@ -39,7 +39,7 @@ def failures(plan: Plan, task: Task, reports: Sequence[Report]) -> list[str]:
             where = f"iteration {task.number}"
             rest = f"{rows - stay} dropped, {stay} remain"
         else:
-            where = f"the evaluation of {task.name} after {many(task.number, 'iteration')}"
+            where = f"the evaluation of {task.name} after {plural(task.number, 'iteration')}"
             rest = f"its means are those of the other {stay}"
         text = (
             f"`{node.name}` ({place_of_call(node)}): {failed} of {rows} rows failed in {where} ({', '.join(reasons)}); "

@@ -17,7 +17,7 @@ from ...emit.html import colours
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ..dock.messages import Status
-from ..process.task import Task, numbers
+from ..process.task import Task, row_numbers
 from ..process.task_report import Report
 
 EVERY = 0.5  # seconds between two looks at the docks, at least
@@ -166,7 +166,7 @@ class RunFacts:
         self.task = task.key
         self._since = time.monotonic()
         rows = self._rows
-        size = numbers(self._rows.sets, self._rows.refilling, task).size
+        size = row_numbers(self._rows.sets, self._rows.refilling, task).size
         written_sets = {
             row_node.name: [rows.columns[column] for column in row_node.writes if column in rows.columns]
             for row_node in self.plan.graph.nodes

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ...diagnostics.terminal_text import shown
+from ...diagnostics.terminal_text import make_printable
 from ...emit.humanize import duration, size
 from .run_status import RunSnapshot
 
@@ -35,7 +35,7 @@ def panel(
             Text("  ").join(
                 Text.assemble(value, (f" {name}", "dim"))
                 if name in units
-                else Text.assemble((f"{shown(name)} ", "dim"), value)
+                else Text.assemble((f"{make_printable(name)} ", "dim"), value)
                 for name, value in now.figures
             )
         )
@@ -46,7 +46,9 @@ def panel(
         parts += [Text(), _hosts(now)]
     for wait in now.waits[:WAITS]:
         words = f"{wait.who} waits {duration(wait.seconds)} in {wait.task} for {wait.missing}"
-        parts.append(Text(shown(words), "yellow" if wait.seconds > 10 else "dim", no_wrap=True, overflow="ellipsis"))
+        parts.append(
+            Text(make_printable(words), "yellow" if wait.seconds > 10 else "dim", no_wrap=True, overflow="ellipsis")
+        )
     if len(now.waits) > WAITS:
         parts.append(Text(f"and {len(now.waits) - WAITS} more waits", "dim"))
     return Group(*parts)
@@ -54,12 +56,12 @@ def panel(
 
 def _states(now: RunSnapshot) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    table.add_column(shown(now.task), no_wrap=True)
+    table.add_column(make_printable(now.task), no_wrap=True)
     table.add_column("", width=24)
     for name in ("done", "handed", "rows"):
         table.add_column(name, justify="right", no_wrap=True)
     for state in now.states:
-        label = Text(f"{'▸' if state.runs else ' '} {shown(state.node)}", "bold cyan" if state.runs else "")
+        label = Text(f"{'▸' if state.runs else ' '} {make_printable(state.node)}", "bold cyan" if state.runs else "")
         table.add_row(
             label, ProgressBar(state.of or 1, state.done, 24), f"{state.done:,}", f"{state.handed:,}", f"{state.of:,}"
         )
@@ -75,7 +77,9 @@ def _hosts(now: RunSnapshot) -> Table:
     for host in now.hosts:
         warehouse = "-" if host.held is None else size(host.held)
         processes = ", ".join(f"{process.name} {size(process.memory)}" for process in host.processes if process.memory)
-        table.add_row(f"  host {host.number}", warehouse, f"{size(host.used)} of {size(host.total)}", shown(processes))
+        table.add_row(
+            f"  host {host.number}", warehouse, f"{size(host.used)} of {size(host.total)}", make_printable(processes)
+        )
     return table
 
 
@@ -90,7 +94,7 @@ def _curves(now: RunSnapshot, curve: Callable[[str], Mapping[str, Any]], width: 
             high = max(values)
             line = _sparks(values, min(LONGEST, max(8, width - 40)))
             words = (f"  {low:.3g} to {high:.3g}", "dim")
-            curves.append(Text.assemble((f"{shown(name):<10.10} ", "dim"), (line, "cyan"), words))
+            curves.append(Text.assemble((f"{make_printable(name):<10.10} ", "dim"), (line, "cyan"), words))
     return curves
 
 

@@ -19,7 +19,7 @@ from ...diagnostics import NOWHERE, Diagnostic, Fault, Span
 from ...hardware.cluster import ClusterSpec
 from ...ir.graph import Expr, Node
 from ...ir.plan import Plan
-from .host_facts import interface
+from .host_facts import find_interface
 
 # Seconds until a host that does not answer counts as dead, and until a server that answers counts as not being Ray.
 CONNECT = 10.0
@@ -33,7 +33,7 @@ LOOPBACK = "127.0.0.1"
 _ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
-def own_ray() -> dict[str, str]:
+def local_ray_environment() -> dict[str, str]:
     """Return the environment of a process that starts Ray for this machine alone.
 
     Ray then listens at the loopback only, and requires a token that nobody else has. Both must be set before Ray is
@@ -69,7 +69,7 @@ class NoResources(Fault):
     """The machines do not have what the plan needs; exit status 3."""
 
 
-def speak(cluster: ClusterSpec) -> str:
+def set_collective_interface(cluster: ClusterSpec) -> str:
     """Set the network interface of collectives, and return this host's address there.
 
     It is the interface that the cluster states, otherwise that of Ray's own address of this host, or within one host
@@ -79,14 +79,14 @@ def speak(cluster: ClusterSpec) -> str:
     import ray
 
     address: str = ray.util.get_node_ip_address() if cluster.nodes > 1 else LOOPBACK
-    name, own = interface(address, cluster.interface)
+    name, own = find_interface(address, cluster.interface)
     for variable in cluster.device.kind.interfaces if name else ():
         key, _, value = variable.partition("=")
         os.environ.setdefault(key, value.format(name))
     return own or address
 
 
-def greet(address: str, span: Span = NOWHERE) -> None:
+def check_cluster(address: str, span: Span = NOWHERE) -> None:
     """Raise NoResources if RAY_ADDRESS has no Ray cluster that this process may join.
 
     Ray itself would try for minutes without a message.
@@ -94,14 +94,16 @@ def greet(address: str, span: Span = NOWHERE) -> None:
     host, colon, port = address.rpartition(":")
     if "://" in address:
         help = "set it to the address of the cluster's head, such as 10.0.0.1:6379, on a machine of the cluster"
-        raise unreached(f"RAY_ADDRESS is {address}, but a run must be started on a machine of the cluster", span, help)
+        raise unreachable_cluster(
+            f"RAY_ADDRESS is {address}, but a run must be started on a machine of the cluster", span, help
+        )
     if not colon or not port.isdecimal():
         return  # `auto`: Ray looks the address up on this machine
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT).close()
     except (OSError, OverflowError) as error:
         reason = "no answer" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or str(error)
-        raise unreached(f"no Ray cluster at {address} (RAY_ADDRESS): {reason.lower()}", span) from None
+        raise unreachable_cluster(f"no Ray cluster at {address} (RAY_ADDRESS): {reason.lower()}", span) from None
     from ray import exceptions
 
     refused = getattr(exceptions, "AuthenticationError", ())  # older versions of Ray have no tokens
@@ -113,11 +115,11 @@ def greet(address: str, span: Span = NOWHERE) -> None:
     except refused as error:
         detail = str(error).partition(" Note:")[0]
         token = "set RAY_AUTH_MODE=token, with the cluster's token in RAY_AUTH_TOKEN or in ~/.ray/auth_token"
-        raise unreached(
+        raise unreachable_cluster(
             f"the Ray cluster at {address} requires a token that this process does not have ({detail})", span, token
         ) from None
     except TimeoutError:
-        raise unreached(f"the server at {address} (RAY_ADDRESS) is not a Ray cluster", span) from None
+        raise unreachable_cluster(f"the server at {address} (RAY_ADDRESS) is not a Ray cluster", span) from None
 
 
 def _try_connection(address: str, answer: Future[None]) -> None:
@@ -143,12 +145,12 @@ def job_config() -> Any:
     return ray.job_config.JobConfig(_client_job=True)
 
 
-def unreached(message: str, span: Span, help: str = START) -> NoResources:
+def unreachable_cluster(message: str, span: Span, help: str = START) -> NoResources:
     """Return the error for a cluster that cannot be joined."""
     return NoResources(Diagnostic("no-resources", message, span, help))
 
 
-def called(plan: Plan) -> Iterator[tuple[str, str, Node]]:
+def files_loaded(plan: Plan) -> Iterator[tuple[str, str, Node]]:
     """Yield the Python files that a run loads: file, name in it, and calling node."""
 
     def look(expr: Expr) -> Iterator[tuple[str, str]]:
@@ -163,11 +165,20 @@ def called(plan: Plan) -> Iterator[tuple[str, str, Node]]:
             yield from ((path, name, node) for path, name in look(expr))
 
 
-def living() -> list[dict[str, Any]]:
+def live_nodes() -> list[dict[str, Any]]:
     """Return Ray's nodes that are alive."""
     import ray
 
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-__all__ = ["NoResources", "called", "greet", "job_config", "living", "own_ray", "speak", "unreached"]
+__all__ = [
+    "NoResources",
+    "check_cluster",
+    "files_loaded",
+    "job_config",
+    "live_nodes",
+    "local_ray_environment",
+    "set_collective_interface",
+    "unreachable_cluster",
+]

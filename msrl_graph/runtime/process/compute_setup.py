@@ -21,7 +21,7 @@ LARGEST = 32 << 20  # bytes; glibc allows no more
 KEPT = 256 << 20  # bytes
 
 
-def meeting(host: str) -> TCPStore:
+def open_store(host: str) -> TCPStore:
     """Return the store by which ranks find each other; it listens at one address only.
 
     By itself a TCPStore listens at every address, and anyone who reaches it may read and write what ranks store there.
@@ -31,7 +31,7 @@ def meeting(host: str) -> TCPStore:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
-def prepare(threads: int) -> None:
+def prepare_process(threads: int) -> None:
     """Set the number of threads, and keep memory that tensors free for later tensors.
 
     Eager operators allocate and free megabytes each, and fresh memory costs more than most of them (a page fault for

@@ -15,7 +15,7 @@ from .heartbeat import Heart, Limits
 WAITS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 
 
-def waits() -> dict[str, str]:
+def openmp_variables() -> dict[str, str]:
     """Return the variables that a computing process must start with.
 
     OpenMP reads them when torch is loaded. With them, threads that wait for each other soon release their cores.
@@ -28,7 +28,7 @@ def waits() -> dict[str, str]:
 OFFLINE = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
-def settle(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:
+def set_up_process(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:
     """Set up this process's environment.
 
     Ray's runtime_env is not used: it starts an agent and takes seconds. Temporary files go to the run's `folder` on
@@ -40,6 +40,6 @@ def settle(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:
     if deadline:
         Heart(folder, process, Limits.of(deadline))
     fork_setup.release_children()
-    shipped_files.use(folder)
-    log.divert(str(Path(logs) / f"{process.replace(' ', '-')}.log"), process)
+    shipped_files.use_folder(folder)
+    log.redirect_output(str(Path(logs) / f"{process.replace(' ', '-')}.log"), process)
     faulthandler.enable(all_threads=False)  # the log then shows where user or engine code died of a signal

@@ -22,7 +22,7 @@ def reach(process: str, point: str) -> None:
     if _FOLDER:
         with Path(_FOLDER, "seen").open("a", encoding="utf-8") as seen:
             seen.write(f"{process}: {point}\n")
-        fault = file(_FOLDER, process, point)
+        fault = fault_file(_FOLDER, process, point)
         try:
             action = fault.read_text(encoding="utf-8")
             fault.unlink()
@@ -31,6 +31,6 @@ def reach(process: str, point: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP if action == STOP else signal.SIGKILL)
 
 
-def file(folder: Path | str, process: str, point: str) -> Path:
+def fault_file(folder: Path | str, process: str, point: str) -> Path:
     """Return the file that makes a process die at a point."""
     return Path(folder, f"{process}: {point}".replace("/", "-"))

@@ -67,7 +67,7 @@ class ProcessStat(NamedTuple):
     faults: int
 
 
-def stat(pid: int | str) -> ProcessStat | None:
+def read_stat(pid: int | str) -> ProcessStat | None:
     """Return the state of a process, or of a thread as `PID/task/ID`; None if gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
@@ -94,7 +94,7 @@ class Heart:
     ) -> None:
         home = Path(folder, FOLDER)
         home.mkdir(mode=0o700, exist_ok=True)
-        here = stat(os.getpid())
+        here = read_stat(os.getpid())
         part = home / f".{process}.{os.getpid()}"
         part.write_bytes(_HEART.pack(os.getpid(), here.start if here else 0, 0))
         with part.open("r+b") as file:
@@ -160,7 +160,7 @@ class HeartbeatWatch:
         self._seen = {key: self._seen.get(key, _Patient()) for key in beats_by_process}
         for (name, pid, start), beats in beats_by_process.items():
             patient = self._seen[name, pid, start]
-            now = stat(pid)
+            now = read_stat(pid)
             if now is None or now.start != start or now.state == "Z":
                 continue
             moved = _count_bytes(pid) if beats >= 0 else 0
@@ -168,7 +168,7 @@ class HeartbeatWatch:
                 self._seen[name, pid, start] = _Patient(beats, moved, now.computed)
                 continue
             patient.bytes = moved
-            states = {thread.state for thread in map(stat, _threads(pid)) if thread is not None}
+            states = {thread.state for thread in map(read_stat, _threads(pid)) if thread is not None}
             if "R" in states:
                 patient.silent += min(seconds, now.computed - patient.computed)
             elif not states & {"D", "T"}:
@@ -188,10 +188,10 @@ class HeartbeatWatch:
             if name != self.me:
                 beats_by_process[name, pid, start] = beats
             for child in _children(pid) if name != DRIVER else ():
-                if (now := stat(child)) is not None:
+                if (now := read_stat(child)) is not None:
                     beats_by_process[f"a process of {name} ({_program(child)})", child, now.start] = -1
         for name, pid in self.others().items():
-            if (now := stat(pid)) is not None:
+            if (now := read_stat(pid)) is not None:
                 beats_by_process.setdefault((name, pid, now.start), -1)
         return beats_by_process
 
@@ -211,7 +211,7 @@ class HeartbeatWatch:
         return why if mine else ""
 
 
-def examine(folder: str, limits: tuple[float, float], seconds: float) -> None:
+def watch_host(folder: str, limits: tuple[float, float], seconds: float) -> None:
     """Watch a host for some seconds, from a process that is not one of the run's."""
     watch = HeartbeatWatch(folder, Limits(*limits))
     until = time.monotonic() + seconds
@@ -220,7 +220,7 @@ def examine(folder: str, limits: tuple[float, float], seconds: float) -> None:
         watch.look(EVERY)
 
 
-def ended(folder: Path | str) -> dict[int, tuple[str, str]]:
+def killed_processes(folder: Path | str) -> dict[int, tuple[str, str]]:
     """Return the processes killed for lack of progress: by id, name and reason."""
     killed = {}
     with suppress(OSError):
@@ -231,7 +231,7 @@ def ended(folder: Path | str) -> dict[int, tuple[str, str]]:
     return killed
 
 
-def moved(folder: Path | str) -> int:
+def bytes_moved(folder: Path | str) -> int:
     """Return the bytes that the processes with a heart have read and written so far.
 
     If one of them waits for a disk, what this host's disks have written counts too: while a file is flushed, its
@@ -241,7 +241,7 @@ def moved(folder: Path | str) -> int:
     waits = False
     for pid, _, _ in _read_hearts(Path(folder, FOLDER)).values():
         total += _count_bytes(pid)
-        waits = waits or any((state := stat(thread)) and state.state == "D" for thread in _threads(pid))
+        waits = waits or any((state := read_stat(thread)) and state.state == "D" for thread in _threads(pid))
     return total + (_count_flushed_bytes() if waits else 0)
 
 
@@ -257,7 +257,7 @@ def _read_hearts(home: Path) -> dict[str, tuple[int, int, int]]:
 
 def _count_bytes(pid: int) -> int:
     """Return what a process has read and written, including pages of mapped files."""
-    now = stat(pid)
+    now = read_stat(pid)
     try:
         lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
     except OSError:

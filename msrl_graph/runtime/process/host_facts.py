@@ -25,7 +25,7 @@ from typing import Any, TypedDict
 
 PACKAGE = "msrl_graph"
 PATIENCE = 20.0  # seconds within which an interpreter reports its packages
-APART = 2.0  # seconds that clocks may differ by: a trace merges what hosts did
+CLOCK_TOLERANCE = 2.0  # seconds that clocks may differ by: a trace merges what hosts did
 SOURCES = (".py", ".rlg", ".lark")
 BLOCK = 1 << 16  # bytes of a block of a large file that is sampled, from its beginning to its end
 SAMPLED = 16 * BLOCK  # bytes that are sampled of it
@@ -105,24 +105,24 @@ class HostActor:
 
         Only hosts that have this package are asked.
         """
-        from msrl_graph.runtime.process.shipped_files import lay
+        from msrl_graph.runtime.process.shipped_files import ship_files
 
-        return str(lay(files))
+        return str(ship_files(files))
 
 
 def look(asked: PackageQuery) -> HostFacts:
     memory, total = _memory()
     own_interfaces = _interfaces()
-    name, speaks = interface(asked["address"], asked["interface"])
+    name, speaks = find_interface(asked["address"], asked["interface"])
     return HostFacts(
         name=platform.node(),
         versions=versions(asked["packages"]),
-        others={python: told(command) for python, command in asked["others"].items()},
+        others={python: query_interpreter(command) for python, command in asked["others"].items()},
         sizes={path: _size(path) for path in asked["files"]},
         digests=_sampled_digests(asked["files"]),
         cores=os.cpu_count() or 1,
         devices=len([*Path("/dev").glob(asked["devices"])]) if asked["devices"] else 0,
-        variables={name: value for name, value in begun_with().items() if name in asked["variables"]},
+        variables={name: value for name, value in initial_environment().items() if name in asked["variables"]},
         memory=memory,
         total=total,
         shared=shutil.disk_usage("/dev/shm").free if os.access("/dev/shm", os.W_OK) else 0,
@@ -135,10 +135,10 @@ def look(asked: PackageQuery) -> HostFacts:
 def versions(packages: Packages) -> dict[str, str]:
     """Return the versions of the interpreter that runs this."""
     package_versions = {package: _version(names) for package, names in packages.items()}
-    return {"Python": platform.python_version(), "msrl-graph": own(), **package_versions}
+    return {"Python": platform.python_version(), "msrl-graph": package_digest(), **package_versions}
 
 
-def told(command: list[str]) -> Versions:
+def query_interpreter(command: list[str]) -> Versions:
     """Return the versions of another interpreter of this host.
 
     `command` has it run this file.
@@ -155,7 +155,7 @@ def told(command: list[str]) -> Versions:
     return Versions(found=json.loads(result.stdout), wrong="")
 
 
-def interface(address: str, stated: str = "") -> tuple[str, str]:
+def find_interface(address: str, stated: str = "") -> tuple[str, str]:
     """Return the interface that has an address of this host, and its own address.
 
     With `stated`, that interface. ("", "") if there is none.
@@ -170,7 +170,7 @@ def interface(address: str, stated: str = "") -> tuple[str, str]:
     return (name, own[0]) if own else ("", "")
 
 
-def begun_with() -> Mapping[str, str]:
+def initial_environment() -> Mapping[str, str]:
     """Return the environment that processes of a run start with.
 
     It is this one, or on a host of a cluster that of Ray's server, since Ray changes it in the processes that it starts
@@ -193,7 +193,7 @@ def _version(names: tuple[str, ...]) -> str:
     return ""
 
 
-def own() -> str:
+def package_digest() -> str:
     """Return this package's version and a digest of its files.
 
     A checkout changes while its version does not.
@@ -209,7 +209,7 @@ def own() -> str:
     return f"{_version(('msrl-graph',))} {digest.hexdigest()[:8]}"
 
 
-def sampled(path: str) -> str:
+def sampled_digest(path: str) -> str:
     """Return a digest of a file's size and sampled blocks; a small file is read whole.
 
     Raises OSError, also for a pipe.
@@ -234,7 +234,7 @@ def sampled(path: str) -> str:
 def _sampled_digests(paths: list[str]) -> dict[str, str]:
     def one(path: str) -> str:
         try:
-            return sampled(path)
+            return sampled_digest(path)
         except (OSError, ValueError):
             return ""
 

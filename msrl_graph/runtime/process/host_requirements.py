@@ -16,12 +16,12 @@ ROOM = 64 << 20  # minimal bytes for a host's rows
 RANKS_A_CORE = 8
 
 
-def room(plan: Plan) -> int:
+def row_memory(plan: Plan) -> int:
     """Return the bytes of a host's memory for rows."""
     return max(ROOM, 4 * sum(plan.graph.column_bytes.values()))
 
 
-def reads(plan: Plan, host: int) -> dict[str, list[str]]:
+def files_read(plan: Plan, host: int) -> dict[str, list[str]]:
     """Return the files that a host reads by their path, by title.
 
     These are models whose weights its ranks load, and data on the first host.

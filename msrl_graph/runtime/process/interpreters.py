@@ -28,7 +28,9 @@ MEND = (
 
 def packages(plan: Plan, python: str = "") -> Packages:
     """Return the packages that an interpreter's processes load; "" is the run's own."""
-    engines = (ENGINES[placement.engine.name] for placement in placed(plan, python) if placement.engine.name in ENGINES)
+    engines = (
+        ENGINES[placement.engine.name] for placement in placements_of(plan, python) if placement.engine.name in ENGINES
+    )
     needed = [*NEEDED, *(package for engine in engines for package in engine.needs)]
     return {name: ALIASES.get(name, (name,)) for name in plan.cluster.device.kind.packages(needed)}
 
@@ -42,18 +44,18 @@ def commands(plan: Plan) -> dict[str, list[str]]:
     return {python: [python, "-P", "-c", code, json.dumps(packages(plan, python))] for python in interpreters}
 
 
-def check(plan: Plan) -> Iterator[Diagnostic]:
+def check_interpreters(plan: Plan) -> Iterator[Diagnostic]:
     """Yield what this machine's other interpreters lack."""
     asked = commands(plan)
     own = host_facts.versions(packages(plan)) if asked else {}
     for python, command in asked.items():
-        if wrong := lacking(host_facts.told(command), own):
-            first = next(placed(plan, python))
+        if wrong := find_mismatch(host_facts.query_interpreter(command), own):
+            first = next(placements_of(plan, python))
             span = first.engine.span if first.engine.span.line else plan.graph.node(first.node).span
             yield Diagnostic("not-installed", f"the interpreter {python} {wrong}", span, MEND)
 
 
-def lacking(seen: Versions, own: Mapping[str, str]) -> str:
+def find_mismatch(seen: Versions, own: Mapping[str, str]) -> str:
     """Return what is wrong with an interpreter, in words that follow its name; or "".
 
     It is compared with the run's `own` versions.
@@ -75,7 +77,7 @@ def lacking(seen: Versions, own: Mapping[str, str]) -> str:
     )
 
 
-def placed(plan: Plan, python: str = "") -> Iterator[Placement]:
+def placements_of(plan: Plan, python: str = "") -> Iterator[Placement]:
     """Yield what an interpreter's processes compute; "" is the run's own one."""
     return (
         placement

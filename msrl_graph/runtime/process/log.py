@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ...diagnostics.terminal_text import shown
+from ...diagnostics.terminal_text import make_printable
 from ...files import private
 
 
@@ -30,7 +30,7 @@ class PrefixedStream(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        line_prefix = shown(" ".join((time.strftime("%H:%M:%S"), self.process, self.node)).rstrip()) + " | "
+        line_prefix = make_printable(" ".join((time.strftime("%H:%M:%S"), self.process, self.node)).rstrip()) + " | "
         pieces = [
             _shown(piece) if self.open and index == 0 else line_prefix + _shown(piece)
             for index, piece in enumerate(text.splitlines(keepends=True))
@@ -47,14 +47,14 @@ class PrefixedStream(io.TextIOBase):
 def _shown(line: str) -> str:
     """Return a line without characters that could harm a terminal; its end stays."""
     text = line.rstrip("\r\n")
-    return shown(text) + line[len(text) :]
+    return make_printable(text) + line[len(text) :]
 
 
 _streams: list[PrefixedStream] = []
 _file = ""
 
 
-def divert(path: str, process: str) -> None:
+def redirect_output(path: str, process: str) -> None:
     """Send all output of this process to a file, instead of where Ray puts it."""
     global _file
     with suppress(OSError):  # a full disk, or a host that does not see the folder: output stays in Ray's files
@@ -84,7 +84,7 @@ def _append_to(folder: Path, name: str) -> None:
     os.close(file)
 
 
-def share(name: str, process: str) -> None:
+def share_file(name: str, process: str) -> None:
     """Send the output of this process to a file that its parent process has open."""
     global _file
     _streams[:] = [PrefixedStream(1, process), PrefixedStream(2, process)]
@@ -92,18 +92,18 @@ def share(name: str, process: str) -> None:
     _file = name
 
 
-def at(node: str) -> None:
+def set_node(node: str) -> None:
     """Set the node of the following lines."""
     for lines in _streams:
         lines.node = node
 
 
-def file() -> str:
+def file_name() -> str:
     """Return the name of this process's file; "" if it has none."""
     return _file
 
 
-def whole(*text: str) -> None:
+def log_details(*text: str) -> None:
     """Write to this process's file what a message has no room for."""
     if _file:
         print("\n".join(part.rstrip("\n") for part in text), file=sys.stderr, flush=True)

@@ -67,7 +67,7 @@ def _sum(storages: list[torch.UntypedStorage]) -> dict[str, int]:
     places: dict[int, str] = {}
     for storage in storages:
         if address := storage.data_ptr():
-            sizes[address] = max(devices.size(storage), sizes.get(address, 0))
+            sizes[address] = max(devices.count_allocated_bytes(storage), sizes.get(address, 0))
             places[address] = _place(storage)
     sums = dict.fromkeys(PLACES, 0)
     for address, size in sizes.items():
@@ -93,7 +93,7 @@ def _by_place(sums: Mapping[str, int], other_device: bool) -> dict[str, int]:
     }
 
 
-def held() -> dict[str, int]:
+def live_bytes() -> dict[str, int]:
     """Return the bytes of live tensors on the `device` and in `host` buffers."""
     return _sum(_storages())
 
@@ -234,7 +234,7 @@ class _Account:
         address = storage.data_ptr()
         entry.extent = storage.nbytes()
         buffer = devices.is_host_buffer(storage)
-        size = devices.size(storage)
+        size = devices.count_allocated_bytes(storage)
         if (address, size, buffer) == (entry.address, entry.size, entry.buffer):
             return
         self._since.setdefault(key, _item(entry))
@@ -271,7 +271,7 @@ class _Account:
                 del self._by_address[address]
             return
         place = _place(live[0])
-        size = max(map(devices.size, live))
+        size = max(map(devices.count_allocated_bytes, live))
         self._counted[address] = place, size
         self._sums[place] += size
         self._device_addresses += place == DEVICE
@@ -310,7 +310,7 @@ class Peak(TorchDispatchMode):
     def __enter__(self) -> Peak:
         self._depth += 1
         if self._depth == 1:
-            self._watching.enter_context(devices.watched(self._account.note))
+            self._watching.enter_context(devices.watch_storages(self._account.note))
             if self.moment:
                 self._account.note_all()
             else:
@@ -358,7 +358,7 @@ class Peak(TorchDispatchMode):
         if operation.collective:
             storages = (_storage(item) for item in _tensors((args, result)))
             self._collected |= {storage._cdata for storage in storages if storage is not None}
-        if not devices.making_buffer():  # a buffer counts separately once it is made
+        if not devices.is_making_buffer():  # a buffer counts separately once it is made
             self._look(operation.name)
         return result
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from ...files import private
-from .heartbeat import stat
+from .heartbeat import read_stat
 
 MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
 NICENESS = "RAY_worker_niceness"  # Ray's setting
@@ -51,7 +51,7 @@ STOPPED_LIMIT = 2.0  # seconds that a keeper may be stopped while its work is wa
 MOST = 10.0  # seconds that ending processes may take: one that waits for a dead disk cannot be ended
 
 
-def nicer(by: int) -> dict[str, str]:
+def worker_niceness(by: int) -> dict[str, str]:
     """Return the environment for Ray's servers, whose workers are nicer by `by`.
 
     The servers have the niceness of their starter. Ray's own default is 15: a thirtieth of a core that others want too.
@@ -60,23 +60,23 @@ def nicer(by: int) -> dict[str, str]:
     return {NICENESS: str(by or os.environ.get(NICENESS, 0))}
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
 
-def stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped by a signal."""
-    now = stat(pid)
+    now = read_stat(pid)
     return now is not None and now.state == "T"
 
 
 def wait_for_end(pids: Collection[int], seconds: float) -> None:
     """Wait until none of these processes is alive, for at most `seconds`."""
     until = time.monotonic() + seconds
-    while time.monotonic() < until and any(map(alive, pids)):
+    while time.monotonic() < until and any(map(is_alive, pids)):
         time.sleep(0.005)
 
 
@@ -145,8 +145,8 @@ class Temporary:
         with self._lock:
             if self._closed:
                 return ""
-            well = alive(self.keeper)
-            self._stopped_seconds = self._stopped_seconds + seconds if stopped(self.keeper) else 0.0
+            well = is_alive(self.keeper)
+            self._stopped_seconds = self._stopped_seconds + seconds if is_stopped(self.keeper) else 0.0
             if well and self._stopped_seconds < limit:
                 return ""
             reason = f"has not moved for {self._stopped_seconds:.0f} s (stopped); killed" if well else "died"
@@ -180,7 +180,7 @@ class Temporary:
                 self._stdout.close()
             else:  # there is none, it was killed, or it is stopped
                 self._kill_keeper()
-                end(str(self.folder), self._session)
+                end_run(str(self.folder), self._session)
             os.close(self._held)
         wait_for_end([self.keeper], 2.0)
 
@@ -197,7 +197,7 @@ class Temporary:
                 output += piece.decode()
                 if not piece:
                     return output == _ENDED
-            stopped_seconds = stopped_seconds + 0.1 if stopped(self.keeper) else 0.0
+            stopped_seconds = stopped_seconds + 0.1 if is_stopped(self.keeper) else 0.0
         return output == _ENDED
 
 
@@ -215,23 +215,23 @@ def _read_first_line(process: subprocess.Popen[str]) -> str:
             return process.stdout.readline().rstrip("\n")
         if ended:
             return ""
-        stopped_seconds = stopped_seconds + 0.1 if stopped(process.pid) else 0.0
+        stopped_seconds = stopped_seconds + 0.1 if is_stopped(process.pid) else 0.0
     process.kill()
     return ""
 
 
-def lent() -> Path:
+def make_shared_folder() -> Path:
     """Make a temporary folder that is removed with the last process that holds it.
 
     This process is the first one.
     """
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    hold(folder)
-    go_with(folder, folder)
+    hold_folder(folder)
+    remove_after(folder, folder)
     return folder
 
 
-def go_with(lock: Path, folder: Path) -> None:
+def remove_after(lock: Path, folder: Path) -> None:
     """Have a folder removed when no process holds this lock any more."""
     # In a session of its own and not a child of this process: Ray ends children with it.
     subprocess.run(
@@ -243,7 +243,7 @@ def go_with(lock: Path, folder: Path) -> None:
     )
 
 
-def hold(folder: Path) -> None:
+def hold_folder(folder: Path) -> None:
     """Keep a lent folder for as long as this process lives."""
     handle = os.open(folder, os.O_RDONLY)
     with suppress(OSError):  # a file system without locks
@@ -264,12 +264,12 @@ def sweep() -> None:
             handle = private.open_folder(folder)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                end(str(folder))
+                end_run(str(folder))
             finally:
                 os.close(handle)
 
 
-def end(folder: str, session: int = 0) -> None:
+def end_run(folder: str, session: int = 0) -> None:
     """Kill every process left of a run and remove its folder.
 
     These are the processes of the driver's session (0: none), and those with the mark in their environment (Ray's
@@ -284,7 +284,7 @@ def end(folder: str, session: int = 0) -> None:
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 ours = (session and os.getsid(process.pid) == session) or process.environ().get(MARK) == folder
-                if not ours or process.pid == os.getpid() or not alive(process.pid):
+                if not ours or process.pid == os.getpid() or not is_alive(process.pid):
                     continue
                 if time.monotonic() < begin + TIDY_SECONDS and any(
                     word in part for part in process.cmdline() for word in TIDY_PROCESSES
@@ -357,7 +357,7 @@ def _keep() -> None:
         has_heard = True
     if takes_over and not has_heard:
         return
-    end(folder, session)
+    end_run(folder, session)
     with suppress(OSError):
         sys.stdout.write(_ENDED)
         sys.stdout.flush()

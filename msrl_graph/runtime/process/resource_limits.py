@@ -17,14 +17,14 @@ def data_bytes() -> int:
     return int(fields["VmData"].split()[0]) * 1024
 
 
-def bound_data(more: int) -> None:
+def limit_data(more: int) -> None:
     """Allow this process `more` bytes than it has, until `unbound_data`."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     with suppress(ValueError, OSError):  # a lower limit holds already
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + more, hard))
 
 
-def unbound_data() -> None:
+def unlimit_data() -> None:
     """Undo `bound_data`."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))

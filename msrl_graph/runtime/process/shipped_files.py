@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ...files import private
-from .processes import hold, lent, sweep
+from .processes import hold_folder, make_shared_folder, sweep
 
 FILES = "files"
 
@@ -38,7 +38,7 @@ _copies = Path()  # the folder of the files of this process's run; not set at fi
 _modules: dict[str, tuple[bytes, ModuleType]] = {}  # by path, with what the file held
 
 
-def lay_in(folder: Path, files: Mapping[str, ShippedFile]) -> None:
+def write_files(folder: Path, files: Mapping[str, ShippedFile]) -> None:
     """Write files, by absolute path, into a run's temporary folder.
 
     Each copy keeps the time of its file's last change.
@@ -50,7 +50,7 @@ def lay_in(folder: Path, files: Mapping[str, ShippedFile]) -> None:
         os.utime(target, ns=(file.changed, file.changed))
 
 
-def laid(folder: Path) -> dict[str, ShippedFile]:
+def read_shipped(folder: Path) -> dict[str, ShippedFile]:
     """Return the files in a run's temporary folder, as they were written there."""
     files = {}
     for copy in (folder / FILES).rglob("*"):
@@ -60,7 +60,7 @@ def laid(folder: Path) -> dict[str, ShippedFile]:
     return files
 
 
-def edited(path: str, file: ShippedFile) -> bool:
+def is_edited(path: str, file: ShippedFile) -> bool:
     """Return whether the user's file has changed since the run copied it.
 
     It is read only if it was written since.
@@ -74,30 +74,30 @@ def edited(path: str, file: ShippedFile) -> bool:
         return True
 
 
-def lay(files: Mapping[str, ShippedFile]) -> Path:
+def ship_files(files: Mapping[str, ShippedFile]) -> Path:
     """Write files, by absolute path, into a new temporary folder.
 
     The folder is removed with the last process that uses it; this process is the first. Folders of dead runs, whose
     processes here were all killed, as with the host, are removed before.
     """
     sweep()
-    folder = lent()
-    lay_in(folder, files)
+    folder = make_shared_folder()
+    write_files(folder, files)
     return folder
 
 
-def use(folder: str) -> None:
+def use_folder(folder: str) -> None:
     """Make this process find the files in the folder."""
     global _copies
     if (Path(folder) / FILES).is_dir():
         private.check_folder(Path(folder))
         _copies = Path(folder) / FILES
-        hold(Path(folder))
+        hold_folder(Path(folder))
         sys.path_hooks.insert(0, _finder)
         sys.path[:] = [place for entry in sys.path for place in _search_paths(Path(entry or ".").absolute(), entry)]
 
 
-def folder() -> str:
+def shipped_folder() -> str:
     """Return the temporary folder with files shipped to this host; "" if none were.
 
     It is for processes that this one starts.
@@ -105,19 +105,19 @@ def folder() -> str:
     return str(_copies.parent) if _copies != Path() else ""
 
 
-def found(path: str | Path) -> Path:
+def find_copy(path: str | Path) -> Path:
     """Return the path from which a file or folder of the user's is to be read."""
     copy = _copy_path(_copies, Path(path)) if _copies != Path() else Path(path)
     return copy if copy.exists() else Path(path)
 
 
-def module(path: str) -> ModuleType:
+def import_file(path: str) -> ModuleType:
     """Return the module of a user's file, which may import files next to it.
 
     It is the module that Python would import under its name, in its package if its folder is one, so that what it
     defines can be pickled. If another module has that name, it gets a different one.
     """
-    place = found(path)
+    place = find_copy(path)
     content = place.read_bytes()
     if path in _modules and _modules[path][0] == content:
         return _modules[path][1]
@@ -210,4 +210,14 @@ class _Loader(SourceFileLoader):
         super().exec_module(module)
 
 
-__all__ = ["ShippedFile", "edited", "folder", "found", "laid", "lay", "lay_in", "module", "use"]
+__all__ = [
+    "ShippedFile",
+    "find_copy",
+    "import_file",
+    "is_edited",
+    "read_shipped",
+    "ship_files",
+    "shipped_folder",
+    "use_folder",
+    "write_files",
+]

@@ -110,7 +110,7 @@ class Tables(NamedTuple):
     states: Mapping[str, Any]
 
 
-def numbers(sets: Sequence[Rowset], refilling: Sieve | None, task: Task) -> Numbers:
+def row_numbers(sets: Sequence[Rowset], refilling: Sieve | None, task: Task) -> Numbers:
     """Return how the rows of a task are numbered, in a graph of these sets.
 
     `refilling` is the filter that asks for more prompts.

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from ... import noise
-from ...backends.spec import Sampling, collected
+from ...backends.spec import Sampling, collect_responses
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
@@ -86,7 +86,7 @@ class AgentGeneration(Engines):
             responses = self.generators[node.name].generate(
                 [request.tokens for request in requests], keys, batch_sampling, begun
             )
-            tokens, logps = collected(responses)
+            tokens, logps = collect_responses(responses)
             replies += [
                 SampleReply(request.number, ids[: request.most], id_logps[: request.most])
                 for request, ids, id_logps in zip(requests, tokens, logps, strict=True)

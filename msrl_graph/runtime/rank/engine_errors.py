@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from ...backends import ENGINES, runs
+from ...backends import ENGINES, can_build
 from ...cost.holdings import gigabytes
 from ...diagnostics import Fault
 from ...ir.graph import Node
@@ -37,7 +37,9 @@ COLLECTIVES = ("/torch/distributed/", "/torch/autograd/")
 
 
 @contextmanager
-def telling(plan: Plan, node: Node, rank: int, doing: str, rows: Sequence[int] | np.ndarray = ()) -> Iterator[None]:
+def report_engine_errors(
+    plan: Plan, node: Node, rank: int, doing: str, rows: Sequence[int] | np.ndarray = ()
+) -> Iterator[None]:
     """Turn what an engine raises within into a message for the user.
 
     Errors that are such a message already pass unchanged. `doing` ends a sentence, as "in train/1".
@@ -54,14 +56,14 @@ def telling(plan: Plan, node: Node, rank: int, doing: str, rows: Sequence[int] |
         rows_text = f" on {_describe_rows(rows)}" if len(rows) else ""
         engine = plan.placement(node.name).engine.name
         prefix = f"`{node.name}` ({node.span.place}), engine {engine}, failed on rank {rank} {doing}{rows_text}"
-        log.whole(prefix, *traceback.format_exception(error))
+        log.log_details(prefix, *traceback.format_exception(error))
         lines = [f"{prefix}: {_summarize(error)}"]
         if no_memory := _is_out_of_memory(error):
             lines = [f"{prefix}: {_describe_shortage(error)}", *_explain_memory(plan, node)]
         elif doing == BUILT:
             lines += _suggest_engines(plan, node)
-        if log.file():
-            lines.append(f"all of it is in logs/{log.file()}")
+        if log.file_name():
+            lines.append(f"all of it is in logs/{log.file_name()}")
         joint = isinstance(error, RuntimeError) and not no_memory and _in_collective(error)
         raise RankFailed("\n  ".join(lines), joint) from error
 
@@ -72,7 +74,7 @@ def _suggest_engines(plan: Plan, node: Node) -> list[str]:
     able = [
         spec.name
         for spec in ENGINES.values()
-        if spec.name != engine_name and node.verb in spec.verbs and runs(spec.name)
+        if spec.name != engine_name and node.verb in spec.verbs and can_build(spec.name)
     ]
     family = plan.model(node.name).family
     able = [f"`engine {node.name} = {other}`" for other in able if family in ENGINES[other].families]
@@ -138,4 +140,4 @@ def _in_collective(error: BaseException) -> bool:
     return error.__cause__ is not None and _in_collective(error.__cause__)
 
 
-__all__ = ["BUILT", "telling"]
+__all__ = ["BUILT", "report_engine_errors"]

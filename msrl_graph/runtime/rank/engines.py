@@ -24,7 +24,7 @@ from ...backends.devices import Devices, TorchDevice
 from ...backends.host_offload import HostOffload
 from ...backends.spec import EngineSpec, Generator, Shard, Trainer, Weights
 from ...cost import holdings
-from ...ir.async_schedule import fetched, sparse
+from ...ir.async_schedule import fetched_edges, skipping_edges
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Placement, Plan, Reshard
@@ -32,13 +32,13 @@ from ...sharding.layout import Box, Side, owns, slices
 from ..weights import checkpoint, hf_export
 from ..weights.checkpoint import CheckpointSource, Manifest
 from ..weights.reshard import HostSwap, Resharder
-from ..weights.transfer_routes import blocks
+from ..weights.transfer_routes import make_blocks
 from ..weights.weight_publication import WeightPublication
 from ..weights.weight_send import Sender
 from . import object_collectives
-from .engine_errors import BUILT, telling
+from .engine_errors import BUILT, report_engine_errors
 from .followers import AVERAGE, Follower
-from .weight_proof import WeightProof, complete
+from .weight_proof import WeightProof, check_complete
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class Engines:
         self.store: Any = None  # the store by which the ranks find each other
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
         self.proofs: dict[tuple[str, str], WeightProof] = {}  # of the same edges
-        self.sparse = sparse(plan)
+        self.sparse = skipping_edges(plan)
         self.away: dict[str, HostOffload] = {}  # by worker: its weights are in host memory unless it computes
         self.followers: dict[str, Follower] = {}  # by worker
         self.steps: dict[str, int] = {}  # optimizer steps taken, by update of its pool
@@ -119,7 +119,7 @@ class Engines:
                     ),
                     node,
                 )
-                with telling(plan, node, self.rank, BUILT):
+                with report_engine_errors(plan, node, self.rank, BUILT):
                     self._build(node)
 
     def _mesh(self, placement: Placement) -> DeviceMesh:
@@ -173,13 +173,13 @@ class Engines:
             if not any(edge.dst == node.name for edge in plan.reshards):
                 # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
                 hf_modules.fill(model, shards := generator.allocate())
-                complete(node, placement, self.local, spec.side(placement.layout), model.tensors, shards)
+                check_complete(node, placement, self.local, spec.side(placement.layout), model.tensors, shards)
                 generator.filled()
         elif node.worker not in self.trainers:
             optimizer = algorithms.optimizer(UpdateAttributes.of(node).optimizer) if node.verb == "update" else None
             trainer = spec.built(replace(weights, optimizer=optimizer), placement, devices)
             self.trainers[node.worker] = trainer
-            complete(node, placement, self.local, spec.side(placement.layout), model.tensors, trainer.shards())
+            check_complete(node, placement, self.local, spec.side(placement.layout), model.tensors, trainer.shards())
             if holdings.offloads(plan, node.name, "weights"):
                 offload = self.away[node.worker] = HostOffload(
                     self.device, [shard.tensor for shard in trainer.shards()]
@@ -222,13 +222,13 @@ class Engines:
         if edge.mode == "send":
             model = replace(model, dtype=str(source.engine.options.get("dtype") or model.dtype))
             arguments = (plan, edge, model, self.rank, (sides[0], sides[1]), shards, proof.word)
-            if (src, dst) in fetched(plan):
+            if (src, dst) in fetched_edges(plan):
                 deadline = plan.docks.deadline + 60  # as for collectives
                 self.resharders[src, dst] = WeightPublication(*arguments, store=self.store, deadline=deadline)
             else:
                 self.resharders[src, dst] = Sender(*arguments)
             return
-        neighbours = blocks(edge.ways, sides[0], self.per_host, self.rank)
+        neighbours = make_blocks(edge.ways, sides[0], self.per_host, self.rank)
         if shards:
             swap = self.swaps.setdefault(worker, HostSwap(shards))
             self.resharders[src, dst] = Resharder(edge, model, self.local, (sides[0], sides[1]), neighbours, swap)
@@ -271,7 +271,11 @@ class Engines:
                 ]
                 try:
                     name = f"{node.worker}-rank-{self.rank:05d}.safetensors"
-                    files.append(checkpoint.write(Path(folder), name, pieces, metadata | checkpoint.taken(self.steps)))
+                    files.append(
+                        checkpoint.write_tensors(
+                            Path(folder), name, pieces, metadata | checkpoint.step_metadata(self.steps)
+                        )
+                    )
                 except OSError as error:
                     failed = str(error)  # not raised: the other ranks already go to the next collective
         return files, self.steps, failed

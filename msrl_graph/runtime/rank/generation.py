@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from torch import distributed as dist
 
-from ...backends.spec import Response, Sampling, collected
+from ...backends.spec import Response, Sampling, collect_responses
 from ...ir.attributes import GenerateAttributes, SampleEdgeAttributes
 from ...ir.evaluation import Draw
 from ...ir.graph import Node
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
-from ...ir.sequences import beginnings, heat, of_response, sequences, tempered
+from ...ir.sequences import begins_columns, find_response_column, sequences, temperature_exprs, temperature_name
 from ..agents.rank_protocol import BatchStart
 from ..agents.template import ChatTemplate
 from ..data import numerics
 from ..data.columns import Array, ColumnData, ColumnRows, Verdicts, ragged
 from ..data.row_files import Recording
-from ..data.tokens import Tokens, ends, tokenised
+from ..data.tokens import Tokens, end_tokens, tokenise_columns
 from ..dock.messages import Batch
 from ..functions.environments import EnvironmentClass
 from ..functions.surviving_rows import SurvivingRows
@@ -40,7 +40,7 @@ from ..process.task_report import Report
 from .agent_generation import AgentGeneration
 from .environment_turns import BEGINNING, Dialogue
 from .multi_turn import Responses
-from .packing import distinct, kept
+from .packing import apply_mask, count_distinct
 from .partial_rollout import PartialRollout
 
 
@@ -65,7 +65,7 @@ class Generation(AgentGeneration):
     def build(self) -> None:
         super().build()
         nodes = [self.plan.graph.node(name) for name in self.generators]
-        self.ends = {generation.name: ends(self.plan.model(generation.name).path) for generation in nodes}
+        self.ends = {generation.name: end_tokens(self.plan.model(generation.name).path) for generation in nodes}
         self.environments = {
             generation.name: EnvironmentClass(generation, self.plan)
             for generation in nodes
@@ -90,7 +90,7 @@ class Generation(AgentGeneration):
         attributes = GenerateAttributes.of(node)
         draw = evaluation.draw(graph, node) if evaluation else Draw(node.name)
         samples = draw.samples or attributes.samples
-        response, as_drawn = numerics.drawn(graph, node)
+        response, as_drawn = numerics.sampled_columns(graph, node)
         sampling = Sampling(
             samples=samples,
             max_tokens=graph.bound(response) if attributes.max_tokens is None else attributes.max_tokens,
@@ -127,7 +127,7 @@ class Generation(AgentGeneration):
                 ended = _count_progress(self.generators[node.name].generate(context, keys, sampling), len(rows))
             for part in self._split_stream(node, ended):
                 places = np.sort([sample.place for sample in part])
-                tokens, logps = collected(part)
+                tokens, logps = collect_responses(part)
                 for place, drawn in zip(places, tokens, strict=True):
                     responses[place] = drawn
                 yield self._written(node, task, rows[places], tokens, logps, report)
@@ -140,9 +140,9 @@ class Generation(AgentGeneration):
         report.count(f"{metric_prefix}prompt_tokens", float(sum(prompt_lengths[row] for row in prompts.tolist())), 0)
         report.count(f"{metric_prefix}response_tokens", float(lengths.sum()), 0)
         report.count(
-            f"{metric_prefix}distinct_prompt_tokens", float(distinct(context, np.zeros(len(context), int))[0]), 0
+            f"{metric_prefix}distinct_prompt_tokens", float(count_distinct(context, np.zeros(len(context), int))[0]), 0
         )
-        for name, number in zip(("distinct_tokens", "distinct_rows"), distinct(responses, prompts), strict=True):
+        for name, number in zip(("distinct_tokens", "distinct_rows"), count_distinct(responses, prompts), strict=True):
             report.count(metric_prefix + name, float(number), 0)
         report.peak(f"{metric_prefix}response_length_max", float(lengths.max(initial=0)))
         if not partial and any(edge.dst == node.name and edge.name in task.fetches for edge in self.plan.reshards):
@@ -175,11 +175,11 @@ class Generation(AgentGeneration):
             lambda numbers: self._summed(node, numbers),
             self._stream(node, task),
         )
-        known = of_response(self.plan.graph, node, "i32")
+        known = find_response_column(self.plan.graph, node, "i32")
         if self.recording is None:
             taken_rows = rollout.run(self.generators[node.name])
         else:
-            columns = (*numerics.drawn(self.plan.graph, node), *([known] if known else []))
+            columns = (*numerics.sampled_columns(self.plan.graph, node), *([known] if known else []))
             taken_rows = rollout.replay(self.recording, node, columns)
         if self._first(node):
             report.cut = rollout.cut(taken_rows)
@@ -241,14 +241,14 @@ class Generation(AgentGeneration):
         `versions`: the weights that sampled each token; None: all are of the version that the generation has.
         """
         graph = self.plan.graph
-        response, as_drawn = numerics.drawn(graph, node)
+        response, as_drawn = numerics.sampled_columns(graph, node)
         ids = ragged(tokens, np.int32)
         logp = ragged(logps, np.float32)
         self.watch.response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
         columns = {response: ids, as_drawn: logp}
-        if name := of_response(graph, node, "bool"):
+        if name := find_response_column(graph, node, "bool"):
             columns[name] = ColumnData(np.ones(len(ids.values), bool), ids.offsets)
-        if name := of_response(graph, node, "i32"):
+        if name := find_response_column(graph, node, "i32"):
             current = ColumnData(np.full(len(ids.values), self._version(node, task), np.int32), ids.offsets)
             columns[name] = current if versions is None else ragged(versions, np.int32)
         return {name: ColumnRows(rows, column) for name, column in columns.items()}
@@ -306,7 +306,7 @@ class Generation(AgentGeneration):
         for turn in range(1, turns + 1) if len(active) else ():
             before = [np.concatenate([contexts[i], responses[i]]) for i in active]
             turn_sampling = sampling.of(active)
-            drawn = collected(
+            drawn = collect_responses(
                 self.generators[node.name].generate(before, keys[active], turn_sampling, responses.lengths[active])
             )
             last_starts[active] = responses.lengths[active]
@@ -318,7 +318,7 @@ class Generation(AgentGeneration):
             active = responses.told(active[continues], [ids for ids in replies if ids is not None])
             if not len(active):
                 break
-        response, _ = numerics.drawn(self.plan.graph, node)
+        response, _ = numerics.sampled_columns(self.plan.graph, node)
         alive = self._shared(node, episodes.end, {response: responses.lengths})
         verdicts = episodes.verdicts(report, metric_prefix)
         rows = rows[alive]
@@ -375,18 +375,20 @@ class Generation(AgentGeneration):
         `response_columns` are tokens, their log-probabilities, the mask and, for an agent, where conversations begin;
         `values` are the other columns.
         """
-        response, as_drawn = numerics.drawn(self.plan.graph, node)
+        response, as_drawn = numerics.sampled_columns(self.plan.graph, node)
         ids, logp, mask, *begins = response_columns
-        self.watch.response(node, task, report, rows, ids, kept(logp, mask), self.plan.model(node.name).vocabulary)
+        self.watch.response(
+            node, task, report, rows, ids, apply_mask(logp, mask), self.plan.model(node.name).vocabulary
+        )
         report.count(f"{metric_prefix}turns", float(answers), len(rows))
         report.count(f"{metric_prefix}policy_tokens", float(mask.values.sum()), 0)
         report.count(f"{metric_prefix}environment_tokens", float((~mask.values).sum()), 0)
         written = {response: ids, as_drawn: logp}
-        for column in beginnings(self.plan.graph, node).values():
+        for column in begins_columns(self.plan.graph, node).values():
             written[column] = begins[0]
-        if name := of_response(self.plan.graph, node, "bool"):
+        if name := find_response_column(self.plan.graph, node, "bool"):
             written[name] = mask
-        if name := of_response(self.plan.graph, node, "i32"):
+        if name := find_response_column(self.plan.graph, node, "i32"):
             written[name] = replace(mask, values=np.where(mask.values, self._version(node, task), -1).astype(np.int32))
         return written | self._check_values(node, task, rows, values, report)
 
@@ -404,15 +406,15 @@ class Generation(AgentGeneration):
         """Return the evaluation's temperature, else the node's: one, or one per response."""
         if draw.temperature is not None:
             return draw.temperature
-        if not (stated := tempered(self.plan.graph, node)):
+        if not (stated := temperature_exprs(self.plan.graph, node)):
             return float(GenerateAttributes.of(node).temperature.literal())
-        temperatures: Array = batch.columns[heat(stated[0])].values.astype(np.float32)
+        temperatures: Array = batch.columns[temperature_name(stated[0])].values.astype(np.float32)
         self.watch.temperature(node, task, batch.rows, str(stated[0].value), temperatures)
         return np.repeat(temperatures, samples)
 
     def _context(self, node: Node, batch: Batch) -> list[Array]:
         """Return what each row's generation continues: the columns read, as tokens."""
-        columns = tokenised(self.plan, node, batch.columns)
+        columns = tokenise_columns(self.plan, node, batch.columns)
         parts = [columns[name] for name in sequences(self.plan.graph, node).context]
         # The node may read no tokens: an agent or an environment then reads the row.
         return [np.concatenate([part[i] for part in parts] or [np.zeros(0, np.int32)]) for i in range(len(batch.rows))]

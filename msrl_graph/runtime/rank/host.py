@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 
-from ...hardware.environment_variables import Setting, applied
+from ...hardware.environment_variables import Setting, missing_settings
 from ..dock.messages import DockAddress
 from ..process import fault_points
-from ..process.environment import settle, waits
+from ..process.environment import openmp_variables, set_up_process
 from ..process.task import Task
 from ..process.task_report import Report
 from ..weights import checkpoint_parts
@@ -35,9 +35,9 @@ class RankHost:
         wanted: tuple[Setting, ...],
         deadline: float = 0.0,
     ) -> None:
-        os.environ |= waits() | applied(wanted, os.environ)
+        os.environ |= openmp_variables() | missing_settings(wanted, os.environ)
         # First, since torch makes a cache folder among the temporary files when parts of it are imported.
-        settle(folder, logs, f"rank {rank}", deadline)
+        set_up_process(folder, logs, f"rank {rank}", deadline)
         from .rank import Rank
 
         self.rank = Rank(plan, rank, threads, ray.get_runtime_context().get_accelerator_ids())

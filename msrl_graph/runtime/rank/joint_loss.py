@@ -17,7 +17,7 @@ import torch
 from torch import distributed as dist
 
 from ...backends.spec import Outputs
-from ..data.columns import Array, ColumnData, concatenate, offsets_of
+from ..data.columns import Array, ColumnData, concatenate, offsets_from_lengths
 from . import object_collectives
 from .loss import Value
 from .packing import PreparedBatch
@@ -107,7 +107,7 @@ class JointMiniBatch:
         all_rows = np.arange(len(self.numbers))
         self._slopes = {
             name: {
-                column: ColumnData(part.numpy(), offsets_of(self.seen.lengths[column]))
+                column: ColumnData(part.numpy(), offsets_from_lengths(self.seen.lengths[column]))
                 for column, part in self.seen.split(all_rows, slope).items()
             }
             for name, slope in zip(leaves, slopes, strict=True)
@@ -137,7 +137,9 @@ class JointMiniBatch:
 
         def part(values: torch.Tensor) -> torch.Tensor:
             if values.shape[:1] == (tokens,):
-                return torch.from_numpy(ColumnData(values.detach().numpy(), offsets_of(lengths)).take(positions).values)
+                return torch.from_numpy(
+                    ColumnData(values.detach().numpy(), offsets_from_lengths(lengths)).take(positions).values
+                )
             return values.detach()[positions] if values.shape[:1] == (len(lengths),) else values.detach()
 
         terms = self._value.terms.items()
@@ -155,6 +157,6 @@ def _by_column(seen: PreparedBatch, micro: list[Array], pass_outputs: list[torch
     split = [seen.split(rows, values.detach().cpu()) for rows, values in zip(micro, pass_outputs, strict=True)]
     values = {column: torch.cat([part[column] for part in split]).numpy() for column in seen.lengths}
     return {
-        column: ColumnData(joined, offsets_of(seen.lengths[column][order])).take(np.argsort(order))
+        column: ColumnData(joined, offsets_from_lengths(seen.lengths[column][order])).take(np.argsort(order))
         for column, joined in values.items()
     }

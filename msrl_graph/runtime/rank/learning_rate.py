@@ -14,12 +14,12 @@ from ...cost.holdings import row_count
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ..functions.user_traceback import BadResult, blame
-from ..functions.values import brief, called
+from ..functions.user_traceback import BadResult, describe_failure
+from ..functions.values import describe_briefly, load_with_signature
 from ..process.task_report import RunError
 
 
-def rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> float:
+def learning_rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> float:
     """Return the rate of an update's step-th step, from 1.
 
     Raises RunError if a function or a state does not give a valid rate.
@@ -32,7 +32,7 @@ def rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> floa
     try:
         if stated.kind == "state":
             return _check_rate(states[str(stated.value)], f"the state `{stated.value}` is") * min(1.0, step / warmup)
-        schedule, signature = called(stated, "schedule")
+        schedule, signature = load_with_signature(stated, "schedule")
         filled = {"step": step, "last": attributes.steps_in_run(row_count(plan, node.name), plan.deploy.run.iterations)}
         arguments: dict[str, float] = {name: filled[name] for name in signature.fills}
         binds = {parameter: stated.columns().get(parameter, parameter) for parameter in signature.columns}
@@ -41,7 +41,7 @@ def rate(plan: Plan, node: Node, step: int, states: Mapping[str, float]) -> floa
     except Exception as error:
         # Without the loss, so that the error does not point at it.
         optimizer_node = replace(node, attributes={"optimizer": attributes.optimizer})
-        raise RunError(blame(optimizer_node, error, f"the learning rate of step {step}")) from error
+        raise RunError(describe_failure(optimizer_node, error, f"the learning rate of step {step}")) from error
 
 
 def _check_rate(value: object, subject: str) -> float:
@@ -50,5 +50,5 @@ def _check_rate(value: object, subject: str) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not 0 <= number < math.inf:
-        raise BadResult(f"{subject} {brief(value)}, where a number of 0 or more belongs")
+        raise BadResult(f"{subject} {describe_briefly(value)} instead of a number of at least 0")
     return number

@@ -24,8 +24,8 @@ from ...ir.sequences import sequences
 from ...ir.signatures import ROUNDING, Signature
 from ..data.columns import Array
 from ..functions.user_traceback import BadResult
-from ..functions.values import brief, called
-from .packing import PreparedBatch, flat
+from ..functions.values import describe_briefly, load_with_signature
+from .packing import PreparedBatch, flatten_column
 
 # By the type of the weights: how much rounding may change a token's log-probability between two forward passes of the
 # same weights (other micro-batches, another layout), in nats. A float32 logit near 32 is exact to 2e-6, and layers add
@@ -75,12 +75,12 @@ class Value:
     figures: dict[str, torch.Tensor]
 
 
-def terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
+def list_terms(expr: Expr) -> Iterator[tuple[Expr, Signature]]:
     """Return the calls in a loss, with their signatures."""
     return ((call, _load_term(call)[1]) for call in expr.calls())
 
 
-def bound(term: Expr, signature: Signature, node: Node) -> dict[str, str]:
+def bind_columns(term: Expr, signature: Signature, node: Node) -> dict[str, str]:
     """Return the column or state that each parameter of a term is bound to."""
     renamed = term.columns()
     return {
@@ -90,34 +90,34 @@ def bound(term: Expr, signature: Signature, node: Node) -> dict[str, str]:
     }
 
 
-def fills(node: Node) -> set[str]:
+def filled_parameters(node: Node) -> set[str]:
     """Return the names of the parameters of an update's terms that are filled in."""
-    return {name for _, signature in terms(UpdateAttributes.of(node).loss) for name in signature.fills}
+    return {name for _, signature in list_terms(UpdateAttributes.of(node).loss) for name in signature.fills}
 
 
-def columns(node: Node) -> tuple[set[str], set[str]]:
+def columns_read(node: Node) -> tuple[set[str], set[str]]:
     """Return the columns and states that the loss reads of those that the node reads.
 
     First those whose values it reads, then those for whose tokens it reads the log-probabilities.
     """
     read = _direct_columns(UpdateAttributes.of(node).loss)
     scored = set[str]()
-    for term, signature in terms(UpdateAttributes.of(node).loss):
-        for parameter, column in bound(term, signature, node).items():
+    for term, signature in list_terms(UpdateAttributes.of(node).loss):
+        for parameter, column in bind_columns(term, signature, node).items():
             if parameter not in signature.scores:
                 (scored if parameter in signature.logps else read).add(column)
     return read, scored
 
 
-def beside(graph: Graph, node: Node) -> dict[str, Column]:
+def id_columns(graph: Graph, node: Node) -> dict[str, Column]:
     """Return the id columns whose log-probabilities terms read.
 
     Columns whose own tokens are scored are not among them.
     """
-    return {name: graph.column(name) for name in sorted(columns(node)[1] - {*sequences(graph, node).scored})}
+    return {name: graph.column(name) for name in sorted(columns_read(node)[1] - {*sequences(graph, node).scored})}
 
 
-def inputs(
+def make_inputs(
     graph: Graph,
     node: Node,
     seen: PreparedBatch,
@@ -130,13 +130,13 @@ def inputs(
 
     `rows` are positions.
     """
-    wants = fills(node)
+    wants = filled_parameters(node)
     target = next(iter(seen.lengths))
     place = next(output.device for output in outputs if output is not None)
     lengths = {scored: torch.from_numpy(counts[rows]).to(place) for scored, counts in seen.lengths.items()}
     logps = {} if outputs.logp is None else seen.split(rows, outputs.logp)
     if outputs.given is not None:
-        ids = beside(graph, node)
+        ids = id_columns(graph, node)
         widths = [math.prod(dim.size for dim in column.dims[1:]) for column in ids.values()]
         for part, (name, column) in zip(torch.split(outputs.given, widths, 1), ids.items(), strict=True):
             logps[name] = seen.split(rows, part)[column.dims[0].like].reshape(
@@ -144,9 +144,11 @@ def inputs(
             )
             lengths[name] = lengths[column.dims[0].like]
     # A scalar is repeated for each token of its row, unless the loss is per row.
-    row_lengths = None if of_rows(node) else seen.lengths[target][rows]
-    names = sorted(columns(node)[0] & seen.columns.keys())
-    read = {column: flat(seen.columns[column], rows, row_lengths).to(place, non_blocking=True) for column in names}
+    row_lengths = None if is_per_row(node) else seen.lengths[target][rows]
+    names = sorted(columns_read(node)[0] & seen.columns.keys())
+    read = {
+        column: flatten_column(seen.columns[column], rows, row_lengths).to(place, non_blocking=True) for column in names
+    }
     filled = {name: getattr(outputs, name) for name in ("logp", "values", "entropy") if name in wants}
     values = {} if outputs.values is None else seen.split(rows, outputs.values)
     scores = {scored: _last_values(values[scored], lengths[scored]) for scored in node.scores}
@@ -172,14 +174,14 @@ def _direct_columns(expr: Expr) -> set[str]:
     )
 
 
-def of_rows(node: Node) -> bool:
+def is_per_row(node: Node) -> bool:
     """Return whether the loss is one number per row, not one per token."""
-    return any(signature.rows for _, signature in terms(UpdateAttributes.of(node).loss))
+    return any(signature.rows for _, signature in list_terms(UpdateAttributes.of(node).loss))
 
 
-def of_mini_batch(node: Node) -> bool:
+def needs_mini_batch(node: Node) -> bool:
     """Return whether a term of the loss needs all rows of the mini-batch at once."""
-    return any(signature.scope == "mini_batch" for _, signature in terms(UpdateAttributes.of(node).loss))
+    return any(signature.scope == "mini_batch" for _, signature in list_terms(UpdateAttributes.of(node).loss))
 
 
 def evaluate(node: Node, inputs: LossInputs) -> Value:
@@ -215,7 +217,7 @@ def _value(
 
 def _arguments(term: Expr, node: Node, inputs: LossInputs) -> dict[str, Any]:
     _, signature = _load_term(term)
-    binds = bound(term, signature, node)
+    binds = bind_columns(term, signature, node)
     special = dict.fromkeys(signature.logps, inputs.logps) | dict.fromkeys(signature.scores, inputs.scores)
     arguments: dict[str, Any] = {
         parameter: special.get(parameter, inputs.columns)[column] for parameter, column in binds.items()
@@ -238,14 +240,14 @@ def _check_shape(part: Any, signature: Signature, inputs: LossInputs) -> torch.T
     count, unit = (len(lengths), "row") if signature.rows else (int(lengths.sum()), "token")
     if isinstance(part, torch.Tensor) and part.shape == (count,):
         return part
-    returned = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else brief(part)
+    returned = f"a tensor of shape {tuple(part.shape)}" if isinstance(part, torch.Tensor) else describe_briefly(part)
     raise BadResult(f"`{signature.name}` returned {returned}; expected shape ({count},), one number per {unit}")
 
 
 @cache
 def _load_term(call: Expr) -> tuple[Callable[..., Any], Signature]:
     """Return a term of a loss and its signature; cached, so that a file is read once."""
-    return called(call, "loss")
+    return load_with_signature(call, "loss")
 
 
 def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, normalizer: LossNormalizer) -> torch.Tensor:
@@ -254,7 +256,7 @@ def reduce(node: Node, value: torch.Tensor, lengths: torch.Tensor, normalizer: L
     `lengths` are the response tokens of each row.
     """
     reduction = UpdateAttributes.of(node).reduce
-    kind = "rows" if of_rows(node) else str(reduction.value)
+    kind = "rows" if is_per_row(node) else str(reduction.value)
     if kind == "tokens":
         return value.sum() / max(normalizer.tokens, 1)
     if kind == "rows":

@@ -21,7 +21,7 @@ from ...ir.plan import Plan
 PATIENCE = 120.0  # seconds for all terms of a plan, including the start of the process
 
 
-def own_terms(plan: Plan) -> list[tuple[Node, Expr]]:
+def list_user_terms(plan: Plan) -> list[tuple[Node, Expr]]:
     """Return the calls of terms that are defined in files, each with its update."""
     return [
         (node, call)
@@ -31,7 +31,7 @@ def own_terms(plan: Plan) -> list[tuple[Node, Expr]]:
     ]
 
 
-def untried(node: Node, call: Expr, why: str) -> Diagnostic:
+def warn_untried(node: Node, call: Expr, why: str) -> Diagnostic:
     """Return the warning for a term that could not be run."""
     message = f"`{str(call.value).rpartition(':')[2]}` could not be tried on made-up rows: {why}"
     return Diagnostic(
@@ -43,12 +43,12 @@ def untried(node: Node, call: Expr, why: str) -> Diagnostic:
     )
 
 
-def tried(plan: Plan) -> list[Diagnostic]:
+def try_terms(plan: Plan) -> list[Diagnostic]:
     """Return what is wrong with the terms that are defined in files.
 
     The result has a warning if they could not be run.
     """
-    terms = own_terms(plan)
+    terms = list_user_terms(plan)
     if not terms:
         return []
     command = (sys.executable, "-P", "-m", "msrl_graph.runtime.rank.loss_split_check")
@@ -58,4 +58,4 @@ def tried(plan: Plan) -> list[Diagnostic]:
         )
         return msgspec.json.decode(result.stdout, type=list[Diagnostic])
     except (subprocess.SubprocessError, msgspec.MsgspecError) as error:
-        return [untried(*terms[0], "its process " + str(error).rpartition("' ")[2].rpartition("] ")[2])]
+        return [warn_untried(*terms[0], "its process " + str(error).rpartition("' ")[2].rpartition("] ")[2])]

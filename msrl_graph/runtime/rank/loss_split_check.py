@@ -24,11 +24,11 @@ from ...ir.graph import Column as Declared
 from ...ir.graph import Expr, Graph, Node
 from ...ir.plan import Plan
 from ...ir.sequences import sequences
-from ..data.columns import DTYPES, Array, ColumnData, offsets_of
+from ..data.columns import DTYPES, Array, ColumnData, offsets_from_lengths
 from ..functions.user_traceback import BadResult
 from . import loss
 from .joint_loss import FIELDS
-from .loss_dry_run import own_terms, untried
+from .loss_dry_run import list_user_terms, warn_untried
 from .packing import PreparedBatch
 
 # Rows, and the maximal number of tokens of each: few, and enough that a small share of them is a whole token.
@@ -40,9 +40,9 @@ NEAR: dict[str, Any] = {
 }  # both do the same operations, but sum in another order
 
 
-def found(plan: Plan) -> list[Diagnostic]:
+def check_terms(plan: Plan) -> list[Diagnostic]:
     """Report terms that depend on other rows or cannot run, and flat losses."""
-    terms = own_terms(plan)
+    terms = list_user_terms(plan)
     problems = [problem for node, call in terms if (problem := _check_term(plan.graph, node, call)) is not None]
     if not problems:
         problems = [
@@ -56,7 +56,7 @@ def found(plan: Plan) -> list[Diagnostic]:
 def _check_term(graph: Graph, node: Node, call: Expr) -> Diagnostic | None:
     node = replace(node, attributes={**node.attributes, "loss": call})
     try:
-        if loss.of_mini_batch(node) or all(per_row(graph, node, seed) for seed in range(2 * len(SIZES))):
+        if loss.needs_mini_batch(node) or all(is_per_row(graph, node, seed) for seed in range(2 * len(SIZES))):
             return None
     except BadResult as error:  # would happen with any rows
         help = (
@@ -65,7 +65,7 @@ def _check_term(graph: Graph, node: Node, call: Expr) -> Diagnostic | None:
         )
         return Diagnostic("bad-value", f"on made-up rows {error}", span(call, node), help)
     except Exception as error:
-        return untried(node, call, f"{type(error).__name__}: {error}")
+        return warn_untried(node, call, f"{type(error).__name__}: {error}")
     name = str(call.value).rpartition(":")[2]
     message = (
         f"`{name}` changes a row's loss when other rows are computed with it, so the loss would depend on "
@@ -86,7 +86,7 @@ def _report_no_gradient(node: Node) -> Diagnostic:
 
 def has_no_gradient(graph: Graph, node: Node) -> bool:
     """Return whether an update's loss depends on nothing that a forward pass gives."""
-    if loss.of_mini_batch(node):
+    if loss.needs_mini_batch(node):
         return False
     rows, most = SIZES[0]
     seen, outputs = _made_up(graph, node, np.random.default_rng(0), rows, most, negative=True)
@@ -94,7 +94,7 @@ def has_no_gradient(graph: Graph, node: Node) -> bool:
     return not value.requires_grad
 
 
-def per_row(graph: Graph, node: Node, seed: int) -> bool:
+def is_per_row(graph: Graph, node: Node, seed: int) -> bool:
     """Return whether an update's loss of a row does not depend on the other rows.
 
     It compares loss and gradients of a made-up mini-batch with those of its two parts.
@@ -132,17 +132,20 @@ def _made_up(
             return ColumnData(numbers((rows,), declared.element))
         first, *rest = declared.dims
         own = lengths[first.like] if first.like in lengths else np.full(rows, first.size or 1)
-        return ColumnData(numbers((int(own.sum()), *(dim.size for dim in rest)), declared.element), offsets_of(own))
+        return ColumnData(
+            numbers((int(own.sum()), *(dim.size for dim in rest)), declared.element), offsets_from_lengths(own)
+        )
 
-    names = loss.columns(node)[0] - lengths.keys()
+    names = loss.columns_read(node)[0] - lengths.keys()
     columns = {name: column(graph.column(name)) for name in sorted(names - {*node.states})}
     columns |= {state: ColumnData(np.full(rows, 0.5, np.float32)) for state in sorted(names & {*node.states})}
-    width = sum(int(np.prod([dim.size for dim in ids.dims[1:]])) for ids in loss.beside(graph, node).values())
+    width = sum(int(np.prod([dim.size for dim in ids.dims[1:]])) for ids in loss.id_columns(graph, node).values())
     kinds = {"logp": ((), True), "values": ((), False), "entropy": ((), True), "given": ((width,), True)}
     outputs = {
         name: {
             scored: ColumnData(
-                numbers((int(counts.sum()), *shape), below=below) * (-1 if name == "entropy" else 1), offsets_of(counts)
+                numbers((int(counts.sum()), *shape), below=below) * (-1 if name == "entropy" else 1),
+                offsets_from_lengths(counts),
             )
             for scored, counts in lengths.items()
         }
@@ -160,15 +163,15 @@ def _loss_and_gradients(
     """
     value, leaves = _evaluate(graph, node, seen, outputs, rows)
     lengths = next(iter(seen.lengths.values()))[rows]
-    yield ColumnData(value.detach().numpy(), None if loss.of_rows(node) else offsets_of(lengths))
+    yield ColumnData(value.detach().numpy(), None if loss.is_per_row(node) else offsets_from_lengths(lengths))
     if value.requires_grad:
         # Rows have different weights, as under `reduce`: a plain sum may have the right gradients where single rows do
         # not.
-        weight = torch.from_numpy((1.0 + rows % 3).astype(np.float32).repeat(1 if loss.of_rows(node) else lengths))
+        weight = torch.from_numpy((1.0 + rows % 3).astype(np.float32).repeat(1 if loss.is_per_row(node) else lengths))
         slopes = torch.autograd.grad(value, [*leaves.values()], weight, materialize_grads=True)
         for slope in slopes:
             for scored, part in seen.split(rows, slope).items():
-                yield ColumnData(part.numpy(), offsets_of(seen.lengths[scored][rows]))
+                yield ColumnData(part.numpy(), offsets_from_lengths(seen.lengths[scored][rows]))
 
 
 def _evaluate(
@@ -185,7 +188,7 @@ def _evaluate(
         for name in FIELDS
     }
     torch.manual_seed(0)
-    return loss.evaluate(node, loss.inputs(graph, node, seen, rows, Outputs(**leaves))).loss, leaves
+    return loss.evaluate(node, loss.make_inputs(graph, node, seen, rows, Outputs(**leaves))).loss, leaves
 
 
 def main() -> None:
@@ -197,7 +200,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
         torch.set_num_threads(1)
-        answer.write(msgspec.json.encode(found(plan)))
+        answer.write(msgspec.json.encode(check_terms(plan)))
 
 
 if __name__ == "__main__":

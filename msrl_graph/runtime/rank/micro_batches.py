@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from ..data.columns import Array, ColumnData, offsets_of
+from ..data.columns import Array, ColumnData, offsets_from_lengths
 
 
 class MicroBatches(Sequence[TensorDict]):
@@ -83,7 +83,10 @@ def pack(
         pieces = prefixes
         requested = [(np.arange(len(rows)), prefix_lengths - 1, np.zeros(len(rows), np.int64))]
     pieces = pieces or [np.zeros(1, np.int64)]
-    sequences = {"ids": np.concatenate(pieces).astype(np.int64), "offsets": offsets_of(np.array([*map(len, pieces)]))}
+    sequences = {
+        "ids": np.concatenate(pieces).astype(np.int64),
+        "offsets": offsets_from_lengths(np.array([*map(len, pieces)])),
+    }
     tokens = dict(zip(("row", "position", "token"), map(np.concatenate, zip(*requested, strict=True)), strict=True))
     tensors = {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in (sequences | tokens).items()}
     return TensorDict(tensors | {name: tensor for name, tensor in extra.items() if tensor is not None}, batch_size=[])

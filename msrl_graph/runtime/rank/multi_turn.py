@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..data.columns import Array, ColumnData, offsets_of
+from ..data.columns import Array, ColumnData, offsets_from_lengths
 
 
 class Responses:
@@ -51,7 +51,7 @@ class Responses:
     def columns(self) -> tuple[ColumnData, ColumnData, ColumnData]:
         """Return tokens, log-probabilities, and the mask: true where the policy wrote."""
         inside = np.arange(self.bound) < self.lengths[:, None]
-        offsets = offsets_of(self.lengths)
+        offsets = offsets_from_lengths(self.lengths)
         mask = self._written[inside]
         logps = self._logps[inside]
         logps[mask & ~np.isfinite(logps)] = -np.inf

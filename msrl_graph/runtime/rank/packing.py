@@ -13,9 +13,9 @@ import torch
 
 from ...ir import graph as ir
 from ...ir.graph import Graph, Node
-from ...ir.sequences import as_drawn, beginnings, heating, sequences
+from ...ir.sequences import begins_columns, drawn_name, sequences, temperature_states
 from ..data import numerics
-from ..data.columns import DTYPES, Array, ColumnData, offsets_of
+from ..data.columns import DTYPES, Array, ColumnData, offsets_from_lengths
 from ..dock.messages import Batch
 
 
@@ -56,7 +56,7 @@ class PreparedBatch:
         )
 
 
-def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> PreparedBatch:
+def prepare_batch(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[str, str]) -> PreparedBatch:
     """Prepare a batch for a node's model.
 
     `like`: for undeclared columns, the column that has the same length.
@@ -66,13 +66,13 @@ def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[st
     like = like | {name: column.dims[0].like for name, column in declared.items() if column.dims}
     # A group without rows also has no columns.
     columns = {name: _empty(declared[name]) for name in node.reads if name in declared}
-    states = (*node.states, *map(as_drawn, heating(graph, node)))
+    states = (*node.states, *map(drawn_name, temperature_states(graph, node)))
     columns |= {state: ColumnData(np.zeros(0)) for state in states} | batch.columns
     names = [*roles.context, *roles.scored]
-    tokens, strange = numerics.known_tokens([columns.pop(name) for name in names], vocabulary)
+    tokens, strange = numerics.clip_tokens([columns.pop(name) for name in names], vocabulary)
     token_columns = dict(zip(names, tokens, strict=True))
     conversation_starts = {
-        scored_name: columns.pop(name, None) for scored_name, name in beginnings(graph, node).items()
+        scored_name: columns.pop(name, None) for scored_name, name in begins_columns(graph, node).items()
     }
     # A group without rows has none.
     begins = {scored_name: column for scored_name, column in conversation_starts.items() if column is not None}
@@ -85,8 +85,8 @@ def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[st
         mask = columns.pop(name)
         other = masks.get(like[name])
         masks[like[name]] = mask if other is None else replace(mask, values=mask.values & other.values)
-    columns = {name: kept(column, masks.get(like.get(name, ""))) for name, column in columns.items()}
-    lengths = {name: kept(token_columns[name], masks.get(name)).lengths for name in roles.scored}
+    columns = {name: apply_mask(column, masks.get(like.get(name, ""))) for name, column in columns.items()}
+    lengths = {name: apply_mask(token_columns[name], masks.get(name)).lengths for name in roles.scored}
     contexts = [token_columns[name] for name in roles.context]
     scored = {name: token_columns[name] for name in roles.scored}
     return PreparedBatch(contexts, scored, masks, columns, lengths, strange, begins)
@@ -94,18 +94,22 @@ def given(graph: Graph, node: Node, batch: Batch, vocabulary: int, like: dict[st
 
 def _empty(column: ir.Column) -> ColumnData:
     values: Array = np.zeros((0, *(dim.size for dim in column.dims[1:])), DTYPES[column.element])
-    return ColumnData(values, offsets_of(np.zeros(0, np.int64)) if column.dims or column.element == "text" else None)
+    return ColumnData(
+        values, offsets_from_lengths(np.zeros(0, np.int64)) if column.dims or column.element == "text" else None
+    )
 
 
-def kept(column: ColumnData, mask: ColumnData | None) -> ColumnData:
+def apply_mask(column: ColumnData, mask: ColumnData | None) -> ColumnData:
     """Return the part of a column that a mask keeps."""
     if mask is None:
         return column
     row = np.repeat(np.arange(len(column)), column.lengths)
-    return ColumnData(column.values[mask.values], offsets_of(np.bincount(row[mask.values], minlength=len(column))))
+    return ColumnData(
+        column.values[mask.values], offsets_from_lengths(np.bincount(row[mask.values], minlength=len(column)))
+    )
 
 
-def flat(column: ColumnData, rows: Array, lengths: Array | None = None) -> torch.Tensor:
+def flatten_column(column: ColumnData, rows: Array, lengths: Array | None = None) -> torch.Tensor:
     """Return a column of these rows as one tensor; floats in float32, ids in int64.
 
     A ragged column has one value (or row of values) per token. A scalar column has one value per row, repeated for each
@@ -116,7 +120,7 @@ def flat(column: ColumnData, rows: Array, lengths: Array | None = None) -> torch
     return torch.from_numpy(values.astype(np.int64 if values.dtype.kind == "i" else np.float32, copy=False))
 
 
-def distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
+def count_distinct(rows: Sequence[Array], groups: Array) -> tuple[int, int]:
     """Count the different beginnings and the different rows, in each group.
 
     The different beginnings are the tokens to compute if rows share them. `groups` has each row's group: the responses

@@ -21,7 +21,7 @@ from ...backends.spec import Generator, Response, Sampling
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ..data.columns import Array
-from ..data.row_files import SAME, Recording
+from ..data.row_files import REPLAY_HINT, Recording
 from ..process.task import CutPrompt, Task
 from ..process.task_report import RunError
 
@@ -119,7 +119,7 @@ class PartialRollout:
         prompts = recording.prompts(*arguments, fan)
         if len(prompts) != self.takes:
             recorded = f"iteration {self.task.number} of {recording.folder} has responses to {len(prompts)} prompts"
-            raise RunError(f"{recorded}, but `{node.name}` ({node.span.place}) takes {self.takes}: {SAME}")
+            raise RunError(f"{recorded}, but `{node.name}` ({node.span.place}) takes {self.takes}: {REPLAY_HINT}")
         places = np.flatnonzero(np.isin(self.rows, prompts))
         taken_rows = [self.rows[place] for place in places]
         rows = (np.array(taken_rows, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)

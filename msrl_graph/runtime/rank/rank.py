@@ -23,26 +23,26 @@ from torch._C._distributed_c10d import TCPStore
 from ...backends.devices import TorchDevice
 from ...backends.spec import Shard
 from ...hardware import visibility_masks
-from ...ir.async_schedule import opening
+from ...ir.async_schedule import count_opening
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.instruction import Instruction, InstructionStream, Walker
 from ...ir.plan import Plan, from_json
-from ...ir.plan_paths import here
-from ...ir.sequences import as_drawn, heating, latest
+from ...ir.plan_paths import copy_to_host
+from ...ir.sequences import drawn_name, previous_states, temperature_states
 from ..data.columns import ColumnData, ColumnRows
 from ..dock.client import Client
 from ..dock.messages import Batch, DockAddress
-from ..dock.readers import readers
+from ..dock.readers import list_node_reads
 from ..process import compute_setup, memory
-from ..process.cluster_join import speak
+from ..process.cluster_join import set_collective_interface
 from ..process.task import Task
 from ..process.task_report import RanksNotJoined, Report
 from ..weights.reshard import HostSwap
 from ..weights.weight_publication import WeightPublication
 from ..weights.weight_send import Sender
 from . import object_collectives
-from .engine_errors import telling
+from .engine_errors import report_engine_errors
 from .generation import Generation
 from .training import Training
 
@@ -66,21 +66,26 @@ class InstructionRunner(Walker):
         with self.report.phase(node):
             rank.fetch(target)
         for proof in [waiting for (_, dst), waiting in rank.proofs.items() if dst == node and waiting.unprobed]:
-            with self.report.phase("proof"), telling(rank.plan, target, rank.rank, f"in {self.task.key}"):
+            with self.report.phase("proof"), report_engine_errors(rank.plan, target, rank.rank, f"in {self.task.key}"):
                 proof.probe()
         for batch in rank._batches(target, self.task, self.report):
             graph = rank.plan.graph
             task = self.task
             # States of the run have one value for all rows; other states came with the rows.
-            run_values = {state: task.states[state] for state in latest(graph, target) if state in task.states}
+            run_values = {state: task.states[state] for state in previous_states(graph, target) if state in task.states}
             run_values |= {
-                as_drawn(state): task.draws[state] for state in heating(graph, target) if state in task.draws
+                drawn_name(state): task.draws[state]
+                for state in temperature_states(graph, target)
+                if state in task.draws
             }
             for name, value in run_values.items():
                 batch.columns[name] = ColumnData(np.full(len(batch.rows), value, np.float32))
             parts = rank.compute(target, self.task, batch, group_report)
             while True:
-                with self.report.phase(node), telling(rank.plan, target, rank.rank, f"in {self.task.key}", batch.rows):
+                with (
+                    self.report.phase(node),
+                    report_engine_errors(rank.plan, target, rank.rank, f"in {self.task.key}", batch.rows),
+                ):
                     columns = next(parts, None)
                 if columns is None:
                     break
@@ -108,7 +113,9 @@ class InstructionRunner(Walker):
             proof.bound(shards)
             return shards
 
-        with telling(rank.plan, rank.plan.graph.node(dst), rank.rank, f"in {edge.name} in {self.task.key}"):
+        with report_engine_errors(
+            rank.plan, rank.plan.graph.node(dst), rank.rank, f"in {edge.name} in {self.task.key}"
+        ):
             with self.report.phase("reshard"):
                 if worker in rank.swaps:
                     rank.swaps[worker].wait()
@@ -175,11 +182,11 @@ class Rank(Training, Generation):
 
         They are given by resource, with their numbers on the host.
         """
-        compute_setup.prepare(threads)
+        compute_setup.prepare_process(threads)
         super().__init__(from_json(plan), rank)
         kind = self.plan.cluster.device.kind
         self.device = TorchDevice(
-            kind, visibility_masks.index(devices.get(kind.resource, ()), os.environ.get(kind.visible))
+            kind, visibility_masks.torch_index(devices.get(kind.resource, ()), os.environ.get(kind.visible))
         )
 
     def address(self) -> tuple[str, int]:
@@ -187,18 +194,18 @@ class Rank(Training, Generation):
 
         Returns its host and a port that the system chose.
         """
-        host = speak(self.plan.cluster)
-        self.store = compute_setup.meeting(host)
+        host = set_collective_interface(self.plan.cluster)
+        self.store = compute_setup.open_store(host)
         return host, self.store.port
 
     def start(self, address: tuple[str, int], dock: DockAddress) -> None:
         """Join the other ranks and build the engines."""
-        plan = self.plan = here(self.plan, data=False)
+        plan = self.plan = copy_to_host(self.plan, data=False)
         host = plan.cluster.host(self.rank)
         kind = plan.cluster.device.kind
-        speak(plan.cluster)
+        set_collective_interface(plan.cluster)
         self.device.claim()
-        self.client = Client(f"rank {self.rank}", readers(plan), dock, host)
+        self.client = Client(f"rank {self.rank}", list_node_reads(plan), dock, host)
         object_collectives.seal_with(dock.token)
         # Later than the dock's deadline: the dock reports which process waits for what, a collective only a timeout.
         deadline = timedelta(seconds=plan.docks.deadline + 60)
@@ -225,7 +232,7 @@ class Rank(Training, Generation):
         instructions = [
             instruction
             for stream in streams
-            for instruction in part(self.plan, stream, task)
+            for instruction in select_instructions(self.plan, stream, task)
             if instruction.op != "RUN" or UpdateAttributes.of(self.plan.graph.node(instruction.node)).due(task.number)
         ]
         runs = [instruction for instruction in instructions if instruction.op in ("RUN", "AGAIN")]
@@ -256,7 +263,7 @@ class Rank(Training, Generation):
                 for follower in self.followers.values():
                     follower.follow(task.number)
         if measure:
-            _record_bytes(report, "after", memory.held())
+            _record_bytes(report, "after", memory.live_bytes())
         self.client.flush(task, report)
         report.seconds["dock wait"] = self.client.waited
         report.seconds["dock move"] = self.client.moving
@@ -302,9 +309,9 @@ class Rank(Training, Generation):
             self.asked[node.name] = self.asking.submit(self.client.take, node.name, task, group)
 
 
-def part(plan: Plan, stream: InstructionStream, task: Task) -> Sequence[Instruction]:
+def select_instructions(plan: Plan, stream: InstructionStream, task: Task) -> Sequence[Instruction]:
     """Return the requested part of a pool's stream."""
-    first = opening(plan, stream) if task.part != "whole" else 0
+    first = count_opening(plan, stream) if task.part != "whole" else 0
     return stream.instructions[:first] if task.part == "opening" else stream.instructions[first:]
 
 

@@ -23,13 +23,13 @@ from ...ir import graph as ir
 from ...ir.attributes import UpdateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ...ir.sequences import heat, scores_texts, temperature, whole
+from ...ir.sequences import is_whole_conversation, scores_texts, temperature, temperature_name
 from ...ir.workload import micro_batches
 from ..data import numerics
-from ..data.columns import Array, ColumnData, ColumnRows, offsets_of
-from ..data.tokens import tokenised
+from ..data.columns import Array, ColumnData, ColumnRows, offsets_from_lengths
+from ..data.tokens import tokenise_columns
 from ..dock.messages import Batch
-from ..functions.user_traceback import blame
+from ..functions.user_traceback import describe_failure
 from ..metrics.reward_variance import ColumnMeans
 from ..process.task import Task
 from ..process.task_report import Report, RunError
@@ -37,7 +37,7 @@ from . import joint_loss, loss
 from . import learning_rate as rates
 from .engines import Engines
 from .micro_batches import MicroBatches, pack
-from .packing import PreparedBatch, flat, given
+from .packing import PreparedBatch, flatten_column, prepare_batch
 
 Sum = tuple[str, float, float]  # name, total, weight
 
@@ -87,15 +87,15 @@ class Training(Engines):
         wrong = seen.strange
         for name, column in seen.columns.items():
             if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
-                wrong = wrong | numerics.not_finite(column)
+                wrong = wrong | numerics.rows_not_finite(column)
         wrong = self.watch.unscored(node, task, report, batch.rows, seen.lengths, wrong)
         trainer = self.trainers[node.worker]
         normalizer = self._loss_normalizer(node, batch, seen)
         micro = self._micro_batches(node, batch, seen)
         target = next(iter(seen.lengths))
-        packed, asked = self._passes(node, seen, micro, entropy="entropy" in loss.fills(node))
+        packed, asked = self._passes(node, seen, micro, entropy="entropy" in loss.filled_parameters(node))
         join = partial(self._joint_mini_batch, node, task, batch, seen, micro, wrong, normalizer)
-        together = loss.of_mini_batch(node)
+        together = loss.needs_mini_batch(node)
         # A single micro-batch is the whole mini-batch: its loss follows its forward pass, and no second pass is needed.
         joint = join(trainer.score(packed, asked)) if together and len(micro) > 1 else None
         rounding = self._rounding(node)
@@ -109,7 +109,7 @@ class Training(Engines):
             value = (
                 joint.found(rows)
                 if joint
-                else self._loss(node, task, loss.inputs(self.plan.graph, node, seen, rows, output, None, rounding))
+                else self._loss(node, task, loss.make_inputs(self.plan.graph, node, seen, rows, output, None, rounding))
             )
             lengths = torch.from_numpy(seen.lengths[target][rows]).to(value.loss.device)
             total = loss.reduce(node, value.loss, lengths, normalizer)
@@ -129,7 +129,7 @@ class Training(Engines):
                     node, task, report, numbers, _join_outputs(scored, seen, micro, outputs), as_drawn, wrong
                 )
             lengths = next(iter(seen.lengths.values()))[order]
-            unit, offsets = ("row", None) if loss.of_rows(node) else ("token", offsets_of(lengths))
+            unit, offsets = ("row", None) if loss.is_per_row(node) else ("token", offsets_from_lengths(lengths))
             cost = ColumnData(torch.cat([summary.loss for summary in summaries]).numpy(), offsets)
             wrong = wrong | (joint is not None and joint.spoilt)  # a statistic of a wrong row is in the loss of all
             wrong = self.watch.finite(node, task, report, "loss", f"a {unit}'s loss is {{}}", numbers, cost, wrong)
@@ -150,7 +150,7 @@ class Training(Engines):
         step = self.steps.get(node.name, 0) + 1
         finite = not wrong and all(math.isfinite(value) for _, value, _ in sums)
         attributes = UpdateAttributes.of(node)
-        lr = rates.rate(self.plan, node, step, task.states)
+        lr = rates.learning_rate(self.plan, node, step, task.states)
         norm = self.trainers[node.worker].step(
             lr, attributes.clip_grad, finite, algorithms.optimizer(attributes.optimizer), node
         )
@@ -179,9 +179,9 @@ class Training(Engines):
     def _prepare_batch(self, node: Node, task: Task, batch: Batch) -> PreparedBatch:
         compared = self.watch.comparison
         like = {compared.column: compared.response} if compared else {}
-        batch = replace(batch, columns=tokenised(self.plan, node, batch.columns))
-        prepared = given(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
-        if prepared.contexts and not whole(self.plan.graph, node):
+        batch = replace(batch, columns=tokenise_columns(self.plan, node, batch.columns))
+        prepared = prepare_batch(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
+        if prepared.contexts and not is_whole_conversation(self.plan.graph, node):
             self.watch.begun(node, task, batch.rows, np.sum([column.lengths for column in prepared.contexts], axis=0))
         return prepared
 
@@ -208,7 +208,7 @@ class Training(Engines):
 
         The micro-batches have the ids whose log-probabilities terms read.
         """
-        id_columns = loss.beside(self.plan.graph, node).values() if node.verb == "update" else ()
+        id_columns = loss.id_columns(self.plan.graph, node).values() if node.verb == "update" else ()
         after = scores_texts(self.plan.graph, node)
         stated = [temperature(self.plan.graph, name) for name in seen.scored]
         # One number for all tokens, or one per token.
@@ -241,7 +241,7 @@ class Training(Engines):
         stated = temperature(self.plan.graph, target)
         if stated.kind == "number":
             return np.full(len(rows), stated.literal(), np.float32)
-        return seen.columns[heat(stated)].values[rows].astype(np.float32)
+        return seen.columns[temperature_name(stated)].values[rows].astype(np.float32)
 
     def _joint_mini_batch(
         self,
@@ -257,14 +257,14 @@ class Training(Engines):
         """Compute the loss of the whole mini-batch from its forward passes."""
         placement = self.plan.placement(node.name)
         group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
-        columns = {column: seen.columns[column] for column in sorted(loss.columns(node)[0] & seen.columns.keys())}
+        columns = {column: seen.columns[column] for column in sorted(loss.columns_read(node)[0] & seen.columns.keys())}
         joint = joint_loss.JointMiniBatch(
             replace(seen, columns=columns, strange=wrong), batch.rows, micro, outputs, group
         )
         rng = self._rng(node, task, batch.share.epoch, int(joint.numbers[0]))
         all_rows = np.arange(len(joint.numbers))
         arguments = (self.plan.graph, node, joint.seen, all_rows, joint.outputs, rng, self._rounding(node))
-        value = self._loss(node, task, loss.inputs(*arguments))
+        value = self._loss(node, task, loss.make_inputs(*arguments))
         joint.back(
             value, loss.reduce(node, value.loss, torch.from_numpy(next(iter(joint.seen.lengths.values()))), normalizer)
         )
@@ -284,7 +284,7 @@ class Training(Engines):
         try:
             value = loss.evaluate(node, inputs)
         except Exception as error:
-            raise RunError(blame(node, error, f"iteration {task.number}")) from error
+            raise RunError(describe_failure(node, error, f"iteration {task.number}")) from error
         if not value.loss.requires_grad:
             raise RunError(
                 f"the loss of `{node.name}` ({node.span.place}) has no gradient: nothing in it depends on the weights"
@@ -393,7 +393,7 @@ def _join_outputs(column: ir.Column, seen: PreparedBatch, micro: list[Array], ou
         joined = np.ascontiguousarray(
             joined[:, :width].astype(np.int32) if column.element == "i32" else joined[:, :width]
         )
-    return ColumnData(joined, offsets_of(seen.lengths[scored][np.concatenate(micro)]) if scored else None)
+    return ColumnData(joined, offsets_from_lengths(seen.lengths[scored][np.concatenate(micro)]) if scored else None)
 
 
 def _ids(column: ir.Column, seen: PreparedBatch, rows: Array) -> torch.Tensor:
@@ -401,7 +401,7 @@ def _ids(column: ir.Column, seen: PreparedBatch, rows: Array) -> torch.Tensor:
 
     Other columns' tokens get zeros.
     """
-    ids = flat(seen.columns[column.name], rows).reshape(-1, math.prod(dim.size for dim in column.dims[1:]))
+    ids = flatten_column(seen.columns[column.name], rows).reshape(-1, math.prod(dim.size for dim in column.dims[1:]))
     counts = {name: int(lengths[rows].sum()) for name, lengths in seen.lengths.items()}
     return torch.cat(
         [ids if name == column.dims[0].like else ids.new_zeros(count, ids.shape[1]) for name, count in counts.items()]

@@ -25,7 +25,7 @@ from torch import distributed as dist
 from ... import noise
 from ...backends import ENGINES, hf_modules
 from ...backends.devices import TorchDevice
-from ...backends.spec import EngineSpec, ForwardRequest, Generator, Sampling, Shard, Trainer, collected
+from ...backends.spec import EngineSpec, ForwardRequest, Generator, Sampling, Shard, Trainer, collect_responses
 from ...cost import holdings
 from ...cost.holdings import PROBES as PROMPTS
 from ...ir.graph import Node
@@ -35,12 +35,12 @@ from ...sharding.layout import Side
 from ..data.columns import ragged
 from ..data.numerics import TOLERANCE
 from ..process.task_report import WeightsNotDelivered
-from ..weights.delivery_check import Delivery, boxes, unbound
+from ..weights.delivery_check import Delivery, boxes_by_name, describe_mismatch
 from ..weights.digest import WIDTH, Digest
 from .micro_batches import MicroBatches, pack
 
 SHARE = 0.01  # of the run's time: deliveries are probed as long as the proof takes less
-OFTEN = 100  # deliveries in a row of which at least one is probed, whatever it takes
+PROBE_EVERY = 100  # deliveries in a row of which at least one is probed, whatever it takes
 BEST = 8  # likeliest tokens that the trainer reports for each prompt
 # Elements that are summed at once: on a host what fits its caches, on a device enough for its kernels, and never more
 # than a bucket has, whose memory is free at that time.
@@ -145,7 +145,7 @@ class WeightProof:
         """Return whether the next delivery is to be probed."""
         if not self.began:
             return True  # the second delivery: a cache of the first one's weights shows there
-        return self.spent + self.probing <= SHARE * (time.perf_counter() - self.began) or self.since + 1 >= OFTEN
+        return self.spent + self.probing <= SHARE * (time.perf_counter() - self.began) or self.since + 1 >= PROBE_EVERY
 
     def _is_reporter(self) -> bool:
         """Return whether this rank reports what all of them know.
@@ -186,7 +186,7 @@ class WeightProof:
         declared = {name: part.box for name, part in self.delivery.declared.items()}
         if self.trainer is None:
             self.word.fill_(-1)  # so that a missing word is noticed
-        if wrong := unbound(declared, shards):
+        if wrong := describe_mismatch(declared, shards):
             raise WeightsNotDelivered(f"{self._describe_place()}: its engine has {wrong}")
 
     def packed(self, shards: Sequence[Shard]) -> None:
@@ -232,7 +232,7 @@ class WeightProof:
         with self._timed(probes=True):
             facts = self._facts()
             ids, logps = facts[FACTS:].view(2, PROMPTS, self.best).numpy()
-            tokens, drawn = collected(
+            tokens, drawn = collect_responses(
                 self.generator.generate(self._prompts(), np.arange(PROMPTS, dtype=np.uint64), _greedy_sampling())
             )
             layout = self.plan.placement(self.edge.dst).layout
@@ -268,7 +268,7 @@ class WeightProof:
     def _explain_computation(self, prompt: int, difference: str) -> str:
         version = int(self._facts()[VERSION])
         after = f" after probe {prompt}" if prompt >= 0 else ""
-        way_out = other_kernels(self.edge.dst, self.plan.placement(self.edge.dst).engine.name)
+        way_out = suggest_other_kernels(self.edge.dst, self.plan.placement(self.edge.dst).engine.name)
         return (
             f"it holds version {version} of the weights, but does not compute what `{self.edge.src}` computes{after}: "
             f"{difference}. Either `filled` leaves a cache of old weights or a copy in another form, or a kernel of "
@@ -315,15 +315,15 @@ def _greedy_sampling() -> Sampling:
     return Sampling(samples=1, max_tokens=1, temperature=1.0, top_p=1.0, top_k=1)
 
 
-def other_kernels(node: str, engine: str) -> str:
+def suggest_other_kernels(node: str, engine: str) -> str:
     """Return how to generate without the kernels of an engine, for a message."""
     return "" if engine == "hf" else f"; `engine {node} = hf` uses torch's own kernels"
 
 
-def complete(
+def check_complete(
     node: Node, placement: Placement, rank: int, side: Side, tensors: Iterable[Any], shards: Sequence[Shard]
 ) -> None:
     """End the run if a new engine does not have the tensors that its layout declares."""
-    if wrong := unbound(boxes(tensors, side, rank), shards):
+    if wrong := describe_mismatch(boxes_by_name(tensors, side, rank), shards):
         subject = f"`{node.name}` ({node.span.place}), engine {placement.engine.name}"
         raise WeightsNotDelivered(f"{subject}: rank {rank} of its layout has {wrong}")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...files import urls
-from ...sharding.layout import Box, elements, overlap, slices, within
+from ...sharding.layout import Box, elements, overlap, relative_box, slices
 from . import tensor_files
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ...backends.spec import Shard
 
 FORMAT = 2
-PARTED = 3  # the format of a manifest that lists the files of each host
+DISTRIBUTED = 3  # the format of a manifest that lists the files of each host
 MANIFEST = "manifest.json"
 DIGEST = "manifest.sha256"  # as sha256sum writes it, so that `sha256sum -c` reads it
 FOLDER = "checkpoints"  # within a run's folder
@@ -94,7 +94,7 @@ class CorruptCheckpoint(Exception):
     """A checkpoint is damaged or inconsistent; the message says how."""
 
 
-def said(iteration: int, lines: int, position: int, program: Mapping[str, Any]) -> dict[str, str]:
+def checkpoint_metadata(iteration: int, lines: int, position: int, program: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a checkpoint's files.
 
     It tells files of one checkpoint from those of another. The values are as in `Manifest`.
@@ -103,7 +103,7 @@ def said(iteration: int, lines: int, position: int, program: Mapping[str, Any]) 
     return {"iteration": str(iteration), "lines": str(lines), "position": str(position), "program": digest}
 
 
-def taken(steps: Mapping[str, int]) -> dict[str, str]:
+def step_metadata(steps: Mapping[str, int]) -> dict[str, str]:
     """Return a file's metadata on the optimizer's steps."""
     return {f"steps of {name}": str(count) for name, count in steps.items()}
 
@@ -111,13 +111,15 @@ def taken(steps: Mapping[str, int]) -> dict[str, str]:
 # Writing
 
 
-def write(folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], metadata: Mapping[str, str]) -> CheckpointFile:
+def write_tensors(
+    folder: Path, name: str, pieces: Iterable[tuple[str, Shard]], metadata: Mapping[str, str]
+) -> CheckpointFile:
     """Write one file of a checkpoint; it is on disk when this returns. Raises OSError."""
     shards = {f"{prefix}/{shard.name}": shard for prefix, shard in pieces if elements(shard.box)}
-    tensor_files.tensors(
+    tensor_files.write_tensors(
         folder / name, {key: shard.tensor.detach().contiguous() for key, shard in shards.items()}, metadata
     )
-    return written(folder / name, tuple(CheckpointPiece(key, shard.box) for key, shard in shards.items()))
+    return file_entry(folder / name, tuple(CheckpointPiece(key, shard.box) for key, shard in shards.items()))
 
 
 def write_arrays(
@@ -127,13 +129,13 @@ def write_arrays(
 
     It is on disk when this returns. Raises OSError.
     """
-    tensor_files.arrays(folder / name, arrays, metadata)
-    return written(folder / name, ())
+    tensor_files.write_arrays(folder / name, arrays, metadata)
+    return file_entry(folder / name, ())
 
 
-def written(path: Path, pieces: tuple[CheckpointPiece, ...]) -> CheckpointFile:
+def file_entry(path: Path, pieces: tuple[CheckpointPiece, ...]) -> CheckpointFile:
     """Return the manifest's entry of a file, which is on disk when this returns."""
-    to_disk(path)
+    sync_to_disk(path)
     return CheckpointFile(path.name, path.stat().st_size, _sha256(path), pieces)
 
 
@@ -146,9 +148,9 @@ def write_metrics(folder: Path, copy: bytes, metadata: Mapping[str, str]) -> Che
 
 def begin(run: Path, iteration: int) -> Path:
     """Make an empty folder to write a checkpoint in."""
-    partial = run / FOLDER / f".{named(iteration)}.partial"
+    partial = run / FOLDER / f".{folder_name(iteration)}.partial"
     for stale in (run / FOLDER).glob(".*.partial"):  # left by a run that ended while it wrote
-        if is_named(stale.stem.lstrip(".")):
+        if is_folder_name(stale.stem.lstrip(".")):
             shutil.rmtree(stale, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
@@ -162,25 +164,25 @@ def commit(partial: Path, manifest: Manifest, keep: int, best: Collection[int] =
     content = msgspec.json.format(msgspec.json.encode(manifest))
     for name, text in ((MANIFEST, content), (DIGEST, _digest_line(content))):
         (partial / name).write_bytes(text)
-        to_disk(partial / name)
-    target = settle(partial)
-    for old in (path for path in up_to(target)[:-keep] if int(path.name) not in best):
+        sync_to_disk(partial / name)
+    target = finalize(partial)
+    for old in (path for path in list_up_to(target)[:-keep] if int(path.name) not in best):
         shutil.rmtree(old, ignore_errors=True)
     return target
 
 
-def settle(partial: Path) -> Path:
+def finalize(partial: Path) -> Path:
     """Rename a folder of `begin` to the checkpoint's name."""
     target = partial.parent / partial.stem.lstrip(".")
-    to_disk(partial)
+    sync_to_disk(partial)
     if target.exists():  # the run was resumed from an older one: this one is written again with the same contents
         shutil.rmtree(target)
     partial.rename(target)
-    to_disk(target.parent)
+    sync_to_disk(target.parent)
     return target
 
 
-def to_disk(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -200,38 +202,40 @@ def _sha256(path: Path) -> str:
 # Reading
 
 
-def named(iteration: int) -> str:
+def folder_name(iteration: int) -> str:
     """Return the name of a checkpoint's folder."""
     return f"{iteration:06d}"
 
 
-def is_named(name: str) -> bool:
+def is_folder_name(name: str) -> bool:
     """Return whether a folder of this name may be a checkpoint."""
-    return name.isascii() and name.isdecimal() and name == named(int(name))
+    return name.isascii() and name.isdecimal() and name == folder_name(int(name))
 
 
-def found(run: Path) -> list[Path]:
+def list_checkpoints(run: Path) -> list[Path]:
     """List the checkpoints in a run's folder, oldest first, intact or not.
 
     A folder without any file of a checkpoint is not one, whatever its name.
     """
     candidates = (
-        path for path in (run / FOLDER).glob("*") if is_named(path.name) and path.is_dir() and not path.is_symlink()
+        path
+        for path in (run / FOLDER).glob("*")
+        if is_folder_name(path.name) and path.is_dir() and not path.is_symlink()
     )
     return sorted((path for path in candidates if _holds_files(path)), key=lambda path: int(path.name))
 
 
-def up_to(path: Path) -> list[Path]:
+def list_up_to(path: Path) -> list[Path]:
     """List a run's checkpoints from the oldest to this one."""
-    return [checkpoint for checkpoint in found(path.parent.parent) if int(checkpoint.name) <= int(path.name)]
+    return [checkpoint for checkpoint in list_checkpoints(path.parent.parent) if int(checkpoint.name) <= int(path.name)]
 
 
-def at_url(url: str, whole: bool = True) -> list[str]:
+def list_at_url(url: str, whole: bool = True) -> list[str]:
     """List the names of the checkpoints in a folder at a URL, oldest first.
 
     Only those with a manifest; without `whole`, incomplete ones too. Raises the errors of `urls`.
     """
-    files_by_name = {name: urls.names(urls.under(url, name)) for name in urls.names(url) if is_named(name)}
+    files_by_name = {name: urls.names(urls.join(url, name)) for name in urls.names(url) if is_folder_name(name)}
     return sorted(
         (
             checkpoint_name
@@ -253,14 +257,14 @@ def _has_checkpoint_file(names: Iterable[str]) -> bool:
     return any(name == MANIFEST or name.endswith(".safetensors") for name in names)
 
 
-def manifest_of(path: Path) -> Manifest:
+def read_manifest(path: Path) -> Manifest:
     """Read the manifest alone, as it was written. Raises CorruptCheckpoint."""
     name = MANIFEST
     try:
         content = (path / name).read_bytes()
         manifest = msgspec.json.decode(content, type=Manifest)
-        if manifest.format_version not in (FORMAT, PARTED):
-            known = f"{FORMAT} and {PARTED}"
+        if manifest.format_version not in (FORMAT, DISTRIBUTED):
+            known = f"{FORMAT} and {DISTRIBUTED}"
             raise CorruptCheckpoint(f"its {MANIFEST} has format {manifest.format_version}, this version reads {known}")
         name = DIGEST
         if (path / name).read_bytes() != _digest_line(content):
@@ -269,39 +273,34 @@ def manifest_of(path: Path) -> Manifest:
             )
     except OSError as error:
         raise CorruptCheckpoint(f"its {name} cannot be read: {error.strerror}") from None
-    except (
-        msgspec.MsgspecError,
-        UnicodeDecodeError,
-        RecursionError,
-    ) as error:  # not our JSON, not text, or endless brackets
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:  # the last: endless brackets
         raise CorruptCheckpoint(f"its {MANIFEST} is damaged: {error}") from None
     if outside := [file.name for file in manifest.files if "/" in file.name or not file.name.strip(".")]:
-        raise CorruptCheckpoint(
-            f"its {MANIFEST} cannot be right: `{outside[0]}` is not the name of a file in its folder"
-        )
+        raise CorruptCheckpoint(f"its {MANIFEST} cannot be right: `{outside[0]}` is not the name of one of its files")
     counts = {"iteration": manifest.iteration, "lines": manifest.lines, "position": manifest.position + 1}
     counts |= {f"steps of {name}": count for name, count in manifest.steps.items()}
     if below := next((count_name for count_name, count in counts.items() if count < 0), ""):
         raise CorruptCheckpoint(f"its {MANIFEST} cannot be right: {below} is below zero")
-    if is_named(path.name) and path.name != named(manifest.iteration):
+    if is_folder_name(path.name) and path.name != folder_name(manifest.iteration):
         raise CorruptCheckpoint(
             f"its folder is called {path.name}, but its {MANIFEST} says iteration {manifest.iteration}"
         )
     return manifest
 
 
-def sound(path: Path) -> Manifest:
+def verify(path: Path) -> Manifest:
     """Verify every file of a checkpoint and return its manifest.
 
     Files of other hosts may be absent. Raises CorruptCheckpoint.
     """
-    manifest = manifest_of(path)
-    expected = said(manifest.iteration, manifest.lines, manifest.position, manifest.program) | taken(manifest.steps)
+    manifest = read_manifest(path)
+    expected = checkpoint_metadata(manifest.iteration, manifest.lines, manifest.position, manifest.program)
+    expected |= step_metadata(manifest.steps)
     for file in manifest.files:
         file_path = path / file.name
         if manifest.hosts and not file_path.is_file():
             continue
-        if wrong := amiss(file_path, file):
+        if wrong := find_corruption(file_path, file):
             raise CorruptCheckpoint(f"its file {file.name} {wrong}")
         for key, value in _read_metadata(file_path).items():
             if value != expected.get(key):
@@ -311,7 +310,7 @@ def sound(path: Path) -> Manifest:
     return manifest
 
 
-def amiss(path: Path, file: CheckpointFile) -> str:
+def find_corruption(path: Path, file: CheckpointFile) -> str:
     """Return what is wrong with a file of a checkpoint, for a sentence; "" if intact."""
     if not path.is_file():
         return "is missing"
@@ -338,7 +337,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def metrics_copy(path: Path, manifest: Manifest) -> bytes | None:
+def read_metrics_copy(path: Path, manifest: Manifest) -> bytes | None:
     """Return the lines of metrics.jsonl that belong to a checkpoint.
 
     None if it has no copy of them. Raises CorruptCheckpoint.
@@ -354,11 +353,11 @@ def metrics_copy(path: Path, manifest: Manifest) -> bytes | None:
     return lines
 
 
-def newest(run: Path) -> tuple[Path, Manifest] | None:
+def find_newest(run: Path) -> tuple[Path, Manifest] | None:
     """Return the newest intact checkpoint of a run's folder."""
-    for path in reversed(found(run)):
+    for path in reversed(list_checkpoints(run)):
         try:
-            return path, sound(path)
+            return path, verify(path)
         except CorruptCheckpoint:
             continue
     return None
@@ -412,8 +411,8 @@ class CheckpointSource:
             if common is None:
                 continue
             with safe_open(self.path / file, framework="pt") as tensors:
-                piece = tensors.get_slice(name)[slices(within(common, piece_box))]
-            out[slices(within(common, box))] = piece
+                piece = tensors.get_slice(name)[slices(relative_box(common, piece_box))]
+            out[slices(relative_box(common, box))] = piece
             missing -= elements(common)
         if missing:
             raise CorruptCheckpoint(f"it holds {elements(box) - missing} of {elements(box)} elements of {name}")

@@ -52,7 +52,7 @@ def name(partial: str) -> None:
     """
     path = Path(partial)
     if path.exists():  # otherwise a host with the same disk was first
-        checkpoint.settle(path)
+        checkpoint.finalize(path)
 
 
 @_return_error
@@ -65,9 +65,9 @@ def keep(run: str, names: Sequence[str], newest: Mapping[str, bytes]) -> None:
     for file, content in newest.items():
         partial = target / f".{file}"
         partial.write_bytes(content)
-        checkpoint.to_disk(partial)
+        checkpoint.sync_to_disk(partial)
         partial.rename(target / file)
-    for old in checkpoint.up_to(target):
+    for old in checkpoint.list_up_to(target):
         if old.name not in names:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -87,7 +87,7 @@ def amiss(folder: str, files: Sequence[CheckpointFile]) -> dict[str, str]:
     problems = {}
     for file in files:
         try:
-            problems[file.name] = checkpoint.amiss(Path(folder) / file.name, file)
+            problems[file.name] = checkpoint.find_corruption(Path(folder) / file.name, file)
         except OSError as error:
             problems[file.name] = f"cannot be read: {error.strerror}"
     return problems
@@ -96,7 +96,7 @@ def amiss(folder: str, files: Sequence[CheckpointFile]) -> dict[str, str]:
 def listed(folder: str) -> list[CheckpointFile]:
     """List the files of a folder that is not a checkpoint."""
     files = [path for path in Path(folder).rglob("*") if path.is_file()]
-    return [replace(checkpoint.written(path, ()), name=str(path.relative_to(folder))) for path in files]
+    return [replace(checkpoint.file_entry(path, ()), name=str(path.relative_to(folder))) for path in files]
 
 
 def piece(folder: str, name: str, offset: int) -> bytes:
@@ -119,9 +119,9 @@ def take(folder: str, name: str, offset: int, content: bytes) -> None:
 def whole(folder: str, file: CheckpointFile) -> None:
     """Give a file its name when it is complete."""
     path = _partial(folder, file.name)
-    if wrong := checkpoint.amiss(path, file):
+    if wrong := checkpoint.find_corruption(path, file):
         raise OSError(f"{file.name} came from another host and {wrong}")
-    checkpoint.to_disk(path)
+    checkpoint.sync_to_disk(path)
     path.rename(Path(folder) / file.name)
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ...backends.spec import Shard
-from ...sharding.layout import Box, Side, Tensor, elements, nameless, overlap, shard, slices, stages, within
+from ...sharding.layout import Box, Side, Tensor, elements, overlap, relative_box, shard, slices, stages, strip_name
 from .digest import Digest, Odd
 
 
@@ -59,7 +59,7 @@ class Delivery:
         # By holders: a heap of the elements that each of them sums.
         busy: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for tensor in tensors:
-            kind = nameless(tensor), stages(tensor, source.layout), stages(tensor, target.layout)
+            kind = strip_name(tensor), stages(tensor, source.layout), stages(tensor, target.layout)
             if kind not in known:
                 known[kind] = _holders(tensor, source), [*_holders(tensor, target)]
             holders, wanted = known[kind]
@@ -83,7 +83,7 @@ class Delivery:
         self._places = torch.tensor([part.place for part in self.parts], dtype=torch.int64)
 
     def _make_slice(self, tensor: Tensor, box: Box, held_box: Box, place: int) -> TensorSlice:
-        inside = None if box == held_box else slices(within(box, held_box))
+        inside = None if box == held_box else slices(relative_box(box, held_box))
         return TensorSlice(tensor.name, box, inside, self.digest.at(box), place)
 
     def sent(self, shards: Iterable[Shard]) -> torch.Tensor:
@@ -128,7 +128,7 @@ def _holders(tensor: Tensor, side: Side) -> dict[Box, tuple[int, ...]]:
     return {box: tuple(ranks) for box, ranks in ranks_by_box.items()}
 
 
-def unbound(declared: Mapping[str, Box], shards: Iterable[Shard]) -> str:
+def describe_mismatch(declared: Mapping[str, Box], shards: Iterable[Shard]) -> str:
     """Describe how an engine's tensors differ from its layout; "" if they do not."""
     bound = [shard for shard in shards if shard.tensor.numel()]
     times = Counter(shard.name for shard in bound)
@@ -147,6 +147,6 @@ def unbound(declared: Mapping[str, Box], shards: Iterable[Shard]) -> str:
     return f"{sum(times.values())} tensors, but its layout declares {len(declared)}: {wrong[0]}{more}"
 
 
-def boxes(tensors: Iterable[Tensor], side: Side, rank: int) -> dict[str, Box]:
+def boxes_by_name(tensors: Iterable[Tensor], side: Side, rank: int) -> dict[str, Box]:
     """Return what a rank of a layout holds, by tensor, without empty boxes."""
     return {tensor.name: box for tensor in tensors if elements(box := shard(tensor, side, rank))}

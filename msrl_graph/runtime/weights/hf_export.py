@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...backends import hf_modules
 from ...model.architecture import Model
-from ...sharding.layout import full
+from ...sharding.layout import full_box
 from . import tensor_files
 from .checkpoint import CheckpointSource
 
@@ -30,17 +30,19 @@ def write_folder(model: Model, weights: Mapping[str, torch.Tensor], folder: Path
     named = {
         name: weights[tensor.name][index] if index else weights[tensor.name]
         for tensor in model.tensors
-        for name, index, _ in tensor.in_files(full(tensor.shape))
-    } | hf_modules.fixed(model)
+        for name, index, _ in tensor.in_files(full_box(tensor.shape))
+    } | hf_modules.load_fixed_tensors(model)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        tensor_files.tensors(partial / "model.safetensors", named, {"format": "pt"})
-        tensor_files.companions(Path(model.path), partial)
+        tensor_files.write_tensors(partial / "model.safetensors", named, {"format": "pt"})
+        tensor_files.copy_companions(Path(model.path), partial)
         if model.scores:
             config = partial / "config.json"
-            config.write_text(json.dumps(hf_modules.scoring(json.loads(config.read_text())), indent=2) + "\n")
+            config.write_text(
+                json.dumps(hf_modules.make_scoring_config(json.loads(config.read_text())), indent=2) + "\n"
+            )
         shutil.rmtree(folder, ignore_errors=True)  # left by a run that was resumed
         partial.rename(folder)
     finally:
@@ -54,6 +56,6 @@ def read_weights(source: CheckpointSource, worker: str, model: Model) -> dict[st
     """
     names = {tensor.name: f"{worker}/weights/{tensor.name}" for tensor in model.tensors}
     return {
-        tensor.name: source.read(names[tensor.name], full(tensor.shape), source.dtype(names[tensor.name]))
+        tensor.name: source.read(names[tensor.name], full_box(tensor.shape), source.dtype(names[tensor.name]))
         for tensor in model.tensors
     }

@@ -32,7 +32,7 @@ class HostSwap:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
-        self.offload = HostOffload(devices.of(shards[0].tensor), [shard.tensor for shard in shards])
+        self.offload = HostOffload(devices.device_of(shards[0].tensor), [shard.tensor for shard in shards])
         self._seconds = 0.0  # of copies to the device since the last call of `taken`
         self._thread: threading.Thread | None = None
 

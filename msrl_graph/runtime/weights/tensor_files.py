@@ -43,7 +43,7 @@ CARD = "README.md"
 FOLDERS = ("additional_chat_templates",)  # folders that transformers reads for a tokenizer
 
 
-def tensors(path: Path, named: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+def write_tensors(path: Path, named: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file.
 
     (With {} as metadata the library would write a file that it cannot read if there are no tensors.)
@@ -54,7 +54,7 @@ def tensors(path: Path, named: Mapping[str, torch.Tensor], metadata: Mapping[str
         save_file(dict(named), path, metadata=dict(metadata) or None)
 
 
-def arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
+def write_arrays(path: Path, named: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file, without torch."""
     from safetensors.numpy import save_file
 
@@ -79,12 +79,12 @@ def _file_conventions(path: Path) -> Iterator[None]:
     path.chmod(mode)
 
 
-def companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path) -> None:
     """Copy a model's folder without its weights.
 
     The copy has what config, tokenizer and generation are read from.
     """
-    for file in beside(source):
+    for file in companion_files(source):
         copy = target / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
         # The mode is not copied: a cache's files may be read-only.
@@ -92,12 +92,12 @@ def companions(source: Path, target: Path) -> None:
             shutil.copyfileobj(reader, writer)
 
 
-def beside(source: Path) -> Iterator[Path]:
+def companion_files(source: Path) -> Iterator[Path]:
     """Yield the files of a model's folder, except weights and links out of it."""
     yield from (file for file in _list_companions(source) if escape(file, source) is None)
 
 
-def links_out(source: Path) -> dict[Path, Path]:
+def find_outside_links(source: Path) -> dict[Path, Path]:
     """Return where links in a model's folder lead outside it.
 
     These are its weights and the files that would be copied with them.

@@ -19,8 +19,8 @@ import torch
 from torch import distributed as dist
 
 from ...ir.plan import ReshardRoute
-from ...sharding.layout import Box, Side, Tensor, elements, overlap, shard, slices, within
-from ...sharding.redistribute import gatherers
+from ...sharding.layout import Box, Side, Tensor, elements, overlap, relative_box, shard, slices
+from ...sharding.redistribute import list_gather_groups
 
 # If neighbours give different amounts, an all-gather pads them to the largest, up to this factor: it is one call then.
 PADDING = 1.02
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     group: Any = None
 
 
-def blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank: int) -> dict[str, Block]:
+def make_blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank: int) -> dict[str, Block]:
     """Return the blocks that a global rank is in, by way.
 
     A collective of all ranks, since it makes process groups.
@@ -43,7 +43,7 @@ def blocks(ways: Sequence[ReshardRoute], source: Side, per_host: int, rank: int)
     own_blocks: dict[str, Block] = {}
     groups: dict[tuple[int, ...], Any] = {}
     for way in ways:
-        for ranks in gatherers(source, way.across, way.block):
+        for ranks in list_gather_groups(source, way.across, way.block):
             members = [source.device(index, per_host) for index in ranks]
             if ranks not in groups:
                 groups[ranks] = dist.new_group(members) if len(members) > 1 else None
@@ -202,7 +202,9 @@ class TransferRoute:
         load = self._make_gather(gathered, start) if gathered else self._make_exchange(across, start)
         for _, _, name, box in (move for move in moves if move.giver == move.taker == self.index):
             load.own.append(
-                LocalCopy(name, slices(within(box, self.boxes[name])), slices(within(box, self.target[name])))
+                LocalCopy(
+                    name, slices(relative_box(box, self.boxes[name])), slices(relative_box(box, self.target[name]))
+                )
             )
         return load
 
@@ -221,10 +223,10 @@ class TransferRoute:
             offsets[index] = place.stop
             # In place: a rank's own part is copied to where the gather puts it, to save memory.
             if index == self.index:
-                load.laid.append(Pack(name, slices(within(box, box)), place))
+                load.laid.append(Pack(name, slices(relative_box(box, box)), place))
             if (common := overlap(box, wanted)) is not None:
-                part = slices(within(common, box))
-                inside = slices(within(common, wanted))
+                part = slices(relative_box(common, box))
+                inside = slices(relative_box(common, wanted))
                 load.taken.append(Receive(name, place, _shape(box), part, inside))
         return load
 
@@ -244,12 +246,12 @@ class TransferRoute:
             if giver == self.index:
                 place = slice(leaving[taker], leaving[taker] + elements(box))
                 leaving[taker] = place.stop
-                load.laid.append(Pack(name, slices(within(box, self.boxes[name])), place))
+                load.laid.append(Pack(name, slices(relative_box(box, self.boxes[name])), place))
             if taker == self.index:
                 place = slice(arriving[giver], arriving[giver] + elements(box))
                 arriving[giver] = place.stop
-                inside = slices(within(box, self.target[name]))
-                load.taken.append(Receive(name, place, _shape(box), slices(within(box, box)), inside))
+                inside = slices(relative_box(box, self.target[name]))
+                load.taken.append(Receive(name, place, _shape(box), slices(relative_box(box, box)), inside))
         return load
 
 

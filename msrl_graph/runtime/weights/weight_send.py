@@ -21,8 +21,8 @@ from ...backends import hf_modules
 from ...backends.spec import Shard
 from ...ir.plan import Plan, Reshard
 from ...model.architecture import Model
-from ...sharding.layout import Box, Side, slices, within
-from ...sharding.redistribute import fetches
+from ...sharding.layout import Box, Side, relative_box, slices
+from ...sharding.redistribute import list_transfers
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Sender:
         # Tensors that differ in nothing but the name have the same routes.
         alike = {tensor.name: replace(tensor, name="") for tensor in model.tensors}
         fetches_by_tensor = {
-            tensor: fetches(tensor, source, target, per_host) for tensor in dict.fromkeys(alike.values())
+            tensor: list_transfers(tensor, source, target, per_host) for tensor in dict.fromkeys(alike.values())
         }
         groups: dict[tuple[int, ...], Any] = {}
         for takers in dict.fromkeys(fetch.takers for fetched in fetches_by_tensor.values() for fetch in fetched):
@@ -133,7 +133,7 @@ class Sender:
             dist.broadcast(numbers, group=message.group, group_src=0)
 
     def _take_part(self, message: Message, shards: dict[str, Shard], timed: Callable[[str], None]) -> None:
-        parts = [shards[name].tensor[slices(within(box, shards[name].box))] for name, box in message.boxes]
+        parts = [shards[name].tensor[slices(relative_box(box, shards[name].box))] for name, box in message.boxes]
         sizes = [part.numel() for part in parts]
         buffer = torch.empty(sum(sizes), dtype=self.dtype, device=parts[0].device)
         # Copied one by one: joining strided parts would copy them twice.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from light_engines import EXAMPLE, model, sampling
 
 from msrl_graph.backends.generation.continuous import SequenceBatch
-from msrl_graph.backends.spec import collected
+from msrl_graph.backends.spec import collect_responses
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,9 @@ def test_any_number_at_once_draws_the_same(generator, prompts, samples, micro_ba
     prompts, rows = [np.array(p, np.int32) for p in prompts], np.arange(len(prompts) * samples) + 7
     said = sampling(samples=samples, max_tokens=12, temperature=heat)
     generator.micro_batch = 0
-    tokens, logps = collected(generator.generate(prompts, rows, said))
+    tokens, logps = collect_responses(generator.generate(prompts, rows, said))
     generator.micro_batch = micro_batch
-    some, theirs = collected(generator.generate(prompts, rows, said))
+    some, theirs = collect_responses(generator.generate(prompts, rows, said))
     assert [t.tolist() for t in some] == [t.tolist() for t in tokens]
     assert np.allclose(np.concatenate(theirs), np.concatenate(logps), atol=1e-5)
 
@@ -86,7 +86,7 @@ def test_what_is_not_asked_for_any_more_is_not_drawn(generator):
     responses = generator.generate([np.array([4, 5], np.int32)] * 3, np.arange(3), said)
     first = next(responses)
     responses.close()
-    whole, _ = collected(generator.generate([np.array([4, 5], np.int32)] * 3, np.arange(3), said))
+    whole, _ = collect_responses(generator.generate([np.array([4, 5], np.int32)] * 3, np.arange(3), said))
     assert first.tokens.tolist() == min(whole, key=len).tolist()
 
 
@@ -104,7 +104,7 @@ def test_stretches_end_to_end_are_the_response(generator, prompts, samples, micr
     prompts, rows = [np.array(p, np.int32) for p in prompts], np.arange(len(prompts) * samples) + 7
     said = sampling(samples=samples, max_tokens=12)
     generator.micro_batch = 0
-    whole, logps = collected(generator.generate(prompts, rows, said))
+    whole, logps = collect_responses(generator.generate(prompts, rows, said))
     generator.micro_batch = micro_batch
     parts = [[] for _ in rows]
     theirs = [[] for _ in rows]
@@ -144,7 +144,7 @@ def test_what_goes_on_is_not_beside_what_begins(generator, monkeypatch):
     begun = np.array([30, 0, 31, 0, 0])
     prompts = [np.arange(i, 3 + i + b, dtype=np.int32) % 12 + 3 for i, b in enumerate(begun)]
     generator.micro_batch = 0
-    whole, _ = collected(generator.generate(prompts, np.arange(5), said, begun))
+    whole, _ = collect_responses(generator.generate(prompts, np.arange(5), said, begun))
     monkeypatch.setattr(type(generator), "logits", seen)
     parts = [[] for _ in begun]
     for r in generator.generate(prompts, np.arange(5), said, begun, stretch=4):

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from msrl_graph.backends import hf_modules
 from msrl_graph.backends.generation.stops import Stops
-from msrl_graph.backends.spec import collected
+from msrl_graph.backends.spec import collect_responses
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
 TEXT = ["the naïve 日本語 text </tool> of 🙂🙃 and </toolbox> ends\n\nhere", "日本 </too </tool>日 \n🙂🙃🙃 the end"]
@@ -99,8 +99,8 @@ def test_a_response_ends_with_its_stop_string(generator):
     tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
     rows = np.arange(60)
     whole = sampling(samples=20, max_tokens=8, temperature=2.0)
-    tokens, logps = collected(generator.generate(PROMPTS, rows, whole))
-    stopped = collected(
+    tokens, logps = collect_responses(generator.generate(PROMPTS, rows, whole))
+    stopped = collect_responses(
         generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=2.0, stop=("3", "11", "=")))
     )
     ends = [naive(tokenizer, row.tolist(), ("3", "11", "=")) for row in tokens]
@@ -113,13 +113,15 @@ def test_a_response_ends_with_its_stop_string(generator):
 def test_a_response_goes_on_as_if_it_had_not_been_left(generator):
     """In two calls, rows of different lengths in the second: noise and room are those of the whole response."""
     rows = np.arange(60)
-    tokens, logps = collected(generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8)))
+    tokens, logps = collect_responses(generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8)))
     some = np.flatnonzero([len(t) > 3 for t in tokens])
     begun = 1 + some % 3
     context = [np.concatenate([PROMPTS[i // 20], tokens[i][:n]]) for i, n in zip(some, begun, strict=True)]
     for micro_batch in (0, 1):
         generator.micro_batch = micro_batch
-        again, its = collected(generator.generate(context, rows[some], sampling(samples=20, max_tokens=8), begun))
+        again, its = collect_responses(
+            generator.generate(context, rows[some], sampling(samples=20, max_tokens=8), begun)
+        )
         generator.micro_batch = 0
         for i, n, row, logp in zip(some, begun, again, its, strict=True):
             assert np.array_equal(tokens[i][n:], row)
@@ -142,9 +144,9 @@ def test_a_response_in_stretches_and_across_a_cut_ends_where_it_ends_at_once(
     on both sides."""
     rows = np.arange(60)
     said = sampling(samples=20, max_tokens=8, temperature=3.0, stop=strings)
-    whole, logps = collected(generator.generate(PROMPTS, rows, said))
+    whole, logps = collect_responses(generator.generate(PROMPTS, rows, said))
     tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
-    free, _ = collected(generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=3.0)))
+    free, _ = collect_responses(generator.generate(PROMPTS, rows, sampling(samples=20, max_tokens=8, temperature=3.0)))
     assert [len(t) for t in whole] == [naive(tokenizer, t.tolist(), strings) or len(t) for t in free]
     generator.micro_batch = micro_batch
     parts = [[] for _ in rows]

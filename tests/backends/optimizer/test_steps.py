@@ -21,7 +21,7 @@ from msrl_graph.backends.spec import Shard
 from msrl_graph.runtime.dock.messages import Batch
 from msrl_graph.runtime.process.task_report import Report
 from msrl_graph.runtime.weights import checkpoint
-from msrl_graph.sharding.layout import Layout, Tensor, full
+from msrl_graph.sharding.layout import Layout, Tensor, full_box
 
 ROUNDS = [[0, 4, 7], [1, 2, 6], [3, 5], [2, 3, 7], [0, 1, 5], [4, 6]]  # two epochs of eight rows
 LOSS = (
@@ -202,7 +202,7 @@ def test_a_weight_that_is_a_part_of_another_tensor_steps_as_one_of_its_own(optim
     start = own.clone()
     for weight in (inside, own):
         weights = weight, torch.ones(4, dtype=dtype)
-        shards = [Shard(t.name, full(t.shape), w) for t, w in zip(tensors, weights, strict=True)]
+        shards = [Shard(t.name, full_box(t.shape), w) for t, w in zip(tensors, weights, strict=True)]
         made.append(Steps(optimizer, tensors, shards, Layout(), Devices(TorchDevice(), 0, None), False, offload))
     for gradient in torch.randn(3, 3, 6, 4):
         one, other = (each.step([gradient.clone(), torch.ones(4)], 0.1, 1.0, True, optimizer) for each in made)

@@ -6,7 +6,7 @@ import pytest
 from agent_plays import played
 
 from msrl_graph.runtime.agents import agent_runner
-from msrl_graph.runtime.agents.agent_runner import address
+from msrl_graph.runtime.agents.agent_runner import interface_address
 
 
 @pytest.mark.parametrize("name", ["solve", "waits"])
@@ -29,5 +29,5 @@ def test_a_rank_hears_when_nobody_asks_and_no_request_is_lost_by_it(made, monkey
 
 
 def test_an_endpoint_listens_where_the_run_says():
-    assert address("lo") == "127.0.0.1"
-    assert address("10.1.2.3") == "10.1.2.3"
+    assert interface_address("lo") == "127.0.0.1"
+    assert interface_address("10.1.2.3") == "10.1.2.3"

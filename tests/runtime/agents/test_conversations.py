@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from templates import OF_TURNS, TEMPLATES, TOOL
 
-from msrl_graph.runtime.agents.api_types import ChatReply, read, templated
+from msrl_graph.runtime.agents.api_types import ChatReply, parse_request, prepare_messages
 from msrl_graph.runtime.agents.conversations import ContextOverflow, Conversations
 from msrl_graph.runtime.agents.template import ChatTemplate
 from msrl_graph.runtime.agents.tool_calls import FORMATS
@@ -38,7 +38,7 @@ class Program:
 
     def ask(self, messages, text, ended=True, got=True):
         """The message that the policy answers with, having drawn a text a character a token."""
-        asked = read({"model": "m", "messages": messages, "tools": self.tools}, True, "m")
+        asked = parse_request({"model": "m", "messages": messages, "tools": self.tools}, True, "m")
         answer = self.conversations.chat(asked.messages, None, asked.more)
         tokens = np.concatenate([self.speech.encode(c) for c in text]) if text else NONE
         tokens = np.append(tokens, self.speech.tokens.ends[0])[: answer.most] if ended else tokens[: answer.most]
@@ -48,7 +48,7 @@ class Program:
         said, calls = self.speech.read(answer.tokens, asked.tools)
         made = ChatReply(said, tuple(calls), "stop", answer.tokens, (), answer.logps, answer.prefix, 0, answer.number)
         if got:
-            self.conversations.chatted(answer, asked.messages, templated([made.message()])[0], asked.more)
+            self.conversations.chatted(answer, asked.messages, prepare_messages([made.message()])[0], asked.more)
         return answer, made.message()
 
     def check(self):
@@ -326,5 +326,5 @@ def test_a_template_says_which_format_it_teaches_and_whether_it_takes_tools(spee
 
 def test_arguments_go_out_as_json_and_come_back_as_objects():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": 1})}}
-    found = templated([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    found = prepare_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert found[0]["tool_calls"][0]["function"]["arguments"] == {"a": 1} and found[0]["content"] == ""

@@ -18,8 +18,10 @@ def test_any_part_of_an_order_is_the_same_whatever_came_before(weights, seed, it
     weights = np.array(weights)
     size = len(weights)
     deals = (
-        lambda position, count: data_order.shuffled(RandomStream(seed, "order"), size, position, count),
-        lambda position, count: data_order.drawn(RandomStream(seed, "weighted"), iteration, weights, position, count),
+        lambda position, count: data_order.shuffle_rows(RandomStream(seed, "order"), size, position, count),
+        lambda position, count: data_order.draw_rows(
+            RandomStream(seed, "weighted"), iteration, weights, position, count
+        ),
     )
     for deal in deals:
         whole = deal(0, 3 * size)
@@ -34,19 +36,21 @@ def test_any_part_of_an_order_is_the_same_whatever_came_before(weights, seed, it
 @given(WEIGHTS, st.integers(0, 50))
 def test_rows_without_weight_come_last_and_weights_are_relative(weights, iteration):
     weights = np.array(weights)
-    drawn = data_order.drawn(STREAM, iteration, weights, 0, len(weights))
+    drawn = data_order.draw_rows(STREAM, iteration, weights, 0, len(weights))
     certain = int((weights > 0).sum())
     assert set(drawn[:certain]) == set(np.flatnonzero(weights > 0))
     if not certain:
-        assert drawn.tolist() == data_order.drawn(STREAM, iteration, np.ones(len(weights)), 0, len(weights)).tolist()
+        assert (
+            drawn.tolist() == data_order.draw_rows(STREAM, iteration, np.ones(len(weights)), 0, len(weights)).tolist()
+        )
     if 0 < weights.max() < 1e300 and weights[weights > 0].min() > 1e-290:
-        assert drawn.tolist() == data_order.drawn(STREAM, iteration, weights * 4, 0, len(weights)).tolist()
+        assert drawn.tolist() == data_order.draw_rows(STREAM, iteration, weights * 4, 0, len(weights)).tolist()
 
 
 def test_draws_are_in_proportion_to_the_weights():
     weights = np.array([1.0, 2, 0, 3, 4])
     times = 4000
-    drawn = np.array([data_order.drawn(RandomStream(7, "weighted"), i, weights, 0, 2) for i in range(times)])
+    drawn = np.array([data_order.draw_rows(RandomStream(7, "weighted"), i, weights, 0, 2) for i in range(times)])
     share = weights / weights.sum()
     # One row after another: the first by the shares, the second by the shares of those that are left.
     first = np.bincount(drawn[:, 0], minlength=5)
@@ -63,11 +67,11 @@ def test_draws_are_in_proportion_to_the_weights():
 
 def test_a_draw_is_another_with_another_seed_iteration_or_pass():
     weights = np.linspace(0.5, 1, 20)
-    first = data_order.drawn(STREAM, 0, weights, 0, 20).tolist()
+    first = data_order.draw_rows(STREAM, 0, weights, 0, 20).tolist()
     others = [
-        data_order.drawn(RandomStream(1, "weighted"), 0, weights, 0, 20),
-        data_order.drawn(STREAM, 1, weights, 0, 20),
-        data_order.drawn(STREAM, 0, weights, 20, 20),
+        data_order.draw_rows(RandomStream(1, "weighted"), 0, weights, 0, 20),
+        data_order.draw_rows(STREAM, 1, weights, 0, 20),
+        data_order.draw_rows(STREAM, 0, weights, 20, 20),
     ]
     assert all(first != other.tolist() for other in others)
 
@@ -77,6 +81,6 @@ def test_a_draw_is_another_with_another_seed_iteration_or_pass():
 def test_the_chance_of_a_row_does_not_depend_on_where_it_stands(iteration):
     """The keys are those of rows: to take a row's weight moves no other past another."""
     weights = np.random.default_rng(iteration).random(12) + 0.1
-    drawn = data_order.drawn(STREAM, iteration, weights, 0, 12).tolist()
+    drawn = data_order.draw_rows(STREAM, iteration, weights, 0, 12).tolist()
     weights[3] = 0
-    assert [r for r in drawn if r != 3] == data_order.drawn(STREAM, iteration, weights, 0, 11).tolist()
+    assert [r for r in drawn if r != 3] == data_order.draw_rows(STREAM, iteration, weights, 0, 11).tolist()

@@ -22,9 +22,9 @@ from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends.spec import ForwardRequest
 from msrl_graph.runtime.data import numerics
 from msrl_graph.runtime.data.columns import ColumnData, ragged
-from msrl_graph.runtime.data.dataset import LOOKED
+from msrl_graph.runtime.data.dataset import PREVIEW_ROWS
 from msrl_graph.runtime.dock.messages import Batch
-from msrl_graph.runtime.dock.readers import ColumnRead, readers
+from msrl_graph.runtime.dock.readers import ColumnRead, list_node_reads
 from msrl_graph.runtime.process.task import Task, WeightFetch
 from msrl_graph.runtime.process.task_report import Report, RunError
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -51,15 +51,15 @@ DECLARED = (
 
 def test_an_infer_of_the_generators_weights_compares_else_the_update():
     plan = one_rank()
-    assert numerics.comparison(plan) == numerics.Comparison(
+    assert numerics.find_comparison(plan) == numerics.Comparison(
         "actor.infer", "response.logp", "response", 1e-3, edge="actor.update => actor.generate"
     )
-    reads = {r.node: [c.column for c in r.reads] for r in readers(plan)}
+    reads = {r.node: [c.column for c in r.reads] for r in list_node_reads(plan)}
     assert reads["actor.infer"] == ["prompt", "response", "response.logp"] and reads["reference.infer"] == [
         "prompt",
         "response",
     ]
-    assert next(r for r in readers(plan) if r.node == "actor.infer").reads[-1] == ColumnRead(
+    assert next(r for r in list_node_reads(plan) if r.node == "actor.infer").reads[-1] == ColumnRead(
         "response.logp", 1, "actor.generate"
     )
     text = (
@@ -68,16 +68,18 @@ def test_an_infer_of_the_generators_weights_compares_else_the_update():
         .replace("layout actor.update   { dp = 2, zero = 3 }", "apart actor.generate, actor.update")
     )
     apart = compile(EXAMPLE / "grpo.rlg", text=text.replace("  layout actor.generate { tp = 2 }\n", ""))
-    assert len(apart.pools) == 2 and numerics.comparison(apart) == numerics.comparison(plan)
-    assert numerics.comparison(one_rank(*NO_INFER)).node == "actor.update"
+    assert len(apart.pools) == 2 and numerics.find_comparison(apart) == numerics.find_comparison(plan)
+    assert numerics.find_comparison(one_rank(*NO_INFER)).node == "actor.update"
     half = one_rank(("run {", "engine actor.generate = hf { dtype = bf16 }\n  run {"))
-    assert numerics.comparison(half).tolerance == 0.1
+    assert numerics.find_comparison(half).tolerance == 0.1
 
 
 def test_declared_log_probabilities_as_sampled_are_a_column():
     plan = one_rank(*DECLARED, ("old_logp, ref_logp, advantage) {", "old_logp, ref_logp, advantage, drawn) {"))
-    assert numerics.comparison(plan).column == "drawn"
-    assert [r.reads[-1] for r in readers(plan) if r.node == "actor.infer"] == [ColumnRead("drawn", 1, "actor.generate")]
+    assert numerics.find_comparison(plan).column == "drawn"
+    assert [r.reads[-1] for r in list_node_reads(plan) if r.node == "actor.infer"] == [
+        ColumnRead("drawn", 1, "actor.generate")
+    ]
     stage = Stage(plan)
     columns = stage.sampled()
     assert list(columns["drawn"].lengths) == list(columns["response"].lengths)
@@ -448,13 +450,13 @@ def test_a_row_far_down_that_cannot_be_used_is_told_before_training(place):
     tokenizer = json.loads(path.read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 16, "content": "?", "special": True})
     path.write_text(json.dumps(tokenizer))
-    rows = ['{"prompt": "1+1=", "answer": "2"}\n'] * LOOKED + ['{"prompt": "1+?=", "answer": "2"}\n']
+    rows = ['{"prompt": "1+1=", "answer": "2"}\n'] * PREVIEW_ROWS + ['{"prompt": "1+?=", "answer": "2"}\n']
     (place.folder / "odd.jsonl").write_text("".join(rows))
     text = place.write(*ONE_RANK, ('"train.jsonl"', '"odd.jsonl"'))
     line = text[: text.index("data source")].count("\n") + 1
     code, _, err = place.run("p.rlg", *SMALL, "--iterations", "2", "--out", "a")
     assert code == 1
-    assert f"error[bad-data]: line {LOOKED + 1} of " in err, err
+    assert f"error[bad-data]: line {PREVIEW_ROWS + 1} of " in err, err
     assert "has the token 16 ('?') in `prompt`, outside the vocabulary of 16" in err, err
     assert f"--> p.rlg:{line}:" in err and not (place.folder / "a").exists()
     place.assert_clean()

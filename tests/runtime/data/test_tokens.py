@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msrl_graph.compiler.unsupported import unready
+from msrl_graph.compiler.unsupported import find_unsupported
 from msrl_graph.data.chat import messages
 from msrl_graph.diagnostics import Fault
 from msrl_graph.runtime.data.columns import texts
@@ -310,7 +310,7 @@ def test_what_a_field_may_hold_a_run_takes(tmp_path):
     chat.model(tmp_path / "model")
     (tmp_path / "rows.jsonl").touch()
     plan = chat.plan(tmp_path, tmp_path / "rows.jsonl", {**MIXED, "out": "i32[<= 9]"}, PROMPTS)
-    assert unready(plan) == []
+    assert find_unsupported(plan) == []
 
 
 def test_a_column_as_long_as_another_is_held_against_it(pairs):

@@ -17,7 +17,7 @@ from called import AWAY, HERE, KEY, Place
 
 from msrl_graph.runtime.dock import rpc
 from msrl_graph.runtime.dock.channel import Address, Impostor, connect, new_key
-from msrl_graph.runtime.dock.rpc import RpcConnections, framed, greeting
+from msrl_graph.runtime.dock.rpc import RpcConnections, frame_message, greeting_bytes
 from msrl_graph.runtime.process.connection_gate import MOST
 from msrl_graph.runtime.process.task_report import RunError
 
@@ -64,7 +64,7 @@ class False_(threading.Thread):
                 with suppress(OSError), raw:
                     raw.settimeout(2)
                     with self.hello(raw) as connection:
-                        connection.sendall(b"".join(framed([(True, self.bomb)])))
+                        connection.sendall(b"".join(frame_message([(True, self.bomb)])))
                         while data := connection.recv(1 << 16):
                             self.got += data
 
@@ -160,7 +160,7 @@ ACTS = {
     "repeats": lambda record: record * 2,
     "leaves out": lambda record: b"",
     "cuts": lambda record: record[:-3] + b"\x17\x03\x03\x00\x00",
-    "says itself": lambda record: record + b"".join(framed([("echo", ("false",))])),
+    "says itself": lambda record: record + b"".join(frame_message([("echo", ("false",))])),
 }
 
 
@@ -219,8 +219,8 @@ def test_what_was_said_once_is_not_heard_again(place):
 
 def test_who_has_another_runs_key_is_not_heard(place):
     with suppress(OSError), closing(connect(place.address, HERE, OTHER)) as line:
-        line.sendall(greeting("there"))
-        for part in framed([("echo", ("mine",))]):
+        line.sendall(greeting_bytes("there"))
+        for part in frame_message([("echo", ("mine",))]):
             line.sendall(part)
         assert line.recv(1) == b""
     assert not place.served.heard and not place.server.messages
@@ -246,8 +246,8 @@ def test_whatever_a_stranger_says_is_not_heard(place, says):
 def test_a_process_answers_only_to_its_own_name(place):
     """Whoever leads a line astray, to another process of the same run, has it do nothing there."""
     with closing(connect(place.address, HERE, KEY)) as line:
-        line.sendall(greeting("another"))
-        for part in framed([("echo", ("mine",))]):
+        line.sendall(greeting_bytes("another"))
+        for part in frame_message([("echo", ("mine",))]):
             line.sendall(part)
         with suppress(ConnectionResetError):
             assert line.recv(1) == b""
@@ -362,7 +362,7 @@ def test_another_user_of_the_host_is_neither_heard_nor_believed(near):
     folder.parent.chmod(0o755)
     folder.chmod(0o777)
     (folder / near.address.name).chmod(0o777)
-    call = greeting("there") + b"".join(framed([("echo", ("mine",))]))
+    call = greeting_bytes("there") + b"".join(frame_message([("echo", ("mine",))]))
 
     def stranger(code, name):
         command = [sys.executable, "-I", "-S", "-c", BECOME + code, folder / name, call.hex()]

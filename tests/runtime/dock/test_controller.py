@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, Verdicts, concatenate, ragged, texts
 from msrl_graph.runtime.dock.client import _find_rows as found_here
-from msrl_graph.runtime.dock.client import assemble, wanted
+from msrl_graph.runtime.dock.client import assemble_batch, list_wanted_rows
 from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.messages import RowLocation, RowsReady
 from msrl_graph.runtime.dock.readers import ColumnRead
@@ -378,7 +378,7 @@ def test_columns_of_prompts_are_laid_out_by_response():
     share = controller.decided(key, 0)[0]
     fetched = {"prompt": texts(["a", "bé", ""]), "response": texts(list("uvwxyz"))}
     numbers = r.numbers(Task("train", 0, 3))
-    batch = assemble(share, r, numbers, wanted(share, r, numbers), fetched)
+    batch = assemble_batch(share, r, numbers, list_wanted_rows(share, r, numbers), fetched)
     assert [batch.columns["prompt"].text(i) for i in range(6)] == ["a", "a", "bé", "bé", "", ""]
     assert list(batch.rows) == [0, 1, 2, 3, 4, 5]
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, Verdicts, ragged, texts
 from msrl_graph.runtime.dock.messages import Round, WorkShare
 from msrl_graph.runtime.dock.segments import Activity, Room, Segments
-from msrl_graph.runtime.dock.warehouse import Warehouse, taken
+from msrl_graph.runtime.dock.warehouse import Warehouse, select_rows
 from msrl_graph.runtime.process.task import Task
 
 TASK = Task("train", 3, 4)
@@ -87,14 +87,14 @@ def test_rows_of_a_piece_are_taken_by_their_numbers(lengths, data):
     rows = np.arange(len(lengths)) * 2
     piece = ColumnRows(rows, ragged([np.full(n, i) for i, n in enumerate(lengths)], np.int32))
     asked = data.draw(st.permutations(list(rows)))[: data.draw(st.integers(0, len(rows)))]
-    found = taken(piece, np.array(asked, int))
+    found = select_rows(piece, np.array(asked, int))
     assert [list(found[i]) for i in range(len(asked))] == [[r // 2] * lengths[r // 2] for r in asked]
 
 
 def test_rows_that_lie_together_are_not_copied():
     piece = ColumnRows(np.arange(8), ragged([np.full(3, i) for i in range(8)], np.int32))
-    assert np.shares_memory(taken(piece, np.arange(2, 6)).values, piece.column.values)
-    assert not np.shares_memory(taken(piece, np.array([2, 4])).values, piece.column.values)
+    assert np.shares_memory(select_rows(piece, np.arange(2, 6)).values, piece.column.values)
+    assert not np.shares_memory(select_rows(piece, np.array([2, 4])).values, piece.column.values)
 
 
 def test_who_takes_a_dead_ones_place_knows_as_much(tmp_path):

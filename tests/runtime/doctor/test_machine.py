@@ -110,18 +110,21 @@ def test_versions_that_go_together():
         == (2, 10, 0)
     )
     assert version_pairs.numbers("26.0.rc1") == (26, 0) and version_pairs.numbers("core") == ()
-    found = version_pairs.broken(
+    found = version_pairs.find_broken_pairs(
         {"vllm-ascend": "0.23.0", "torch": "2.13.0", "torch-npu": "2.10.0.post4", "CANN": "9.1.0"}
     )
     assert [(p.package, p.other) for p in found] == [("vllm-ascend", "torch")]
     # What vllm-ascend has changed is not held against the plug-in too.
     assert [
-        p.other for p in version_pairs.broken({"torch-npu": "2.10.0", "torch": "2.9.0", "vllm-ascend": "0.23.0"})
+        p.other
+        for p in version_pairs.find_broken_pairs({"torch-npu": "2.10.0", "torch": "2.9.0", "vllm-ascend": "0.23.0"})
     ] == ["torch"]
     for cann, driver, holds in (("9.1.0", "25.2.1", True), ("9.1.0", "25.0.rc1", False), ("9.0.0", "25.0.rc1", True)):
-        assert (not [*version_pairs.broken({version_pairs.CANN: cann, version_pairs.CANN_DRIVER: driver})]) == holds
+        assert (
+            not [*version_pairs.find_broken_pairs({version_pairs.CANN: cann, version_pairs.CANN_DRIVER: driver})]
+        ) == holds
     pinned = (ROOT / "constraints" / "ascend.txt").read_text().splitlines()
-    assert not [*version_pairs.broken(dict(line.split("==") for line in pinned if "==" in line))]
+    assert not [*version_pairs.find_broken_pairs(dict(line.split("==") for line in pinned if "==" in line))]
     assert all(pair.source and pair.same + bool(pair.exact) + bool(pair.least) for pair in version_pairs.PAIRS)
 
 

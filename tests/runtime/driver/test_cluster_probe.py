@@ -241,7 +241,7 @@ def test_a_host_that_has_nothing_but_python_says_what_it_is(tmp_path):
     assert found["others"] == {"/nowhere/python": {"found": {}, "wrong": "No such file or directory"}}
     assert (found["interface"], found["speaks"]) == ("lo", "127.0.0.1")
     assert found["versions"]["msrl-graph"].count(" ") == 1 and 0 < found["memory"] <= found["total"]
-    assert host_facts.interface("127.0.0.1", "eth-of-nobody") == ("", "")
+    assert host_facts.find_interface("127.0.0.1", "eth-of-nobody") == ("", "")
     told = f"runpy.run_path({host_facts.__file__!r})['look']({asked!r})['versions']['msrl-graph']"
     bare = f"import runpy; print({told} or 'none')"
     done = subprocess.run(

@@ -43,7 +43,7 @@ def save(run, plan, layout, dtype=torch.float32, iteration=3, written=None):
     (layout, divided), weights, files = LAYOUTS[layout], {}, []
     partial = checkpoint.begin(run, iteration)
     true = {"iteration": iteration, "lines": 0, "position": 8}
-    says = checkpoint.said(**true, program=program(plan))
+    says = checkpoint.checkpoint_metadata(**true, program=program(plan))
     side = Side(layout, divided)
     for node in plan.graph.verb("update"):
         model = plan.model(node.name)
@@ -55,8 +55,8 @@ def save(run, plan, layout, dtype=torch.float32, iteration=3, written=None):
             ]
             moments = [(f"{node.worker}/exp_avg", Shard(s.name, s.box, s.tensor.float() * 0)) for s in shards]
             pieces = [*((f"{node.worker}/weights", s) for s in shards), *moments]
-            files.append(checkpoint.write(partial, f"{node.worker}-rank-{rank:05d}.safetensors", pieces, says))
-    read = run_inputs.take(plan)
+            files.append(checkpoint.write_tensors(partial, f"{node.worker}-rank-{rank:05d}.safetensors", pieces, says))
+    read = run_inputs.collect_inputs(plan)
     run_inputs.write(run, read)
     known = {"format_version": checkpoint.FORMAT, "steps": {}, **true, "inputs": run_inputs.read(run)}
     known |= {"program": program(plan), "files": tuple(files)} | (written or {})
@@ -241,7 +241,7 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path, capsys):
 def test_parts_on_other_hosts_are_asked_for(tmp_path, capsys):
     files = ("actor-rank-00000.safetensors", "critic-rank-00000.safetensors"), ("actor-rank-00001.safetensors",)
     hosts = tuple(checkpoint.CheckpointHost(f"10.0.0.{i}", f"node{i}", names) for i, names in enumerate(files))
-    written = {"format_version": checkpoint.PARTED, "hosts": hosts}
+    written = {"format_version": checkpoint.DISTRIBUTED, "hosts": hosts}
     path, _ = save(tmp_path / "run", plan_of(EXAMPLE / "model"), "tp", written=written)
     (path / files[1][0]).rename(tmp_path / files[1][0])
     code, message, help = told(capsys, "--export", path)

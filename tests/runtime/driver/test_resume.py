@@ -19,7 +19,7 @@ from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.runtime.driver import run_inputs, supervisor
 from msrl_graph.runtime.driver.outcome import outcome_of
 from msrl_graph.runtime.driver.resume import differences, program
-from msrl_graph.runtime.metrics.recorder import Recorder, restore
+from msrl_graph.runtime.metrics.recorder import Recorder, restore_lines
 from msrl_graph.runtime.process import fault_points
 from msrl_graph.runtime.weights import checkpoint, checkpoint_parts
 
@@ -60,7 +60,7 @@ def test_a_strange_folder_among_the_checkpoints_stays_and_costs_no_checkpoint(tm
     for iteration in (5, 6, 7):
         assert save(tmp_path, plan, iteration, keep=2).is_dir()
     assert {p.name for p in ours.parent.iterdir()} == {"000006", "000007", foreign}
-    assert checkpoint.newest(tmp_path)[0].name == "000007"
+    assert checkpoint.find_newest(tmp_path)[0].name == "000007"
 
 
 def test_a_strange_folder_among_a_hosts_parts_stays_and_costs_no_part(tmp_path, plan):
@@ -68,7 +68,7 @@ def test_a_strange_folder_among_a_hosts_parts_stays_and_costs_no_part(tmp_path, 
     ours = save(tmp_path, plan, 5)
     note(ours.with_name("20261127"))
     shutil.copytree(ours, ours.with_name("999999"))
-    names = [p.name for p in checkpoint.up_to(ours)][-1:]
+    names = [p.name for p in checkpoint.list_up_to(ours)][-1:]
     content = {name: (ours / name).read_bytes() for name in (checkpoint.DIGEST, checkpoint.MANIFEST)}
     assert checkpoint_parts.keep(str(tmp_path), names, content) == ""
     assert {p.name for p in ours.parent.iterdir()} == {"000005", "20261127", "999999"}
@@ -79,7 +79,7 @@ def test_a_strange_folder_at_a_url_is_no_checkpoint(tmp_path, plan, capsys, monk
     ours = save(tmp_path / "run", plan, 4)
     url = f"file://{tmp_path / 'run'}"
     note(ours.with_name("20261127"))
-    assert checkpoint.at_url(f"{url}/checkpoints") == ["000004"]
+    assert checkpoint.list_at_url(f"{url}/checkpoints") == ["000004"]
     assert run_main([PROGRAM, "--dry-run", "--resume", url]) == 0
     assert f"from iteration 4 ({url}/checkpoints/000004)" in capsys.readouterr().out
 
@@ -98,7 +98,7 @@ def recorded(tmp_path, plan):
     path = tmp_path / "metrics.jsonl"
     whole = path.read_bytes()
     partial = checkpoint.begin(tmp_path, 20)
-    file = checkpoint.write_metrics(partial, copy, checkpoint.said(20, 20, 0, {}))
+    file = checkpoint.write_metrics(partial, copy, checkpoint.checkpoint_metadata(20, 20, 0, {}))
     manifest = checkpoint.Manifest(checkpoint.FORMAT, 20, 20, {}, {}, (file,), 0)
     return path, whole, checkpoint.commit(partial, manifest, 2)
 
@@ -121,10 +121,10 @@ DAMAGE = {
 @pytest.mark.parametrize("told", DAMAGE)
 def test_lines_that_are_lost_come_back_from_the_checkpoint(recorded, plan, told):
     path, whole, folder = recorded
-    copy = checkpoint.metrics_copy(folder, checkpoint.sound(folder))
-    assert restore(path, copy) == "" and path.read_bytes() == whole
+    copy = checkpoint.read_metrics_copy(folder, checkpoint.verify(folder))
+    assert restore_lines(path, copy) == "" and path.read_bytes() == whole
     DAMAGE[told](path, whole)
-    assert restore(path, copy) == told
+    assert restore_lines(path, copy) == told
     assert path.read_bytes() == copy == b"".join(whole.splitlines(keepends=True)[:20])
     with closing(Recorder(path.parent, plan, 20)) as again:
         again.evaluation(Evaluation("test", 0, ("reward",), 1, 0.0), 20, 0.5, [], {})
@@ -241,8 +241,8 @@ def test_a_run_uses_its_files_as_they_were_when_it_began(place):
     place.write(*ONE_RANK, MINE, ("run { iterations", "run { save = 2, iterations"), evaluated=False)
     (dying := place.folder / "points").mkdir()
     deaths = [
-        fault_points.file(dying, "functions of host 0", "share of host.reward in train/1"),
-        fault_points.file(dying, "driver", "opened train/3"),
+        fault_points.fault_file(dying, "functions of host 0", "share of host.reward in train/1"),
+        fault_points.fault_file(dying, "driver", "opened train/3"),
     ]
     for death in deaths:
         death.touch()
@@ -264,5 +264,5 @@ def test_a_run_uses_its_files_as_they_were_when_it_began(place):
     assert told == "code worth.py has other content (12 bytes as before)"
     *again, last = metrics(place.folder / "ran")
     assert again == before and last["reward"] == 7.0 and last["changed"] == [told]
-    kept = checkpoint.newest(place.folder / "ran")[1].inputs
+    kept = checkpoint.find_newest(place.folder / "ran")[1].inputs
     assert kept == run_inputs.read(place.folder / "ran") and all(entry["sha256"] for entry in kept["files"].values())

@@ -11,7 +11,7 @@ from saved_checkpoints import save
 from msrl_graph import Fault, compile, run
 from msrl_graph.cli import run_main
 from msrl_graph.runtime.driver import supervisor
-from msrl_graph.runtime.driver.run_folder import MADE, lock
+from msrl_graph.runtime.driver.run_folder import MADE, lock_folder
 from msrl_graph.runtime.weights import checkpoint
 
 PROGRAM = str(EXAMPLE / "grpo.rlg")
@@ -130,15 +130,15 @@ def test_a_run_that_goes_on_from_an_older_checkpoint_replaces_the_newer_ones_whe
         == "name another folder for the results with --out, or replace them: --overwrite"
     )
     attempted(plan, None, str(middle))
-    assert [p.name for p in checkpoint.found(ran)] == ["000002", "000004"]
+    assert [p.name for p in checkpoint.list_checkpoints(ran)] == ["000002", "000004"]
     attempted(plan, ran, str(older))  # its own folder, named
-    assert [p.name for p in checkpoint.found(ran)] == ["000002"]
+    assert [p.name for p in checkpoint.list_checkpoints(ran)] == ["000002"]
     assert {p.name for p in ran.iterdir()} == {*MADE, "notes.md"}
 
 
 def test_results_that_a_run_is_writing_are_not_removed(ran, plan):
     asked = supervisor.WatchOptions(overwrite=True)
     made = supervisor.prepare(plan, ran, "", asked)
-    with lock(ran), pytest.raises(Fault, match="another run is writing into"):
+    with lock_folder(ran), pytest.raises(Fault, match="another run is writing into"):
         supervisor.Supervisor(made, asked, None, NOBODY).whole()
     assert {p.name for p in ran.iterdir()} == {*MADE, "notes.md"} - {"checkpoints"}

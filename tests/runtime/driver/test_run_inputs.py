@@ -18,8 +18,8 @@ from msrl_graph.diagnostics import NOWHERE
 from msrl_graph.files import urls
 from msrl_graph.ir.evaluation import Evaluation
 from msrl_graph.runtime.driver import run_inputs, supervisor
-from msrl_graph.runtime.driver.resume import resumed
-from msrl_graph.runtime.driver.run_inputs import DigestThread, differences, take
+from msrl_graph.runtime.driver.resume import find_resume_point
+from msrl_graph.runtime.driver.run_inputs import DigestThread, collect_inputs, differences
 from msrl_graph.runtime.metrics.recorder import Recorder
 from msrl_graph.runtime.process import host_facts
 
@@ -135,7 +135,7 @@ def pristine(tmp_path_factory):
     program = project(tmp_path_factory.mktemp("pristine") / "work")
     plan = compile(program)
     shutil.copytree(program.parent, program.parent.with_name("copy"))
-    return plan, program.parent, take(plan)
+    return plan, program.parent, collect_inputs(plan)
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -143,7 +143,7 @@ def test_what_has_changed_is_named(pristine, what):
     change, model, changed = CHANGES[what]
     plan, folder, before = pristine
     change(folder)
-    found = differences(before, take(plan))
+    found = differences(before, collect_inputs(plan))
     shutil.rmtree(folder)
     shutil.copytree(folder.with_name("copy"), folder)
     for told, wanted in ((found.model, model), (found.changed, changed)):
@@ -156,12 +156,12 @@ def test_a_project_that_was_moved_is_the_same(tmp_path):
     plans = []
     for name in ("here", "there"):
         plans.append(compile(project(tmp_path / name)))
-    assert differences(*map(take, plans)) == run_inputs.Differences()
+    assert differences(*map(collect_inputs, plans)) == run_inputs.Differences()
 
 
 def test_copies_of_what_lies_at_urls_are_compared_by_what_they_hold(program, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    local = take(compile(program))
+    local = collect_inputs(compile(program))
     for name in ("./model", "train.jsonl", "test.jsonl"):
         written(program, f'"{name}"', f'"file://{tmp_path / name.removeprefix("./")}"')
     made = supervisor.prepare(compile(program))
@@ -170,7 +170,7 @@ def test_copies_of_what_lies_at_urls_are_compared_by_what_they_hold(program, mon
 
 
 def test_versions_that_differ_are_listed(program):
-    before = take(compile(program))
+    before = collect_inputs(compile(program))
     assert {"Python", "msrl-graph", "torch", "numpy", "transformers"} <= before.versions.keys()
     now = replace(before, versions=before.versions | {"torch": "9.9", "flash-attn": "3.0"})
     has = before.versions["torch"]
@@ -184,7 +184,7 @@ def test_versions_that_differ_are_listed(program):
 def ran(program):
     """A checkpoint of a run of the program, in `ran`."""
     plan = compile(program)
-    kept = msgspec.to_builtins(take(plan))
+    kept = msgspec.to_builtins(collect_inputs(plan))
     return save(program.parent / "ran", plan, 2, written={"inputs": kept})
 
 
@@ -207,7 +207,9 @@ def test_all_else_is_listed_in_one_warning_and_in_the_dry_run(program, ran, caps
     (program.parent / "helper.py").write_text("WORTH = 7.0\n")
     assert run_main(["p.rlg", "--resume", "ran", "--dry-run", "--set", "kl_coef=0.5"]) == 0
     out, err = capsys.readouterr()
-    changed = resumed(compile("p.rlg", sets={"kl_coef": 0.5}), "ran", NOWHERE, take(compile("p.rlg"))).changed
+    changed = find_resume_point(
+        compile("p.rlg", sets={"kl_coef": 0.5}), "ran", NOWHERE, collect_inputs(compile("p.rlg"))
+    ).changed
     named = [what.partition(" was ")[0].partition(" has other ")[0] for what in changed]
     assert named[0] == "algorithm.params.kl_coef" and named[-2:] == ["data source", "code helper.py"]
     assert err.count("warning[") == err.count("warning[changed-program]") == 1
@@ -219,9 +221,9 @@ def test_all_else_is_listed_in_one_warning_and_in_the_dry_run(program, ran, caps
 
 def test_a_checkpoint_that_kept_no_digests_is_compared_by_sizes(program, tmp_path):
     path = save(tmp_path / "old", compile(program), 2)
-    assert resumed(compile(program), str(path), NOWHERE, take(compile(program))).changed == ()
+    assert find_resume_point(compile(program), str(path), NOWHERE, collect_inputs(compile(program))).changed == ()
     (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text() + "\n")
-    (told,) = resumed(compile(program), str(path), NOWHERE, take(compile(program))).changed
+    (told,) = find_resume_point(compile(program), str(path), NOWHERE, collect_inputs(compile(program))).changed
     assert told.startswith("data.source.bytes was ")
 
 
@@ -248,7 +250,7 @@ def test_a_run_that_starts_anew_does_not_read_other_data(program, tmp_path):
         f"the driver ended with status 1, and data source ({tmp_path}/train.jsonl) was changed after the run began: "
         "the run cannot continue as it began; the files of the run so far are in out"
     )
-    kept = run_inputs.recorded(run_inputs.read(tmp_path / "out"))
+    kept = run_inputs.parse_inputs(run_inputs.read(tmp_path / "out"))
     assert kept.files.keys() == made.inputs.files.keys() and differences(kept, made.inputs) == run_inputs.Differences()
     assert all(entry.sha256 for name, entry in kept.files.items() if name.startswith("code "))
 
@@ -266,14 +268,14 @@ def large(path, changed_at=None):
 
 def test_samples_of_a_large_file_are_of_its_size_its_ends_and_between(tmp_path):
     path = large(tmp_path / "data")
-    whole = host_facts.sampled(str(path))
+    whole = host_facts.sampled_digest(str(path))
     last = 3 * host_facts.SAMPLED - 1
     blocks = [(last + 1 - host_facts.BLOCK) * i // 15 for i in range(16)]
     for place in (0, last, blocks[7], blocks[7] + host_facts.BLOCK - 1):
-        assert host_facts.sampled(str(large(path, place))) != whole, place
-    assert host_facts.sampled(str(large(path, blocks[7] + host_facts.BLOCK))) == whole
+        assert host_facts.sampled_digest(str(large(path, place))) != whole, place
+    assert host_facts.sampled_digest(str(large(path, blocks[7] + host_facts.BLOCK))) == whole
     path.write_bytes(path.read_bytes() + b"0")
-    assert host_facts.sampled(str(path)) != whole
+    assert host_facts.sampled_digest(str(path)) != whole
 
 
 def test_a_pipe_in_a_models_folder_holds_nobody(tmp_path):
@@ -295,7 +297,7 @@ def test_what_the_samples_do_not_show_is_reported_when_the_file_is_digested_whol
         digesting = DigestThread(tmp_path, now, before, said.append)
         digesting.thread.join()
         digesting.close()
-        kept = run_inputs.recorded(run_inputs.read(tmp_path))
+        kept = run_inputs.parse_inputs(run_inputs.read(tmp_path))
         assert kept == digesting.inputs
         return kept
 

@@ -90,7 +90,7 @@ def test_a_checkpoint_holds_no_state_of_functions_that_are_ahead(tmp_path):
     carried.learn(1, [report({"level": ([0], [4.0])}, drawn=[0])])
     path = saved(carried, tmp_path, 1)
     again = RunState(planned(states=True), 10)
-    again.restore(path, checkpoint.manifest_of(path))
+    again.restore(path, checkpoint.read_manifest(path))
     assert again.task(1).states == {"level": 3.0}
 
 
@@ -102,15 +102,15 @@ def test_a_checkpoint_holds_positions_and_states(tmp_path):
     )
     path = saved(carried, tmp_path, 1)
     again = RunState(plan, 10)
-    again.restore(path, checkpoint.manifest_of(path))
+    again.restore(path, checkpoint.read_manifest(path))
     assert again.task(1) == carried.task(1) and again.task(1).position == 6
     assert again.tables(1).states["rate"].tolist() == [0.5] * 5 + [0.1] + [0.5] * 4
     with pytest.raises(RunError, match="holds 10 values of the state `rate`, but the data has 11 rows"):
-        RunState(plan, 11).restore(path, checkpoint.manifest_of(path))
+        RunState(plan, 11).restore(path, checkpoint.read_manifest(path))
     without = saved(RunState(planned(), 10), tmp_path, 2)
     shutil.copy(path / "states.safetensors", without)  # what its manifest does not name is not of it
     with pytest.raises(RunError, match="holds no value of the state `rate`: it is a checkpoint of another program"):
-        again.restore(without, checkpoint.manifest_of(without))
+        again.restore(without, checkpoint.read_manifest(without))
 
 
 def test_responses_that_go_on_keep_the_row_that_they_began_as_also_from_an_older_checkpoint():
@@ -130,7 +130,7 @@ def test_a_changed_program_reads_on_where_the_old_one_ended(tmp_path):
     refilling.after(refilling.task(0), [report(prompts_drawn=9)])
     path = saved(refilling, tmp_path, 1)
     plain = RunState(planned(), 10)
-    plain.restore(path, checkpoint.manifest_of(path))
+    plain.restore(path, checkpoint.read_manifest(path))
     assert plain.known and [plain.task(i).position for i in (1, 2)] == [9, 12]
 
 
@@ -185,14 +185,14 @@ def test_an_adaptive_draw_follows_the_share_that_passed_and_a_checkpoint_holds_i
     assert sizes == expected and sizes[:2] == [3, 3] and len({*sizes}) > 1
     path = saved(carried, tmp_path, 6)
     again = RunState(plan, 100)
-    again.restore(path, checkpoint.sound(path))
+    again.restore(path, checkpoint.verify(path))
     assert again.task(6).prompts == carried.task(6).prompts and again.task(6).position == carried.task(6).position
     # A checkpoint of a run that did not adapt: the counts begin anew.
     plain = RunState(planned(refill=True), 100)
     plain.after(plain.task(0), [report(prompts_drawn=3, prompts_kept=1)])
     path = saved(plain, tmp_path, 1)
     again = RunState(plan, 100)
-    again.restore(path, checkpoint.sound(path))
+    again.restore(path, checkpoint.verify(path))
     assert again.task(1).prompts == 3
 
 

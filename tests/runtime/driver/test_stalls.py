@@ -10,7 +10,7 @@ from msrl_graph import compile
 from msrl_graph.runtime.dock.messages import CurrentActivity, Status, Wait
 from msrl_graph.runtime.driver import stalls
 from msrl_graph.runtime.driver.signals import Signals
-from msrl_graph.runtime.driver.stalls import DeathReports, StallClock, of_the_user
+from msrl_graph.runtime.driver.stalls import DeathReports, StallClock, processes_in_user_code
 from msrl_graph.runtime.process import heartbeat
 from msrl_graph.runtime.process.heartbeat import RATE
 
@@ -73,9 +73,11 @@ def test_who_is_in_the_users_code_and_who_waits():
     }
     everybody = {"functions of host 0", "rank 0"}
     waits = (Wait("`host.reward` (group 0)", "train/3", 9.0, "rows"),)
-    assert of_the_user(plan, [status(doing=doing)], everybody) == ["functions of host 0"]
-    assert of_the_user(plan, [status(doing=doing, waits=waits)], everybody) == []
-    assert of_the_user(plan, [status(doing=doing)], {"rank 0"}) == []  # it has ended its task, and told of nothing else
+    assert processes_in_user_code(plan, [status(doing=doing)], everybody) == ["functions of host 0"]
+    assert processes_in_user_code(plan, [status(doing=doing, waits=waits)], everybody) == []
+    assert (
+        processes_in_user_code(plan, [status(doing=doing)], {"rank 0"}) == []
+    )  # it has ended its task, and told of nothing else
 
 
 def test_a_signal_is_answered_while_a_checkpoint_is_written():

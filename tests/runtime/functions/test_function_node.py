@@ -15,7 +15,7 @@ from msrl_graph.ir.plan import Deployment, Plan
 from msrl_graph.runtime.data import columns
 from msrl_graph.runtime.driver import run_folder
 from msrl_graph.runtime.functions.units import options_of
-from msrl_graph.runtime.functions.user_traceback import shown
+from msrl_graph.runtime.functions.user_traceback import shorten_value
 from msrl_graph.runtime.process.task_report import NextValues, RunError
 
 
@@ -243,8 +243,8 @@ except Exception as error:
 
 
 def test_a_long_text_is_cut(tmp_path):
-    assert shown("é\x1b" + "a" * 300) == "'é\\x1b" + "a" * 198 + "'… (302 characters)"
-    assert shown(np.zeros((2, 3), np.int32)) == "int32 of 2x3: [[0, 0, 0], [0, 0, 0]]"
+    assert shorten_value("é\x1b" + "a" * 300) == "'é\\x1b" + "a" * 198 + "'… (302 characters)"
+    assert shorten_value(np.zeros((2, 3), np.int32)) == "int32 of 2x3: [[0, 0, 0], [0, 0, 0]]"
 
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path):
@@ -257,9 +257,9 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path):
 def test_a_folder_that_another_run_took_meanwhile_is_left_to_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = Plan(Graph("g", {}, (), (), (), (), (1,)), None, Deployment("d", {}, {}, {}, {}))
-    one = run_folder.choose(plan, None)
+    one = run_folder.choose_folder(plan, None)
     (one).mkdir(parents=True)
-    assert run_folder.make(plan, one, stated=False) == Path("runs/d-2") and (tmp_path / "runs" / "d-2").is_dir()
+    assert run_folder.make_folder(plan, one, stated=False) == Path("runs/d-2") and (tmp_path / "runs" / "d-2").is_dir()
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from stage import EXAMPLE
 from weighers import weigher
 
 from msrl_graph import Fault, compile
-from msrl_graph.ir.signatures import signatures
-from msrl_graph.runtime.functions.draw_weights import scarce
+from msrl_graph.ir.signatures import read_signatures
+from msrl_graph.runtime.functions.draw_weights import remark_scarce_weights
 from msrl_graph.runtime.functions.values import InjectedArguments
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import RunError
@@ -48,8 +48,8 @@ def test_wrong_weights_are_told_with_what_they_were_made_of(tmp_path: Path) -> N
     with pytest.raises(
         RunError,
         match=(
-            r"`weights` of the source \(line 6 of .*p.rlg\) returned list of 1, where a number of 0 or more belongs "
-            r"for each of 3"
+            r"`weights` of the source \(line 6 of .*p.rlg\) returned list of 1 instead of a number of at least 0 "
+            r"for each of the 3 rows"
         ),
     ):
         weigher(tmp_path, '"mine.py:f"', "def f(difficulty): return [1.0]\n")({}, Task("train", 0, 2))
@@ -81,16 +81,16 @@ def test_rows_of_weight_0_are_told_where_they_are_taken_and_end_the_run_where_th
         weigher(tmp_path, '"mine.py:f"', "def f(difficulty): return difficulty * 0\n")({}, Task("train", 4, 2))
     weigh = weigher(tmp_path, '"mine.py:f"', "def f(difficulty, *, iteration): return [0, 1, iteration]\n")
     told = [
-        [len(scarce(weigh.source, task, weigh({}, task), first)) for first in (0, 2, 4)]
+        [len(remark_scarce_weights(weigh.source, task, weigh({}, task), first)) for first in (0, 2, 4)]
         for task in (Task("train", 0, 2), Task("train", 1, 2))
     ]
     assert told == [[1, 0, 0], [0, 1, 0]]
     task = Task("train", 0, 2)
-    (remark,) = scarce(weigh.source, task, weigh({}, task), 0)
+    (remark,) = remark_scarce_weights(weigh.source, task, weigh({}, task), 0)
     assert remark.endswith(
         ": only 1 of 3 rows of the data have a weight above 0, so iteration 0 also draws rows of weight 0"
     )
-    assert not scarce(weigh.source, task, np.ones(3), 2)
+    assert not remark_scarce_weights(weigh.source, task, np.ones(3), 2)
 
 
 def test_a_function_is_told_the_iteration(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_function_is_told_the_iteration(tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_that_of_the_tokens_which_the_node_reads() -> None:
     plan = compile(EXAMPLE / "grpo.rlg")
-    signature = signatures("def f(response, tokenizer, iteration): ...")["f"]
+    signature = read_signatures("def f(response, tokenizer, iteration): ...")["f"]
     assert (signature.columns, signature.fills) == (("response",), ("tokenizer", "iteration"))
     given = InjectedArguments(signature, plan.graph.node("host.reward"), plan)("train", 3, 0)
     assert given["iteration"] == 3 and given.keys() == {"tokenizer", "iteration"}

@@ -12,7 +12,7 @@ from language import TESTS
 from msrl_graph import compile
 from msrl_graph.ir.plan import Plan
 from msrl_graph.runtime.data.numerics import NumericsWatch
-from msrl_graph.runtime.functions.user_traceback import blame
+from msrl_graph.runtime.functions.user_traceback import describe_failure
 from msrl_graph.runtime.metrics.row_failures import failures
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report, RunError
@@ -66,10 +66,10 @@ def test_a_result_that_is_no_number_is_of_the_call_of_the_child(plan: Plan) -> N
 
 
 def test_what_a_function_raises_is_of_the_call_of_the_child(plan: Plan) -> None:
-    told = blame(plan.graph.node("host.reward"), ValueError("no"), "row 0")
+    told = describe_failure(plan.graph.node("host.reward"), ValueError("no"), "row 0")
     assert told.startswith(f"{WHERE} failed on row 0: ValueError: no")
 
 
 def test_a_node_that_calls_nothing_is_where_it_is_stated(plan: Plan) -> None:
     node = plan.graph.node("actor.infer")
-    assert blame(node, ValueError("no"), "row 0").startswith(f"`actor.infer` ({node.span.place}) failed")
+    assert describe_failure(node, ValueError("no"), "row 0").startswith(f"`actor.infer` ({node.span.place}) failed")

@@ -185,9 +185,9 @@ def test_a_nest_that_somebody_kills_is_begun_again(tmp_path):
 
 def test_what_functions_tell_in_workers_is_counted(tmp_path):
     source = "from msrl_graph.algorithms.registry import tell\ndef f(score):\n    tell('seen', 1)\n    return score\n"
-    registry.told()
+    registry.take_amounts()
     results(tmp_path, source, ("reward",), workers=2)
-    assert registry.told() == {"seen": 4}
+    assert registry.take_amounts() == {"seen": 4}
 
 
 def test_a_function_that_only_one_process_may_call_is_called_by_this_one(tmp_path):

@@ -9,9 +9,9 @@ from place import EXAMPLE, ONE_RANK, SMALL, metrics
 from stale_runs import APART, stale
 
 from msrl_graph import compile, run
-from msrl_graph.ir.async_schedule import Sends, leads
+from msrl_graph.ir.async_schedule import Sends, lead_of_pools
 from msrl_graph.ir.evaluation import Evaluation
-from msrl_graph.runtime.metrics.best import best_figures, ending
+from msrl_graph.runtime.metrics.best import best_figures, early_stop_reason
 
 PROGRAM = EXAMPLE / "grpo.rlg"
 TEXT = PROGRAM.read_text()
@@ -47,7 +47,7 @@ def test_figures_of_other_evaluations_and_none_that_is_finite_are_no_best():
 def test_the_training_ends_when_the_patience_is_spent(patience, ends):
     bests = best_figures([evaluating(best="reward", patience=patience)], lines(0.6, 0.5, 0.4, 0.3))
     why = "3 evaluations gave nothing better than reward on test 0.600 before the training"
-    assert ending(bests) == (why if ends else "")
+    assert early_stop_reason(bests) == (why if ends else "")
 
 
 def program(evaluation):
@@ -99,7 +99,7 @@ def test_with_deterministic_no_iteration_generates_with_weights_from_before_a_ch
     for old, new in (*APART, stale(2)):
         text = text.replace(old, new)
     plan = compile(PROGRAM, text=text)
-    (pool,) = leads(plan)
+    (pool,) = lead_of_pools(plan)
     assert Sends(plan).after(pool, 4) == begins
 
 

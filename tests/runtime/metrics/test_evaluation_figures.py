@@ -26,7 +26,7 @@ from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, ragged, text
 from msrl_graph.runtime.data.numerics import NumericsWatch
 from msrl_graph.runtime.functions.user_traceback import BadResult
 from msrl_graph.runtime.functions.values import ReturnChecker
-from msrl_graph.runtime.metrics.display import evaluated
+from msrl_graph.runtime.metrics.display import format_evaluation
 from msrl_graph.runtime.metrics.evaluation_figures import evaluation_figures
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report, RunError
@@ -265,11 +265,11 @@ def test_the_line_of_an_evaluation_holds_what_is_of_all_rows() -> None:
     found = {"reward": 0.25, "reward/pass@1": 0.25, "reward/pass@2": 0.5, "reward/best@1": math.nan}
     parts = {"rows/kind=long": 4, "reward/kind=long": 0.5, "reward/pass@1/kind=long": math.nan, "reward/fewer@2": 1}
     shown = "sampled: reward 0.250  reward/pass@1 0.250  reward/pass@2 0.500"
-    assert evaluated(evaluation, found | parts) == f"{shown}  and 5 more in metrics.jsonl"
+    assert format_evaluation(evaluation, found | parts) == f"{shown}  and 5 more in metrics.jsonl"
     del found["reward/best@1"]
-    assert evaluated(evaluation, found) == shown
+    assert format_evaluation(evaluation, found) == shown
     nothing = {"reward": math.nan, "reward/kind=long": math.nan}
-    assert evaluated(evaluation, nothing) == "sampled: no figure of all rows; 2 figures in metrics.jsonl"
+    assert format_evaluation(evaluation, nothing) == "sampled: no figure of all rows; 2 figures in metrics.jsonl"
 
 
 def test_a_function_returns_none_where_its_figure_does_not_apply_and_nobody_reads_it(folder: Path) -> None:

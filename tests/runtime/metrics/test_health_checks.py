@@ -8,8 +8,8 @@ from stage import one_rank
 
 from msrl_graph import compile
 from msrl_graph.runtime.data.columns import ColumnData
-from msrl_graph.runtime.metrics.health_checks import CALM, PAGE, HealthChecks, judged
-from msrl_graph.runtime.metrics.reward_variance import ColumnMeans, spreads
+from msrl_graph.runtime.metrics.health_checks import CALM, PAGE, HealthChecks, judged_columns
+from msrl_graph.runtime.metrics.reward_variance import ColumnMeans, prompt_spreads
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
 
@@ -88,9 +88,9 @@ def test_the_page_of_warnings_is_there():
 
 
 def test_what_advantages_are_made_of():
-    assert judged(one_rank().graph) == ["reward"]
+    assert judged_columns(one_rank().graph) == ["reward"]
     ppo = compile("ppo", model="tiny").graph
-    assert judged(ppo) == ["score"]
+    assert judged_columns(ppo) == ["score"]
 
 
 @pytest.mark.parametrize("samples", [1, 4])
@@ -108,7 +108,7 @@ def test_the_spread_of_rewards_is_that_of_all_rows(samples):
         ColumnMeans(plan).count(
             reports[-1], node, Task("train", 0, 16), "reward", part, ColumnData(values[part]).values
         )
-    found = spreads(reports)
+    found = prompt_spreads(reports)
     groups = values.astype(np.float64).reshape(-1, samples) if samples > 1 else values.astype(np.float64)[None]
     assert found["reward/std"] == pytest.approx(groups.std(1, ddof=1).mean(), rel=1e-9)
     assert found["reward/flat"] == np.mean([len({*g}) == 1 for g in groups])
@@ -121,12 +121,14 @@ def test_what_is_not_finite_has_no_spread():
     means = ColumnMeans(plan)
     node = plan.graph.node("host.reward")
     means.count(report, node, Task("train", 0, 2), "reward", np.arange(4), np.array([1.0, np.nan, 2.0, 4.0]))
-    assert spreads([report]) == {"reward/std": pytest.approx(2**0.5), "reward/flat": 0.0} and report.sums["reward"] == (
+    assert prompt_spreads([report]) == {"reward/std": pytest.approx(2**0.5), "reward/flat": 0.0} and report.sums[
+        "reward"
+    ] == (
         7.0,
         3,
     )
     means.count(report, node, Task("held_out", 0, 2), "reward", np.arange(2), np.ones(2))
-    assert spreads([report])["reward/flat"] == 0.0  # of training alone
+    assert prompt_spreads([report])["reward/flat"] == 0.0  # of training alone
 
 
 def test_trainer_and_generator_that_drift_apart():

@@ -14,7 +14,7 @@ from msrl_graph import compile
 from msrl_graph.cost import transfers as costs
 from msrl_graph.ir.async_schedule import Sends
 from msrl_graph.ir.metric_names import METRICS
-from msrl_graph.runtime.metrics.display import comparison
+from msrl_graph.runtime.metrics.display import comparison_table
 from msrl_graph.runtime.metrics.recorder import Recorder, imbalances
 from msrl_graph.runtime.metrics.trace import Trace
 from msrl_graph.runtime.process.task import Task
@@ -79,7 +79,7 @@ def test_staleness_and_seconds_with_pools_ahead_stand_beside_those_that_were_for
     assert table["staleness, at most"] == ("versions", 1, 1)
     assert table["iteration"] == ("s", plan.estimate.iteration_seconds.value, 20.0)
     shown = io.StringIO()
-    Console(width=120, file=shown).print(comparison(recorder.table()))
+    Console(width=120, file=shown).print(comparison_table(recorder.table()))
     (line,) = (line.split() for line in shown.getvalue().splitlines() if line.startswith("staleness  "))
     assert line == ["staleness", "1.00", "0.75", "1.33", "assumed"]
 

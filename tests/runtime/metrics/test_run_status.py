@@ -29,7 +29,7 @@ from msrl_graph.runtime.metrics.http_server import StatusServer
 from msrl_graph.runtime.metrics.ports import ListeningSockets
 from msrl_graph.runtime.metrics.run_status import POINTS, RunFacts
 from msrl_graph.runtime.metrics.terminal_panel import _sparks, panel
-from msrl_graph.runtime.process.fault_points import file as points_file
+from msrl_graph.runtime.process.fault_points import fault_file as points_file
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report
 

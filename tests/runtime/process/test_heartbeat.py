@@ -8,8 +8,8 @@ import time
 from contextlib import contextmanager
 
 from msrl_graph.runtime.process import heartbeat
-from msrl_graph.runtime.process.heartbeat import HeartbeatWatch, Limits, ended, moved
-from msrl_graph.runtime.process.processes import stopped
+from msrl_graph.runtime.process.heartbeat import HeartbeatWatch, Limits, bytes_moved, killed_processes
+from msrl_graph.runtime.process.processes import is_stopped
 
 LIMITS = Limits(1.0, 2.0)
 # A process with a heart that looks at nobody, and does something.
@@ -76,14 +76,17 @@ def test_who_is_stopped_or_holds_the_interpreter_is_killed_and_who_moves_is_not(
             "holds has not moved for 2 s (none of its Python code runs); killed",
             "stopped has not moved for 1 s (stopped); killed",
         ]
-        assert ended(tmp_path)[made["stopped"].pid] == ("stopped", "stopped has not moved for 1 s (stopped); killed")
+        assert killed_processes(tmp_path)[made["stopped"].pid] == (
+            "stopped",
+            "stopped has not moved for 1 s (stopped); killed",
+        )
 
 
 def test_who_writes_moves_though_no_python_code_runs(tmp_path):
     with beating(tmp_path, writes=WRITES) as made:
-        before = moved(tmp_path)
+        before = bytes_moved(tmp_path)
         assert look(HeartbeatWatch(tmp_path, LIMITS), 3.5) == [] and made["writes"].poll() is None
-        assert moved(tmp_path) > before + heartbeat.RATE
+        assert bytes_moved(tmp_path) > before + heartbeat.RATE
 
 
 def test_hearts_look_at_each_other_and_one_tells(tmp_path):
@@ -101,7 +104,7 @@ def test_hearts_look_at_each_other_and_one_tells(tmp_path):
             other.stdout.readline()
         os.kill(made["rank 0"].pid, signal.SIGSTOP)
         assert made["rank 0"].wait(10) == -signal.SIGKILL
-        assert [name for name, _ in ended(tmp_path).values()] == ["rank 0"]
+        assert [name for name, _ in killed_processes(tmp_path).values()] == ["rank 0"]
         # One that takes its place has a heart of its own, and the old one's death is not held against it.
         with beating(tmp_path, **{"rank 0": WAITS}) as again:
             time.sleep(2)
@@ -150,7 +153,7 @@ time.sleep(300)
             "Ray's raylet has not moved for 1 s (stopped); killed",
             "a process of rank 1 (nest) has not moved for 1 s (stopped); killed",
         ]
-        assert stopped(other) and not stopped(nest)
+        assert is_stopped(other) and not is_stopped(nest)
         os.kill(other, signal.SIGKILL)
         process.kill()
 

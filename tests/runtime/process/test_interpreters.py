@@ -14,7 +14,7 @@ from msrl_graph import backends, compile
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.ray import ray_script
 from msrl_graph.emit.text import plan_text
-from msrl_graph.ir.plan_paths import absolute
+from msrl_graph.ir.plan_paths import make_absolute
 from msrl_graph.runtime.process import host_facts, interpreters
 from msrl_graph.runtime.process.host_facts import Versions
 
@@ -47,7 +47,7 @@ def test_a_pool_has_the_interpreter_that_one_of_its_engines_states(tmp_path):
     assert "\n    device 0, with /opt/vllm/bin/python\n" in ray_script(made)
     # All states of a pool have it, and a path is from the folder of the file that says it.
     (tmp_path / "p.rlg").write_text(PROGRAM.format(statements='engine actor.generate = hf { python = "env/python" }'))
-    made = absolute(compile(tmp_path / "p.rlg"))
+    made = make_absolute(compile(tmp_path / "p.rlg"))
     assert {made.around(device).python for device in range(2)} == {str(tmp_path / "env" / "python")}
 
 
@@ -100,7 +100,7 @@ def test_packages_that_cannot_be_beside_each_other_are_told_and_an_interpreter_i
     ],
 )
 def test_what_an_interpreter_must_have(found, told):
-    wrong = interpreters.lacking(Versions(found=OWN | found, wrong=""), OWN)
+    wrong = interpreters.find_mismatch(Versions(found=OWN | found, wrong=""), OWN)
     assert wrong.startswith(told) and bool(wrong) == bool(told)
 
 
@@ -114,7 +114,7 @@ def test_what_an_interpreter_must_have(found, told):
 )
 def test_one_that_is_none_is_told_at_its_line_before_anything_starts(python, told):
     made = plan("apart actor.generate", f'engine actor.generate = hf {{ python = "{python}" }}')
-    (found,) = interpreters.check(made)
+    (found,) = interpreters.check_interpreters(made)
     assert (found.code, found.span.line) == ("not-installed", 7)
     assert found.message.startswith(f"the interpreter {python} {told}")
 
@@ -128,10 +128,10 @@ def test_an_environment_tells_what_it_has_and_not_what_lies_about(tmp_path, monk
     monkeypatch.delenv("PYTHONPATH", raising=False)
     made = plan("apart actor.generate", 'engine actor.generate = hf { python = "env/bin/python" }')
     ((python, command),) = interpreters.commands(made).items()
-    seen = host_facts.told(command)
+    seen = host_facts.query_interpreter(command)
     assert (python, seen["wrong"]) == ("env/bin/python", "")
     assert seen["found"] == {**dict.fromkeys(seen["found"], ""), "Python": ".".join(map(str, sys.version_info[:3]))}
     assert {"msrl-graph", "ray", "torch", "transformers"} <= seen["found"].keys()
-    (told,) = interpreters.check(made)
+    (told,) = interpreters.check_interpreters(made)
     assert told.message.startswith("the interpreter env/bin/python lacks msrl-graph, torch, ray, ")
     assert json.loads(subprocess.check_output(command)) == seen["found"]

@@ -28,7 +28,7 @@ from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.rank.micro_batches import pack
 from msrl_graph.runtime.weights.digest import Digest
-from msrl_graph.sharding.layout import Layout, full
+from msrl_graph.sharding.layout import Layout, full_box
 
 N = 4 * 300 * 200  # bytes of a tensor below
 
@@ -50,13 +50,13 @@ def over(peak, before):
 
 def test_what_backward_needs_is_held_until_it_is_used(weight):
     x = torch.randn(300, 200)
-    before = memory.held()["device"]
+    before = memory.live_bytes()["device"]
     with memory.Peak() as peak:
         # Two results are kept for backward, the product is not; in backward each adds its gradient before it is let go.
         loss = torch.mm(x, weight).sigmoid().sigmoid().sum()
         loss.backward()
     assert over(peak, before) == pytest.approx(3 * N, abs=100)
-    assert memory.held()["device"] - before == 4 * 200 * 200 + 4  # the gradient, and the loss
+    assert memory.live_bytes()["device"] - before == 4 * 200 * 200 + 4  # the gradient, and the loss
 
 
 def test_what_only_a_thread_of_gloos_still_holds_is_not_counted():
@@ -65,7 +65,7 @@ def test_what_only_a_thread_of_gloos_still_holds_is_not_counted():
 
 def _gathered_and_gone(rank, folder):
     part = torch.ones(1000)
-    before = memory.held()["device"]
+    before = memory.live_bytes()["device"]
     for _ in range(50):  # without it, some of them in a hundred on a busy machine
         with memory.Peak() as peak:
             whole = torch.empty(2000)
@@ -77,7 +77,7 @@ def _gathered_and_gone(rank, folder):
 
 def test_storages_count_once_and_by_their_present_size():
     x = torch.zeros(300, 200)
-    before = memory.held()["device"]
+    before = memory.live_bytes()["device"]
     with memory.Peak() as peak:
         views = [x[i:] for i in range(5)]
         y = torch.zeros(300, 200)
@@ -88,20 +88,20 @@ def test_storages_count_once_and_by_their_present_size():
         del z
         other = torch.zeros(300, 200)
     assert over(peak, before) == 2 * N
-    assert memory.held()["device"] - before == 2 * N
+    assert memory.live_bytes()["device"] - before == 2 * N
     del views, other
 
 
 def test_host_buffers_count_apart():
     x = torch.zeros(300, 200)
-    before = memory.held()
+    before = memory.live_bytes()
     with memory.Peak() as peak:
-        buffer = devices.of(x).host_buffer(x).copy_(x)
+        buffer = devices.device_of(x).host_buffer(x).copy_(x)
     assert over(peak, before["device"]) == 0
     assert peak.peak["host"] - before["host"] == N
-    assert memory.held()["host"] - before["host"] == N
+    assert memory.live_bytes()["host"] - before["host"] == N
     del buffer
-    assert memory.held() == before
+    assert memory.live_bytes() == before
 
 
 def test_operations_made_of_others_are_looked_into():
@@ -110,7 +110,7 @@ def test_operations_made_of_others_are_looked_into():
     q = torch.randn(1, 1, 300, 200)
     mask = torch.ones(300, 300, dtype=torch.bool)
     with torch.inference_mode():
-        before = memory.held()["device"]
+        before = memory.live_bytes()["device"]
         with memory.Peak() as peak:
             torch.nn.functional.linear(
                 torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask), q[0, 0]
@@ -140,7 +140,7 @@ def test_what_entropies_and_given_ids_take(tmp_path):
     for entropy, given in ((False, False), (True, False), (False, True), (True, True)):
         gc.collect()  # other tests' engines are cycles
         with memory.Peak() as peak:
-            before = memory.held()["device"]
+            before = memory.live_bytes()["device"]
             micro = pack([prompt], [response], np.arange(40), given=ids if given else None)
             asked = ForwardRequest(entropy=entropy)
             engines.train(engine, micro, lambda made: sum(x.sum() for x in made if x is not None), asked)
@@ -188,11 +188,11 @@ def test_the_account_is_the_sum_over_all_storages_at_each_operation(steps):
                 case 4 if storage.nbytes() and storage.resizable():
                     devices.release(tensor)
                 case 5 if storage.resizable():
-                    devices.take(tensor)
+                    devices.allocate(tensor)
                 case 6:
                     kept.append(torch.from_numpy(NUMBERS[: 100 * size + 1]))
                 case 7:
-                    kept.append(devices.of(tensor).host_buffer(torch.zeros(50 * size + 1)))
+                    kept.append(devices.device_of(tensor).host_buffer(torch.zeros(50 * size + 1)))
                 case 8 if storage.nbytes():
                     devices.sleep([tensor])
                 case 9:
@@ -218,7 +218,7 @@ def test_a_digest_of_which_a_part_is_measured_takes_what_all_of_it_takes(dtype, 
     def looked():
         with Checked() as peak:
             digest = Digest(shapes, dtype, "cpu", 100)
-            found = [digest.of([tensor], digest.at(full(tensor.shape))).item() for tensor in tensors]
+            found = [digest.of([tensor], digest.at(full_box(tensor.shape))).item() for tensor in tensors]
         return peak.peak["device"] - peak.before["device"], found, peak.looks
 
     looked()

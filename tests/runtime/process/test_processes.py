@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from msrl_graph.runtime.process import processes
-from msrl_graph.runtime.process.processes import MARK, Temporary, alive
+from msrl_graph.runtime.process.processes import MARK, Temporary, is_alive
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
 # Makes a folder and two processes of a run, one in a session of its own and one with the mark, says who they are, and
@@ -59,7 +59,7 @@ def test_the_folder_is_there_until_it_is_closed(here):
         keeper = kept.keeper
         bystander = subprocess.Popen(SLEEP)
         process = subprocess.Popen(SLEEP, env={**os.environ, MARK: str(kept.folder)})
-    assert not kept.folder.exists() and not alive(keeper)
+    assert not kept.folder.exists() and not is_alive(keeper)
     assert process.wait(10) == -signal.SIGKILL and bystander.poll() is None
     bystander.kill()
     bystander.wait()
@@ -67,20 +67,20 @@ def test_the_folder_is_there_until_it_is_closed(here):
 
 def test_an_owner_that_is_killed_leaves_nothing():
     process, folder, (keeper, leader, marked) = owner()
-    assert all(map(alive, (keeper, leader, marked))) and (folder / "file").exists()
+    assert all(map(is_alive, (keeper, leader, marked))) and (folder / "file").exists()
     with process:
         process.kill()
-    assert until(lambda: not folder.exists() and not any(map(alive, (keeper, leader, marked))))
+    assert until(lambda: not folder.exists() and not any(map(is_alive, (keeper, leader, marked))))
 
 
 def test_a_keeper_that_is_killed_is_stood_in_for():
     kept = Temporary()
     process = subprocess.Popen(SLEEP, start_new_session=True)
     os.kill(kept.keeper, signal.SIGKILL)
-    assert until(lambda: not alive(kept.keeper))
+    assert until(lambda: not is_alive(kept.keeper))
     kept.ends(process.pid)
     kept.close()
-    assert not alive(process.pid) and not kept.folder.exists()
+    assert not is_alive(process.pid) and not kept.folder.exists()
     process.wait()
 
 
@@ -134,13 +134,13 @@ def test_what_was_killed_altogether_is_swept_up_and_what_is_held_is_not():
     with process:
         for pid in (keeper, process.pid):
             os.kill(pid, signal.SIGKILL)
-    assert until(lambda: not alive(keeper))
+    assert until(lambda: not is_alive(keeper))
     os.utime(folder, (0, 0))
     with closing(Temporary()) as kept:
         os.utime(kept.folder, (0, 0))
         processes.sweep()
         assert not folder.exists() and kept.folder.exists()
-        assert until(lambda: not alive(marked))
+        assert until(lambda: not is_alive(marked))
     psutil.Process(leader).kill()  # of a session that nobody knows any more
 
 
@@ -160,7 +160,7 @@ def test_a_keeper_that_is_stopped_is_not_waited_for():
     keeper = kept.keeper
     kept.close()
     assert time.monotonic() - begin < 10
-    assert not alive(process.pid) and not kept.folder.exists() and not alive(keeper)
+    assert not is_alive(process.pid) and not kept.folder.exists() and not is_alive(keeper)
     process.wait()
 
 
@@ -172,13 +172,13 @@ def test_a_keeper_is_killed_as_it_takes_over_and_the_next_one_does_its_work(monk
         with monkeypatch.context() as broken:
             broken.setattr(sys, "executable", shutil.which("false"))
             os.kill(kept.keeper, signal.SIGKILL)
-            assert until(lambda kept=kept: not alive(kept.keeper))
+            assert until(lambda kept=kept: not is_alive(kept.keeper))
             assert kept.tend(0.1, 9.0) == kept.tend(0.1, 9.0) == "" and not kept.keeper
             kept.ends(process.pid)
         assert not comes or kept.tend(0.1, 9.0) == "the keeper died; another one was started"
-        assert alive(kept.keeper) == comes and alive(process.pid)
+        assert is_alive(kept.keeper) == comes and is_alive(process.pid)
         kept.close()
-        assert not alive(process.pid) and not kept.folder.exists() and not alive(kept.keeper)
+        assert not is_alive(process.pid) and not kept.folder.exists() and not is_alive(kept.keeper)
         assert kept.tend(0.1, 9.0) == ""  # after the end there is nothing to keep
         process.wait()
 
@@ -193,10 +193,10 @@ def test_a_keeper_that_is_killed_or_stopped_as_it_begins_is_replaced(name, tmp_p
     once.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(once))
     with closing(Temporary()) as kept:
-        assert met.exists() and alive(kept.keeper)
+        assert met.exists() and is_alive(kept.keeper)
         met.unlink()
         os.kill(kept.keeper, signal.SIGKILL)
-        assert until(lambda: not alive(kept.keeper))
+        assert until(lambda: not is_alive(kept.keeper))
         assert kept.tend(0.1, 9.0) == "" and met.exists() and not kept.keeper
         assert kept.tend(0.1, 9.0) == "the keeper died; another one was started"
 
@@ -208,9 +208,9 @@ def test_a_keeper_that_was_given_up_as_it_took_over_leaves_the_run_alone():
         command = [sys.executable, "-P", "-m", processes.PROGRAM, str(kept.folder)]
         said, _ = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE).communicate()
         other, _, folder = said.decode().strip().partition(" ")
-        assert folder == str(kept.folder) and until(lambda: not alive(int(other)))
-        assert kept.folder.exists() and alive(marked.pid)
-    assert not alive(marked.pid)  # its own keeper does not
+        assert folder == str(kept.folder) and until(lambda: not is_alive(int(other)))
+        assert kept.folder.exists() and is_alive(marked.pid)
+    assert not is_alive(marked.pid)  # its own keeper does not
     marked.wait()
 
 
@@ -233,10 +233,10 @@ while True:
     what = "died" if number == signal.SIGKILL else "has not moved for 0 s (stopped); killed"
     assert told.startswith(f"the keeper {what}; another one was started "), told
     other = int(told.split()[-1])
-    assert not alive(keeper) and alive(other) and all(map(alive, (leader, marked))) and Path(folder).is_dir()
+    assert not is_alive(keeper) and is_alive(other) and all(map(is_alive, (leader, marked))) and Path(folder).is_dir()
     os.utime(folder, (0, 0))
     processes.sweep()  # of another run
-    assert Path(folder).is_dir() and alive(marked)
+    assert Path(folder).is_dir() and is_alive(marked)
     with process:
         process.kill()
-    assert until(lambda: not Path(folder).exists() and not any(map(alive, (other, leader, marked))))
+    assert until(lambda: not Path(folder).exists() and not any(map(is_alive, (other, leader, marked))))

@@ -64,7 +64,7 @@ def test_a_process_uses_the_files_as_they_were_taken(reward, tmp_path):
     """Whatever was written into them since, and though some are gone."""
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
-    shipped_files.lay_in(
+    shipped_files.write_files(
         run, {str(p): ShippedFile(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(reward)}
     )
     for name in TAKEN:
@@ -101,8 +101,8 @@ def test_an_edited_file_is_told_of_once_whoever_drives(reward, tmp_path):
     helper = reward.with_name("chosen.py")
     folder = tmp_path / "attempt"
     files = {str(p): ShippedFile(p.read_bytes(), p.stat().st_mtime_ns) for p in (reward, helper)}
-    shipped_files.lay_in(folder, files)
-    assert shipped_files.laid(folder) == files
+    shipped_files.write_files(folder, files)
+    assert shipped_files.read_shipped(folder) == files
     edited = ChangedFiles(folder, ())
     os.utime(reward)  # written, and the same
     assert list(edited.look()) == []
@@ -111,7 +111,7 @@ def test_an_edited_file_is_told_of_once_whoever_drives(reward, tmp_path):
     assert list(edited.look()) == [f"{helper} was edited {what}"] and list(edited.look()) == []
     told = ChangedFiles.told(folder, ())
     assert told == (str(helper),)
-    shipped_files.lay_in(tmp_path / "next", files)
+    shipped_files.write_files(tmp_path / "next", files)
     after = ChangedFiles(tmp_path / "next", told)
     assert list(after.look()) == []
     reward.unlink()
@@ -153,7 +153,7 @@ def test_what_a_file_defines_can_be_pickled(taken, tmp_path):
     path.write_text(POOL)
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
-    shipped_files.lay_in(run, {str(path): ShippedFile(path.read_bytes(), path.stat().st_mtime_ns)})
+    shipped_files.write_files(run, {str(path): ShippedFile(path.read_bytes(), path.stat().st_mtime_ns)})
     (tmp_path / "main.py").write_text(
         textwrap.dedent(f"""
         from msrl_graph.runtime.process import shipped_files
@@ -194,7 +194,7 @@ def test_a_file_of_a_package_may_import_beside_it(tmp_path):
     """
     run = tmp_path / "run"
     run.mkdir(mode=0o700)
-    shipped_files.lay_in(
+    shipped_files.write_files(
         run, {str(p): ShippedFile(p.read_bytes(), p.stat().st_mtime_ns) for p in user_modules.modules(path)}
     )
     for folder in ("", str(run)):
@@ -207,9 +207,9 @@ def test_two_files_of_one_name_are_two_modules_and_one_file_is_one(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "judge_of_two.py").write_text(f"NAME = {name!r}\n")
-    a, b = (shipped_files.module(str(tmp_path / name / "judge_of_two.py")) for name in ("a", "b"))
+    a, b = (shipped_files.import_file(str(tmp_path / name / "judge_of_two.py")) for name in ("a", "b"))
     assert (a.NAME, b.NAME) == ("a", "b") and sys.modules[a.__name__] is a and sys.modules[b.__name__] is b
-    assert shipped_files.module(str(tmp_path / "a" / "judge_of_two.py")) is a
+    assert shipped_files.import_file(str(tmp_path / "a" / "judge_of_two.py")) is a
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ def plan_of(rate, *changes):
 
 
 def found(plan, count, states=()):
-    return [rates.rate(plan, plan.graph.node("actor.update"), step, dict(states)) for step in range(1, count + 1)]
+    return [
+        rates.learning_rate(plan, plan.graph.node("actor.update"), step, dict(states)) for step in range(1, count + 1)
+    ]
 
 
 @pytest.mark.parametrize(("rate", "kind", "warmup", "more"), CASES, ids=[c[0] for c in CASES])
@@ -89,11 +91,11 @@ def test_what_is_no_rate_is_told(body, tmp_path):
         RunError, match=r"`actor.update` \(line 30 of grpo.rlg\) failed on the learning rate of step 1: "
     ) as told:
         found(plan_of(f'"{tmp_path}/mine.py:fall"'), 1)
-    assert ("mine.py:2" if "/" in body else "where a number of 0 or more belongs") in str(told.value)
+    assert ("mine.py:2" if "/" in body else "instead of a number of at least 0") in str(told.value)
 
 
 def test_a_state_that_is_no_rate_is_told():
-    with pytest.raises(RunError, match=r"the state `speed` is float -0\.5, where a number of 0 or more belongs"):
+    with pytest.raises(RunError, match=r"the state `speed` is float -0\.5 instead of a number of at least 0"):
         found(plan_of("speed", *STATE), 1, {"speed": -0.5})
 
 

@@ -57,8 +57,8 @@ def test_every_term_of_the_package_is_looked_at():
 @settings(max_examples=5)
 def test_a_term_is_per_row_or_says_that_it_is_not(judge, term, seed):
     graph, node = update(term, judge)
-    if not loss.of_mini_batch(node):
-        assert loss_split_check.per_row(graph, node, seed)
+    if not loss.needs_mini_batch(node):
+        assert loss_split_check.is_per_row(graph, node, seed)
 
 
 def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest="", beside=""):
@@ -70,7 +70,7 @@ def own(tmp_path, judge, source, parameters="logp, old_logp, advantage", rest=""
         else f"def term({parameters}){rest}:\n    import torch\n    r = (logp - old_logp).exp()\n    {source}\n"
     )
     path.write_text(body)
-    return loss_split_check.found(planned(ROLLOUT, (LOSS, f'{beside}"{path}:term"'), judge=judge))
+    return loss_split_check.check_terms(planned(ROLLOUT, (LOSS, f'{beside}"{path}:term"'), judge=judge))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from msrl_graph.runtime.data.columns import ColumnData, ragged
 from msrl_graph.runtime.rank.micro_batches import pack
-from msrl_graph.runtime.rank.packing import distinct, flat
+from msrl_graph.runtime.rank.packing import count_distinct, flatten_column
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=5)
 
@@ -79,7 +79,7 @@ def test_no_rows_still_make_a_batch():
 
 def test_scalars_are_given_to_every_token():
     column = ColumnData(np.array([1.5, 2.5], np.float32))
-    assert torch.equal(flat(column, np.array([1, 0]), np.array([2, 1])), torch.tensor([2.5, 2.5, 1.5]))
+    assert torch.equal(flatten_column(column, np.array([1, 0]), np.array([2, 1])), torch.tensor([2.5, 2.5, 1.5]))
 
 
 @given(st.integers(1, 5), st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=12))
@@ -88,4 +88,7 @@ def test_what_is_distinct_among_the_responses_to_a_prompt(fan, responses):
     groups = [responses[i : i + fan] for i in range(0, len(responses), fan)]
     beginnings = sum(len({tuple(r[:n]) for r in g for n in range(1, len(r) + 1)}) for g in groups)
     rows = sum(len({tuple(r) for r in g}) for g in groups)
-    assert distinct([np.array(r, np.int32) for r in responses], np.arange(len(responses)) // fan) == (beginnings, rows)
+    assert count_distinct([np.array(r, np.int32) for r in responses], np.arange(len(responses)) // fan) == (
+        beginnings,
+        rows,
+    )

@@ -136,7 +136,7 @@ def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cut
                 path = saved(carried, Path(folder), number)
                 carried = RunState(plan, 100)
                 carried.groups = groups
-                carried.restore(path, checkpoint.manifest_of(path))
+                carried.restore(path, checkpoint.read_manifest(path))
         task = carried.task(number)
         taken, reports, positions = rolled(plan, task, lengths, groups, keys=keys)
         working = foreseen.begin(number)

@@ -113,7 +113,7 @@ def test_memory_counts_each_token_that_is_fed(judge):
     prompts, chosen, rejected = (
         ragged([*np.arange(8 * n).reshape(8, n) + 100 * i], np.int32) for i, n in enumerate((6, 5, 5))
     )
-    fed = prefix_tree.tree(pack([prompts], [chosen, rejected], np.arange(8), after=True)).ids
+    fed = prefix_tree.build_tree(pack([prompts], [chosen, rejected], np.arange(8), after=True)).ids
     assert (work.rows, work.fed) == (16, 11) and len(fed) == Sizes(work).tokens == 8 * 6 + 16 * 5
 
 

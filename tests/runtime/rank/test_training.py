@@ -328,7 +328,7 @@ def test_a_critic_goes_on_from_a_checkpoint(judge, tmp_path):
     path = checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 2, 0, steps, {}, tuple(files)), 2)
     stage.act("critic.update", columns)
     again = staged(ROLLOUT, judge=judge)
-    again.resume(str(path), checkpoint.manifest_of(path))
+    again.resume(str(path), checkpoint.read_manifest(path))
     again.act("critic.update", columns)
     for one, other in zip(stage.trainers["critic"].shards(), again.trainers["critic"].shards(), strict=True):
         assert torch.equal(one.tensor, other.tensor), one.name
@@ -438,7 +438,7 @@ def test_two_updates_of_a_worker_share_its_optimizer(judge, tmp_path):
     files, steps, _ = stage.checkpoint(str(partial), {})
     path = checkpoint.commit(partial, checkpoint.Manifest(checkpoint.FORMAT, 1, 0, steps, {}, tuple(files)), 2)
     again = staged(ROLLOUT, *SECOND, judge=judge)
-    again.resume(str(path), checkpoint.manifest_of(path))
+    again.resume(str(path), checkpoint.read_manifest(path))
     for one in (stage, again):
         one.act("warm", columns)
     for one, other in zip(stage.trainers["actor"].shards(), again.trainers["actor"].shards(), strict=True):

@@ -22,7 +22,7 @@ from msrl_graph import compile
 from msrl_graph.backends.spec import ForwardRequest, Shard
 from msrl_graph.diagnostics import NOWHERE, Fault
 from msrl_graph.runtime.data.columns import ragged
-from msrl_graph.runtime.driver.resume import program, resumed
+from msrl_graph.runtime.driver.resume import find_resume_point, program
 from msrl_graph.runtime.weights import checkpoint, checkpoint_parts
 from msrl_graph.runtime.weights.checkpoint import (
     CheckpointSource,
@@ -30,12 +30,12 @@ from msrl_graph.runtime.weights.checkpoint import (
     Manifest,
     begin,
     commit,
-    found,
-    newest,
-    sound,
-    write,
+    find_newest,
+    list_checkpoints,
+    verify,
+    write_tensors,
 )
-from msrl_graph.sharding.layout import Layout, Side, elements, full, owns, shard
+from msrl_graph.sharding.layout import Layout, Side, elements, full_box, owns, shard
 
 EXAMPLE = ROOT / "examples" / "arithmetic"
 
@@ -61,13 +61,13 @@ def test_a_pickle_in_a_checkpoint_is_no_file_of_tensors(tmp_path, plan):
     """With digests that are right: who gives somebody a checkpoint has made all of it."""
     path = save(tmp_path, plan, 3)
     forge(path)
-    assert sound(path).iteration == 3
-    for name in (f.name for f in sound(path).files):
+    assert verify(path).iteration == 3
+    for name in (f.name for f in verify(path).files):
         whole = (path / name).read_bytes()
         (path / name).write_bytes(pickle.dumps(Path(tmp_path)))
         forge(path)
         with pytest.raises(CorruptCheckpoint, match=f"its file {name} holds no tensors"):
-            sound(path)
+            verify(path)
         (path / name).write_bytes(whole)
 
 
@@ -76,15 +76,15 @@ def test_a_manifest_names_files_of_its_folder_only(tmp_path, plan, name):
     """Hosts are sent files by these names."""
     path = save(tmp_path, plan, 3)
     forge(path, name=name)
-    with pytest.raises(CorruptCheckpoint, match="is not the name of a file in its folder"):
-        sound(path)
+    with pytest.raises(CorruptCheckpoint, match="is not the name of one of its files"):
+        verify(path)
 
 
 def test_a_checkpoint_is_there_whole_or_not_at_all(tmp_path, plan):
     begin(tmp_path, 3)
-    assert found(tmp_path) == [] and newest(tmp_path) is None
+    assert list_checkpoints(tmp_path) == [] and find_newest(tmp_path) is None
     path = save(tmp_path, plan, 3)
-    assert found(tmp_path) == [path] and sound(path).iteration == 3
+    assert list_checkpoints(tmp_path) == [path] and verify(path).iteration == 3
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
 
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_written_is_an_os_error(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as a full disk, to safetensors
     try:
         with pytest.raises(OSError, match="File too large"):
-            write(tmp_path, "weights", [("actor/weights", shard)], {})
+            write_tensors(tmp_path, "weights", [("actor/weights", shard)], {})
         with pytest.raises(OSError, match="File too large"):
             checkpoint.write_arrays(tmp_path, "states", {"solved": np.zeros(1000)}, {})
     finally:
@@ -106,15 +106,15 @@ def test_what_cannot_be_written_is_an_os_error(tmp_path):
 def test_the_newest_are_kept(tmp_path, plan):
     for i in (8, 9, 10, 11):
         save(tmp_path, plan, i, keep=2)
-    assert [p.name for p in found(tmp_path)] == ["000010", "000011"]
-    assert newest(tmp_path)[0].name == "000011"
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["000010", "000011"]
+    assert find_newest(tmp_path)[0].name == "000011"
 
 
 def test_what_else_lies_there_is_no_checkpoint(tmp_path, plan):
     path = save(tmp_path, plan, 8)
     shutil.copytree(path, path.with_name("000008.bak"))
     (tmp_path / "checkpoints" / ".000007.partial").mkdir()  # of a run that was ended while it wrote
-    assert save(tmp_path, plan, 9, keep=1).is_dir() and [p.name for p in found(tmp_path)] == ["000009"]
+    assert save(tmp_path, plan, 9, keep=1).is_dir() and [p.name for p in list_checkpoints(tmp_path)] == ["000009"]
     assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"000008.bak", "000009"}
 
 
@@ -125,7 +125,7 @@ def test_a_checkpoint_beyond_the_runs_end_is_refused(tmp_path, plan):
 
 def test_saving_again_replaces(tmp_path, plan):
     save(tmp_path, plan, 5)
-    assert sound(save(tmp_path, plan, 5)).iteration == 5
+    assert verify(save(tmp_path, plan, 5)).iteration == 5
 
 
 def cut(path):
@@ -200,18 +200,18 @@ def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_
     path = save(tmp_path, plan, 20)
     damage(path)
     with pytest.raises(CorruptCheckpoint, match=message):
-        sound(path)
+        verify(path)
     for target in (tmp_path, path):
         with pytest.raises(Fault) as fault:
-            resumed(plan, str(target), NOWHERE)
+            find_resume_point(plan, str(target), NOWHERE)
         (told,) = fault.value.diagnostics
         assert told.code == "bad-checkpoint" and told.message.startswith(f"the checkpoint {path} cannot be used: its ")
         assert (
             told.help
             == f"{older} is intact: --resume {older}, with --out another folder, or --overwrite to replace newer ones"
         )
-    assert newest(tmp_path)[0] == older
-    assert resumed(plan, str(older), NOWHERE).manifest.iteration == 10
+    assert find_newest(tmp_path)[0] == older
+    assert find_resume_point(plan, str(older), NOWHERE).manifest.iteration == 10
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_torn_checkpoint_is_refused_with_what_is_wrong_and_which_older_one_is_
 def test_a_manifest_that_cannot_be_right_is_refused_whoever_wrote_it(tmp_path, plan, written, told):
     path = save(tmp_path, plan, 10, written=written).rename(tmp_path / "checkpoints" / "000010")
     with pytest.raises(CorruptCheckpoint, match=f"^{told}$"):
-        sound(path)
+        verify(path)
 
 
 def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path, plan):
@@ -238,7 +238,7 @@ def test_a_checkpoint_under_the_name_of_another_is_refused(tmp_path, plan):
 def test_the_only_checkpoint_of_a_run_being_damaged_is_told_with_what_keeps_more(tmp_path, plan):
     flip(path := save(tmp_path, plan, 10))
     with pytest.raises(Fault) as fault:
-        resumed(plan, str(path), NOWHERE)
+        find_resume_point(plan, str(path), NOWHERE)
     help = "no other checkpoint of this run is intact: start a new run; "
     help += "`run { keep = 3 }` keeps more checkpoints to go back to"
     assert fault.value.diagnostics[0].help == help
@@ -306,14 +306,14 @@ def read_whole(run, plan):
     """All that a run goes on with from a folder."""
     import torch
 
-    found = resumed(plan, str(run), NOWHERE)
+    found = find_resume_point(plan, str(run), NOWHERE)
     path = found.path
     manifest = found.manifest
     warnings = found.warnings
     tensor = CheckpointSource(path, manifest).read("actor/weights/w", ((0, 4), (0, 3)), torch.float32)
     return (
         manifest,
-        checkpoint.metrics_copy(path, manifest),
+        checkpoint.read_metrics_copy(path, manifest),
         warnings,
         tensor.tolist(),
         {k: v.tolist() for k, v in checkpoint.read_arrays(path / "states.safetensors").items()},
@@ -338,7 +338,7 @@ def test_any_edit_of_a_checkpoint_is_told_or_changes_nothing(pristine, plan, nam
 
 def refusal(plan, target):
     with pytest.raises(Fault) as fault:
-        resumed(plan, str(target), NOWHERE)
+        find_resume_point(plan, str(target), NOWHERE)
     return fault.value.diagnostics[0].message
 
 
@@ -362,11 +362,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, plan):
 
 def test_a_program_that_changed_is_told_and_where_it_stands_is_no_change(tmp_path, plan):
     path = save(tmp_path, plan, 1)
-    assert resumed(plan, str(path), NOWHERE).changed == ()
+    assert find_resume_point(plan, str(path), NOWHERE).changed == ()
     moved = compile(EXAMPLE / "one_rank.rlg")  # another layout of the same program
-    assert resumed(moved, str(path), NOWHERE).changed == ()
+    assert find_resume_point(moved, str(path), NOWHERE).changed == ()
     other = compile(EXAMPLE / "grpo.rlg", sets={"kl_coef": "0.5"})
-    (told,) = resumed(other, str(path), NOWHERE).warnings
+    (told,) = find_resume_point(other, str(path), NOWHERE).warnings
     assert told.code == "changed-program" and told.severity == "warning"
     assert "algorithm.params.kl_coef was 0.001, is 0.5" in told.message
 
@@ -375,7 +375,7 @@ def test_a_checkpoint_of_other_random_streams_is_told(tmp_path, plan, monkeypatc
     with monkeypatch.context() as older:
         older.setattr("msrl_graph.noise.VERSION", 1)
         path = save(tmp_path, plan, 1)
-    (told,) = resumed(plan, str(path), NOWHERE).warnings
+    (told,) = find_resume_point(plan, str(path), NOWHERE).warnings
     assert told.code == "changed-program" and told.message.endswith("random_streams was 1, is 2")
 
 
@@ -383,7 +383,7 @@ def test_a_box_is_read_from_however_many_files(tmp_path, plan):
     import torch
 
     path = save(tmp_path, plan, 1)
-    source = CheckpointSource(path, checkpoint.manifest_of(path))
+    source = CheckpointSource(path, checkpoint.read_manifest(path))
     whole = torch.stack([torch.arange(3.0), torch.arange(3.0) + 3, torch.arange(3.0) + 1, torch.arange(3.0) + 4])
     assert torch.equal(source.read("actor/weights/w", ((0, 4), (0, 3)), torch.float32), whole)
     assert torch.equal(source.read("actor/weights/w", ((1, 3), (1, 3)), torch.float32), whole[1:3, 1:3])
@@ -405,7 +405,7 @@ def test_every_box_has_one_owner(plan):
             held = {shard(tensor, side, r) for r in range(layout.devices)}
             assert sorted(b for b in owned if elements(b)) == sorted(b for b in held if elements(b))
             if len(held) == 1:
-                assert owned == [full(tensor.shape)]
+                assert owned == [full_box(tensor.shape)]
 
 
 # On real ranks: some steps, a checkpoint, another layout, one more step.
@@ -442,7 +442,7 @@ def _train_and_save(rank, folder, layout, dtype, target):
     owned = {t.name for t in model.tensors if owns(t, SPEC.side(layout), rank)}
     kinds = {"weights": engine.shards(), **engine.moments()}
     pieces = [(f"actor/{kind}", s) for kind, shards in kinds.items() for s in shards if s.name in owned]
-    file = write(Path(target), f"{rank}.safetensors", pieces, {})
+    file = write_tensors(Path(target), f"{rank}.safetensors", pieces, {})
     (Path(target) / f"{rank}.json").write_text(json.dumps(dataclasses.asdict(file)))
     norm = step(engine, layout, rank)
     import torch
@@ -454,7 +454,7 @@ def _go_on(rank, folder, layout, dtype, target, same):
     import torch
 
     _, engine = engine_on(layout, rank, dtype)
-    source = CheckpointSource(Path(target), checkpoint.manifest_of(Path(target)))
+    source = CheckpointSource(Path(target), checkpoint.read_manifest(Path(target)))
     with torch.no_grad():
         for s in engine.shards():
             s.tensor.copy_(source.read(f"actor/weights/{s.name}", s.box, s.tensor.dtype))
@@ -511,7 +511,7 @@ def test_optimizer_and_weights_go_on_on_any_layout(tmp_path, plan, old, new, dty
         )
         files.append(checkpoint.CheckpointFile(**given, pieces=pieces))
     path = commit(partial, Manifest(checkpoint.FORMAT, 3, 0, {}, program(plan), tuple(files)), 2)
-    assert sound(path).iteration == 3
+    assert verify(path).iteration == 3
     ranks.run(2, _go_on, LAYOUTS[new], dtype, str(path), old == new)
     shutil.rmtree(path)
 
@@ -519,7 +519,7 @@ def test_optimizer_and_weights_go_on_on_any_layout(tmp_path, plan, old, new, dty
 def test_a_host_says_what_is_wrong_with_its_part_and_takes_a_file_in_pieces(tmp_path, plan, monkeypatch):
     path = save(tmp_path / "run", plan, 20)
     monkeypatch.setattr(checkpoint_parts, "PIECE", 100)
-    (one, two, states, _), there = checkpoint.manifest_of(path).files, tmp_path / "other"
+    (one, two, states, _), there = checkpoint.read_manifest(path).files, tmp_path / "other"
     for file in (one, two):
         for offset in range(0, file.bytes, 100):
             if not offset or file == one:
@@ -547,9 +547,9 @@ def test_a_checkpoint_whose_files_are_other_hosts_to_have_is_sound_without_them(
     hosts = tuple(
         checkpoint.CheckpointHost(f"10.0.0.{r}", f"node{r}", (f"actor-rank-0000{r}.safetensors",)) for r in range(2)
     )
-    path = save(tmp_path, plan, 20, written={"format_version": checkpoint.PARTED, "hosts": hosts})
+    path = save(tmp_path, plan, 20, written={"format_version": checkpoint.DISTRIBUTED, "hosts": hosts})
     (path / hosts[1].files[0]).unlink()
-    assert sound(path).hosts == hosts
+    assert verify(path).hosts == hosts
     flip(path)
     with pytest.raises(CorruptCheckpoint, match=r"its file actor-rank-00000.safetensors was changed"):
-        sound(path)
+        verify(path)

@@ -20,9 +20,9 @@ from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report, WeightsNotDelivered
 from msrl_graph.runtime.rank import weight_proof
 from msrl_graph.runtime.rank.rank import InstructionRunner
-from msrl_graph.runtime.weights.delivery_check import Delivery, unbound
+from msrl_graph.runtime.weights.delivery_check import Delivery, describe_mismatch
 from msrl_graph.runtime.weights.digest import Digest
-from msrl_graph.sharding.layout import elements, full, shard, slices
+from msrl_graph.sharding.layout import elements, full_box, shard, slices
 
 # The policy that generates is frozen.
 NAMED = (
@@ -88,7 +88,7 @@ def test_any_change_of_an_element_and_any_exchange_show(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     dtype = data.draw(st.sampled_from(FLOATS))
     of = Digest([shape], dtype, "cpu", data.draw(st.integers(1, 50)))
-    box = full(tuple(shape))
+    box = full_box(tuple(shape))
     values = filled(shape, data.draw(st.integers(0, 99))).to(dtype)
     before = int(of.of([values], of.at(box)))
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
@@ -119,7 +119,7 @@ def test_signs_alone_show_where_elements_change_places(dtype):
     for i in range(40):
         one = values.clone()
         one[i, (7 * i) % 40] = -1.5
-        found.add(int(of.of([one], of.at(full((40, 40))))))
+        found.add(int(of.of([one], of.at(full_box((40, 40))))))
     assert len(found) == 40
 
 
@@ -131,14 +131,16 @@ def test_what_an_engine_does_not_have_is_told_by_name():
     a = Shard("a", declared["a"], torch.zeros(2, 3))
     b = Shard("b", declared["b"], torch.zeros(2))
     nothing = Shard("of another stage", ((0, 0),), torch.zeros(0))
-    assert unbound(declared, [a, b, nothing]) == ""
-    assert unbound(declared, [a]) == "1 tensors, but its layout declares 2: `b` is missing"
-    assert unbound(declared, [b, a, a]) == "3 tensors, but its layout declares 2: `a` is there 2 times"
+    assert describe_mismatch(declared, [a, b, nothing]) == ""
+    assert describe_mismatch(declared, [a]) == "1 tensors, but its layout declares 2: `b` is missing"
+    assert describe_mismatch(declared, [b, a, a]) == "3 tensors, but its layout declares 2: `a` is there 2 times"
     other = replace(b, name="c")
-    assert unbound(declared, [a, other]) == ("2 tensors, but its layout declares 2: `b` is missing, and 1 more")
-    assert unbound(declared, [a, b, other]).endswith("`c` is not part of it")
+    assert describe_mismatch(declared, [a, other]) == (
+        "2 tensors, but its layout declares 2: `b` is missing, and 1 more"
+    )
+    assert describe_mismatch(declared, [a, b, other]).endswith("`c` is not part of it")
     flat = replace(a, tensor=torch.zeros(6))
-    assert unbound(declared, [flat, b]).endswith("`a` has shape [6] instead of [2, 3]")
+    assert describe_mismatch(declared, [flat, b]).endswith("`a` has shape [6] instead of [2, 3]")
 
 
 @pytest.mark.usefixtures("alone")
@@ -245,8 +247,8 @@ def test_what_an_engine_keeps_of_old_weights_is_told(way, engine, tmp_path):
 
 def test_an_engine_with_kernels_of_its_own_can_be_left():
     """The statement that the message proposes compiles."""
-    assert weight_proof.other_kernels("actor.generate", "hf") == ""
-    (statement,) = re.findall("`(.*)`", weight_proof.other_kernels("actor.generate", "vllm"))
+    assert weight_proof.suggest_other_kernels("actor.generate", "hf") == ""
+    (statement,) = re.findall("`(.*)`", weight_proof.suggest_other_kernels("actor.generate", "vllm"))
     plan = planned("swap", ("  run {", f"  {statement}\n  run {{"))
     assert plan.placement("actor.generate").engine.name == "hf"
 

@@ -15,11 +15,11 @@ from torch import distributed as dist
 from msrl_graph.backends.spec import Shard
 from msrl_graph.hardware.cluster import Figure
 from msrl_graph.ir.plan import Reshard, Step
-from msrl_graph.passes.reshard import ways_of
+from msrl_graph.passes.reshard import list_routes
 from msrl_graph.runtime.weights.reshard import HostSwap, Resharder
 from msrl_graph.runtime.weights.transfer_routes import Block
-from msrl_graph.sharding.layout import Layout, Side, Tensor, elements, kinds, shard, slices
-from msrl_graph.sharding.redistribute import gatherers
+from msrl_graph.sharding.layout import Layout, Side, Tensor, elements, group_by_kind, shard, slices
+from msrl_graph.sharding.redistribute import list_gather_groups
 
 ITEM = {torch.float32: 4, torch.bfloat16: 2}
 
@@ -34,7 +34,7 @@ def moving(rank):
         return groups[members]
 
     def move(tensors, source, target, mode, order, cut, dtype):
-        model = SimpleNamespace(tensors=tensors, kinds=kinds(tensors))
+        model = SimpleNamespace(tensors=tensors, kinds=group_by_kind(tensors))
         whole = {t.name: torch.arange(t.elements).reshape(t.shape).add(i).to(dtype) for i, t in enumerate(tensors)}
 
         def holding(side, fill):
@@ -43,10 +43,10 @@ def moving(rank):
 
         given = holding(source, torch.clone)
         wanted = holding(target, torch.zeros_like)
-        ways = [way for way, _ in ways_of(model.kinds, source, target, 8, ITEM[dtype])]
+        ways = [way for way, _ in list_routes(model.kinds, source, target, 8, ITEM[dtype])]
         blocks = {}
         for way in ways:
-            for members in gatherers(source, way.across, way.block):
+            for members in list_gather_groups(source, way.across, way.block):
                 made = group(members)
                 if rank in members:
                     blocks[way.of] = Block(members, made)
@@ -121,7 +121,7 @@ def agree(team, case):
     tensors, source, target, *_, dtype = case
     found = team.ask(*case)
     largest = max(t.elements for t in tensors)
-    for way, _ in ways_of(kinds(tensors), source, target, 8, ITEM[dtype]):
+    for way, _ in list_routes(group_by_kind(tensors), source, target, 8, ITEM[dtype]):
         most = max(moved[way.of] for moved in found)
         slack = largest * ITEM[dtype] if way.how == "all-gather" else 0
         assert abs(most - way.bytes) <= slack, way

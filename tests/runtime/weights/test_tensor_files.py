@@ -56,7 +56,7 @@ def kinds() -> dict[str, set[str]]:
 
 def copied(source: Path, target: Path) -> Path:
     target.mkdir()
-    tensor_files.companions(source, target)
+    tensor_files.copy_companions(source, target)
     return target
 
 
@@ -205,7 +205,9 @@ def test_the_links_of_a_snapshot_in_the_hubs_cache_lead_to_its_own_blobs_and_to_
     (source / "secret.txt").symlink_to("../../blobs/two")
     (source / "else.txt").symlink_to(secret)
     assert files(copied(source, tmp_path / "copy")) == {"tokenizer.json"}
-    assert tensor_files.links_out(source) == dict.fromkeys((source / "else.txt", source / "secret.txt"), secret)
+    assert tensor_files.find_outside_links(source) == dict.fromkeys(
+        (source / "else.txt", source / "secret.txt"), secret
+    )
     (repository / "blobs" / "one").unlink()
     (repository / "blobs" / "two").unlink()
     (repository / "blobs").rmdir()
@@ -269,7 +271,7 @@ def test_what_links_of_a_model_at_a_url_lead_out_to_is_not_fetched(
 def test_a_shipped_file_is_laid_inside_the_runs_folder_whatever_its_path_is(tmp_path: Path) -> None:
     up = "../" * (len(tmp_path.parts) + 8)
     path = f"{tmp_path}/{up}planted/one.py"
-    folder = shipped_files.lay({path: shipped_files.ShippedFile(b"planted", 0)})
+    folder = shipped_files.ship_files({path: shipped_files.ShippedFile(b"planted", 0)})
     assert (folder / shipped_files.FILES / "planted" / "one.py").read_bytes() == b"planted"
 
 
@@ -285,8 +287,8 @@ def test_a_file_of_tensors_has_the_mode_that_the_umask_gives(tmp_path: Path, mas
 
     before = os.umask(mask)
     try:
-        tensor_files.tensors(tmp_path / "one", {"w": torch.zeros(2)}, {})
-        tensor_files.arrays(tmp_path / "two", {"w": np.zeros(2)}, {})
+        tensor_files.write_tensors(tmp_path / "one", {"w": torch.zeros(2)}, {})
+        tensor_files.write_arrays(tmp_path / "two", {"w": np.zeros(2)}, {})
         (tmp_path / "mine").touch()
     finally:
         os.umask(before)
@@ -298,8 +300,8 @@ def test_a_file_without_tensors_is_read_again(tmp_path: Path) -> None:
     from safetensors import safe_open
 
     for write, none in (
-        (tensor_files.tensors, dict[str, torch.Tensor]()),
-        (tensor_files.arrays, dict[str, np.ndarray]()),
+        (tensor_files.write_tensors, dict[str, torch.Tensor]()),
+        (tensor_files.write_arrays, dict[str, np.ndarray]()),
     ):
         write(tmp_path / "one", none, {})  # type: ignore[operator]
         with safe_open(tmp_path / "one", framework="np") as file:

@@ -16,7 +16,7 @@ from msrl_graph.ir.plan import EngineChoice
 from msrl_graph.model.models import load
 from msrl_graph.runtime.weights.transfer_routes import PADDING, Block, TransferRoute
 from msrl_graph.sharding.layout import Layout
-from msrl_graph.sharding.redistribute import gatherers
+from msrl_graph.sharding.redistribute import list_gather_groups
 
 MODEL = load("tiny", Path())
 
@@ -61,7 +61,7 @@ def test_a_plan_counts_the_buffer_that_ranks_take(case: tuple[Layout, Layout, in
     for rank in range(source.devices):
         routes = []
         for way in edge.ways:
-            (ranks,) = (r for r in gatherers(sides[0], way.across, way.block) if rank in r)
+            (ranks,) = (r for r in list_gather_groups(sides[0], way.across, way.block) if rank in r)
             routes.append(
                 TransferRoute(way, [t for t in model.tensors if edge.way(t) is way], Block(ranks), rank, sides)
             )

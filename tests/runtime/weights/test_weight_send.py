@@ -19,7 +19,7 @@ from msrl_graph.ir.plan import Pool
 from msrl_graph.runtime.process import memory
 from msrl_graph.runtime.weights.weight_publication import WeightPublication
 from msrl_graph.runtime.weights.weight_send import Sender
-from msrl_graph.sharding.layout import Layout, Side, elements, full, shard
+from msrl_graph.sharding.layout import Layout, Side, elements, full_box, shard
 
 
 def planned(source, target, first, hosts, bucket):
@@ -171,9 +171,9 @@ def strided(rank, _):
     shards = []
     for t in m.tensors:
         wide = torch.zeros([*t.shape[:-1], 2 * t.shape[-1]])
-        shards.append(Shard(t.name, full(t.shape), wide[..., : t.shape[-1]]))
+        shards.append(Shard(t.name, full_box(t.shape), wide[..., : t.shape[-1]]))
     sender = Sender(plan, edge, m, rank, sides, shards if rank == 0 else [])
-    before = memory.held()["device"]
+    before = memory.live_bytes()["device"]
     with memory.Peak() as peak:
         sender.run(lambda: shards if rank else [])
     assert peak.peak["device"] - before == edge.bucket_bytes

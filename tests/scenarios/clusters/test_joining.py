@@ -23,7 +23,7 @@ from two_hosts import TWO
 from msrl_graph import compile
 from msrl_graph.runtime.driver import dock_monitor
 from msrl_graph.runtime.process import cluster_join
-from msrl_graph.runtime.weights.checkpoint import sound
+from msrl_graph.runtime.weights.checkpoint import verify
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def plan():
 
 def refused(address, plan):
     with pytest.raises(cluster_join.NoResources) as caught:
-        cluster_join.greet(address, plan.cluster.span)
+        cluster_join.check_cluster(address, plan.cluster.span)
     return caught.value.diagnostics[0].message
 
 
@@ -50,7 +50,7 @@ def test_an_address_where_nothing_listens_is_told_at_once(plan):
         == "RAY_ADDRESS is ray://127.0.0.1:10001, but a run must be started on a machine of the cluster"
     )
     assert time.monotonic() - begin < cluster_join.CONNECT
-    cluster_join.greet("auto", plan.cluster.span)
+    cluster_join.check_cluster("auto", plan.cluster.span)
 
 
 def test_what_answers_and_is_no_ray_is_told(plan, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_host_that_lacks_what_cannot_be_shipped_is_told_and_what_can_be_is(pla
         before = made.wire("eth1")
         code, err = ended(command(made, 0, *once, "--out", str(shared), **made.environment))
         assert code == 0, err
-        assert metrics(shared)[0]["rows"] == 32 and not sound(shared / "checkpoints" / "000001").hosts
+        assert metrics(shared)[0]["rows"] == 32 and not verify(shared / "checkpoints" / "000001").hosts
         away = sum(v for k, v in metrics(shared)[0]["dock_bytes"].items() if k.endswith(" get away"))
         trace = json.loads((shared / "trace.json").read_text())["traceEvents"]
         fetched = [e for e in trace if e["name"].startswith("rows from host ")]
@@ -180,11 +180,11 @@ def test_a_process_of_which_ray_hears_nothing_more_is_not_waited_for_long(monkey
     monkeypatch.setattr(dock_monitor, "time", SimpleNamespace(monotonic=lambda: clock.now))
     ray = SimpleNamespace(wait=wait)
     asked = {f"rank {i}": took for i, took in enumerate(begun)}
-    dock_monitor.begun(ray, asked, [])
+    dock_monitor.wait_until_begun(ray, asked, [])
     assert clock.now == begun[-1]
     clock.now = 0.0
     with pytest.raises(dock_monitor.HostLost) as caught:
-        dock_monitor.begun(ray, asked | {"dock of host 1": math.inf}, [])
+        dock_monitor.wait_until_begun(ray, asked | {"dock of host 1": math.inf}, [])
     told = 10 * math.ceil(begun[-1] / 10)  # the driver looks as often
     since = max(dock_monitor.BEGIN, 3 * told)
     assert since < clock.now <= since + dock_monitor.SILENT

@@ -12,7 +12,7 @@ from place import EXAMPLE, SMALL, metrics, weights
 from two_hosts import TWO
 
 from msrl_graph.runtime.process import fault_points
-from msrl_graph.runtime.weights.checkpoint import sound
+from msrl_graph.runtime.weights.checkpoint import verify
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,7 +53,7 @@ def test_hosts_without_a_shared_disk_save_their_parts_and_go_on_from_them(place)
         # At a URL all lies together, whichever host wrote it; nothing stays of the working copies.
         code, err = run(3, "--out", f"file://{shared}", XDG_CACHE_HOME=str(own))
         assert code == 0, err
-        manifest = sound(shared / "checkpoints" / "000003")
+        manifest = verify(shared / "checkpoints" / "000003")
         assert len(manifest.hosts) == 2 and all(
             (shared / "checkpoints" / "000003" / f.name).is_file() for f in manifest.files
         )
@@ -63,7 +63,7 @@ def test_hosts_without_a_shared_disk_save_their_parts_and_go_on_from_them(place)
         # Killed when parts have their names, and there is no manifest of them yet.
         out = own / "out"
         there = made.seen(1, own / "out")
-        fault_points.file(named, "driver", "placed checkpoint 2").touch()
+        fault_points.fault_file(named, "driver", "placed checkpoint 2").touch()
         code, err = run(2, "--out", str(out), MSRL_POINTS=str(named))
         assert code == 0 and "restarting from the checkpoint after 1 iteration" in err, err
         newest = out / "checkpoints" / "000002"

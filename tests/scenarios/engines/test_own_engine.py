@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from msrl_graph import backends, compile
 from msrl_graph.backends import fsdp, hf
-from msrl_graph.compiler.unsupported import unready
+from msrl_graph.compiler.unsupported import find_unsupported
 from msrl_graph.hardware.device_kinds import DEVICE_KINDS, HOST
 from msrl_graph.ir.attributes import GenerateAttributes, UpdateAttributes
 from msrl_graph.ir.plan import from_json
@@ -36,21 +36,21 @@ def registered(monkeypatch):
 
 def test_what_an_engine_does_not_honour_is_refused_where_it_stands():
     plan = one_rank(GENERATES, ("temperature = 1.0 }", "temperature = 1.0, top_k = 3 }"))
-    (told,) = unready(plan)
+    (told,) = find_unsupported(plan)
     assert told.code == "not-yet" and (told.span.line, told.help) == (23, "`engine actor.generate = hf` supports it")
     assert told.message.startswith("`top_k` of `actor.generate` with the engine `likeliest` cannot be run yet")
     assert any("`top_k` with the engine `likeliest`" in note.text for note in plan.notes)
-    assert unready(one_rank(GENERATES)) == []
+    assert find_unsupported(one_rank(GENERATES)) == []
 
 
 def test_what_each_engine_must_name_is_refused_of_one_that_does_not(monkeypatch):
     declared = {**UpdateAttributes.declared(), "reduce": replace(UpdateAttributes.declared()["reduce"], named=True)}
     monkeypatch.setattr(UpdateAttributes, "declared", lambda: declared)
     stated = ("mini_batch = 4", "reduce = tokens\n    mini_batch = 4")
-    (told,) = unready(one_rank(TRAINS, stated))
+    (told,) = find_unsupported(one_rank(TRAINS, stated))
     assert told.code == "not-yet" and told.message.startswith("`reduce` of `actor.update` with the engine `pairs`")
     monkeypatch.setitem(backends.ENGINES, "pairs", replace(own_engine.TRAINER, opt_in_attributes=("reduce",)))
-    assert unready(one_rank(TRAINS, stated)) == []
+    assert find_unsupported(one_rank(TRAINS, stated)) == []
 
 
 def test_one_that_no_program_names_is_in_no_plan():
@@ -132,7 +132,7 @@ def test_a_pipeline_gives_what_one_stage_gives(tmp_path):
     )
     for world, changes in ((1, ()), (2, two)):
         plan = one_rank(TRAINS, SLOW, *changes)
-        assert unready(plan) == []
+        assert find_unsupported(plan) == []
         ranks.run(world, learn, plan.to_json(), str(tmp_path))
     (alone, first, last) = (torch.load(tmp_path / name, weights_only=False) for name in ("1-0", "2-0", "2-1"))
     assert first[2].keys() & last[2].keys() == set() and first[2].keys() | last[2].keys() == alone[2].keys()

@@ -21,7 +21,7 @@ from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw, sgd
 from msrl_graph.backends import hf_modules
-from msrl_graph.backends.spec import ForwardRequest, Sampling, collected
+from msrl_graph.backends.spec import ForwardRequest, Sampling, collect_responses
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.process.environment import WAITS
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -173,7 +173,7 @@ def generate(rank, folder, weights, out, cases):
         dp = layout.coordinates(rank).dp
         mine = np.array_split(np.arange(12), layout.dp)[dp]
         rows = (mine[:, None] * 4 + np.arange(4)).reshape(-1)
-        found, _ = collected(engine.generate([prompts[j] for j in mine], rows, sampling))
+        found, _ = collect_responses(engine.generate([prompts[j] for j in mine], rows, sampling))
         engine.release()
         torch.save((list(rows), found), Path(out) / f"{dist.get_world_size()}-{i}-{rank}")
 

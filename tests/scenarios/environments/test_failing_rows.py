@@ -11,9 +11,9 @@ from environment_stages import drawn, lists, tool
 from failing_stages import begun, planned
 from stage import Stage
 
-from msrl_graph.runtime.functions.isolation import parts
+from msrl_graph.runtime.functions.isolation import split_rows
 from msrl_graph.runtime.metrics.row_failures import failures
-from msrl_graph.runtime.process.processes import alive
+from msrl_graph.runtime.process.processes import is_alive
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import Report, RunError
 
@@ -118,14 +118,14 @@ def test_no_process_outlives_its_rows(tmp_path):
     nest = episodes.environment.nest
     episodes.reset()
     processes = [p.pid for p in episodes.instances.processes]
-    assert len(processes) == 8 and all(map(alive, processes))
+    assert len(processes) == 8 and all(map(is_alive, processes))
     episodes.step(np.arange(8), ["1"] * 8, 1)
     while len(started := (tmp_path / "pids").read_text().split()) < 8:
         time.sleep(0.05)
     episodes.end({})
-    assert not any(map(alive, processes))
+    assert not any(map(is_alive, processes))
     until = time.monotonic() + 10
-    while any(map(alive, map(int, started))):  # whose parent is gone: the system ends them as it comes to it
+    while any(map(is_alive, map(int, started))):  # whose parent is gone: the system ends them as it comes to it
         assert time.monotonic() < until
         time.sleep(0.05)
     episodes = nest = None  # and the one that forks them goes with its environment
@@ -155,9 +155,9 @@ def test_a_file_that_cannot_be_imported_is_told_before_anything_is_generated(tmp
 
 
 def test_rows_are_dealt_to_processes_such_that_groups_are_whole():
-    assert parts(8, 1) == [range(i, i + 1) for i in range(8)]
-    assert parts(8, 4) == [range(4), range(4, 8)]
-    dealt = parts(600, 4)
+    assert split_rows(8, 1) == [range(i, i + 1) for i in range(8)]
+    assert split_rows(8, 4) == [range(4), range(4, 8)]
+    dealt = split_rows(600, 4)
     assert len(dealt) == 64 and [i for part in dealt for i in part] == [*range(600)]
     assert {len(part) for part in dealt} == {8, 12} and all(part.start % 4 == 0 for part in dealt)
 

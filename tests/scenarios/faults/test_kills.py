@@ -14,7 +14,7 @@ import pytest
 from killed_runs import computed, program
 from place import MINE, ONE_RANK, ROOT, SMALL, metrics
 
-from msrl_graph.runtime.process.fault_points import file as points_file
+from msrl_graph.runtime.process.fault_points import fault_file as points_file
 from msrl_graph.runtime.weights import checkpoint
 
 
@@ -24,7 +24,7 @@ def copy_of_the_first_half(whole, half):
     shutil.rmtree(half / "checkpoints" / "000004")
     text = (half / "metrics.jsonl").read_bytes()
     (half / "metrics.jsonl").write_bytes(text[: text.index(b"\n") + 9])
-    return checkpoint.newest(half)[1].lines
+    return checkpoint.find_newest(half)[1].lines
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
     # The gradient of a bias of the keys is nearly zero and in good part rounding; Adam makes steps of the usual size of
     # it.
     assert max(abs(first[t] - third[t]).max() for t in first if not t.endswith("k_proj.bias")) < 1e-6
-    assert all(checkpoint.newest(place.folder / f)[1].iteration == 4 for f in ("whole", "again", "other"))
+    assert all(checkpoint.find_newest(place.folder / f)[1].iteration == 4 for f in ("whole", "again", "other"))
     place.assert_clean()
     # What is there is not overwritten by mistake.
     code, _, err = place.run("p.rlg", *SMALL, "--resume", "whole/checkpoints/000002")

@@ -18,10 +18,10 @@ from truth import Truth
 
 from msrl_graph import Fault, compile
 from msrl_graph.diagnostics import ProgramWarning
-from msrl_graph.runtime.data.numerics import drawn
+from msrl_graph.runtime.data.numerics import sampled_columns
 from msrl_graph.runtime.dock.controller import Controller
 from msrl_graph.runtime.dock.messages import RowLocation, RowsReady
-from msrl_graph.runtime.dock.readers import readers
+from msrl_graph.runtime.dock.readers import list_node_reads
 from msrl_graph.runtime.process.task import Task
 from msrl_graph.runtime.process.task_report import RunError
 
@@ -132,7 +132,7 @@ class Flow:
         self.truth = truth
         self.random = random
         self.task = Task("train", 7, size or plan.graph.rows[0], wanted=plan.graph.rows[0])
-        self.readers = {r.node: r for r in readers(plan)}
+        self.readers = {r.node: r for r in list_node_reads(plan)}
         self.controllers = {n: Controller(r) for n, r in self.readers.items()}
         for c in self.controllers.values():
             assert not c.open(self.task)  # all of them read rows
@@ -169,7 +169,7 @@ class Flow:
         self.handed[name].append(share)
         if not len(share.rows):
             return
-        for column in drawn(self.plan.graph, node) if node.verb == "generate" else node.writes:
+        for column in sampled_columns(self.plan.graph, node) if node.verb == "generate" else node.writes:
             if node.verb == "generate":
                 fan = sets.sets[sets.columns[node.writes[0]]].fan
                 rows = (share.rows[:, None] * fan + np.arange(fan)).reshape(-1)

@@ -17,7 +17,7 @@ from msrl_graph import Algorithm, check, compile
 from msrl_graph.compiler.loading import load
 from msrl_graph.diagnostics import Fault
 from msrl_graph.emit.text import graph_text
-from msrl_graph.ir.async_schedule import pipelined
+from msrl_graph.ir.async_schedule import pipelined_openings
 from msrl_graph.runtime.rank.followers import AVERAGE
 from msrl_graph.runtime.weights import checkpoint
 from msrl_graph.simulation import simulate
@@ -190,8 +190,8 @@ def test_seconds_and_memory_are_planned():
 
 def test_no_weights_that_follow_compute_before_the_update_of_the_iteration_before():
     ahead = [*APART[2:], stale(1)]
-    (frozen,) = pipelined(planned(*ahead)).values()
-    (after,) = pipelined(planned(*ahead, following("follows = actor"))).values()
+    (frozen,) = pipelined_openings(planned(*ahead)).values()
+    (after,) = pipelined_openings(planned(*ahead, following("follows = actor"))).values()
     assert frozen - after == {"reference.infer"}
 
 
@@ -350,7 +350,7 @@ BOTH = [
 def of_checkpoint(run, iteration, worker):
     """A worker's weights in a checkpoint, by name, whole."""
     folder = run / "checkpoints" / f"{iteration:06d}"
-    source = checkpoint.CheckpointSource(folder, checkpoint.manifest_of(folder))
+    source = checkpoint.CheckpointSource(folder, checkpoint.read_manifest(folder))
     start = load_file(EXAMPLE / "model" / "model.safetensors")
     whole = {name: tuple((0, n) for n in value.shape) for name, value in start.items()}
     return {n: source.read(f"{worker}/weights/{n}", box, torch.float32) for n, box in whole.items()}
