@@ -68,19 +68,19 @@ def rate(case: str, rows: int, at_once: int, last: int) -> float:
     for column in ("prompt", *COLUMNS[:-1]):
         all_rows = np.arange(rows // FAN if column == "prompt" else rows)
         for part in np.array_split(all_rows, max(1, rows // 1024)):
-            controller.heard(task.key, news(column, part))
+            controller.take_in_news(task.key, news(column, part))
     columns = (*([FILTER.column] if node_reads.passed else []), COLUMNS[-1])
     order = np.random.default_rng(0).permutation(rows)
     wait = order[last:]
     come = order[:last]
     if node_reads.passed:
-        controller.heard(task.key, news(FILTER.column, np.sort(wait)))
+        controller.take_in_news(task.key, news(FILTER.column, np.sort(wait)))
     parts = [np.sort(come[start : start + at_once]) for start in range(0, last, at_once)]
     messages = [[item for column in columns for item in news(column, part)] for part in parts]
     begin = time.perf_counter()
     for message in messages:
-        for round in controller.heard(task.key, message):
-            controller.hand(task.key, round)
+        for round in controller.take_in_news(task.key, message):
+            controller.hand_out(task.key, round)
     return last / (time.perf_counter() - begin)
 
 

@@ -103,7 +103,7 @@ def execute(how: How, out: Path, iterations: int, replay: str = "") -> None:
     log = out.with_suffix(".log")
     with log.open("w") as words:
         try:
-            supervisor.Supervisor(supervisor.prepare(plan, out, options=options), options, words, driver).whole()
+            supervisor.Supervisor(supervisor.prepare(plan, out, options=options), options, words, driver).run()
         except supervisor.RunFailed:
             print(log.read_text(), file=sys.stderr)
             raise

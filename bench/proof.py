@@ -50,7 +50,7 @@ def main() -> None:
         values = torch.randn(SHAPE).to(dtype)
         digest = Digest([SHAPE], dtype, "cpu", AT_ONCE["host"])
         figures[f"digest_{name}_ns"] = nanoseconds(
-            partial(digest.of, [values], digest.at(full_box(SHAPE))), options.rounds
+            partial(digest.digests, [values], digest.position_weights(full_box(SHAPE))), options.rounds
         )
         figures[f"sum_{name}_ns"] = nanoseconds(values.sum, options.rounds)
     print(json.dumps(figures))

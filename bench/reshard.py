@@ -151,7 +151,7 @@ def measure_rank(rank: int, plan: Plan, rounds: int) -> dict[str, float]:
 
 def collectives(mover: Resharder, shards: list[Shard]) -> None:
     """Run the collective calls of a resharding, and nothing else."""
-    buffer = torch.empty(mover.room, dtype=shards[0].tensor.dtype)
+    buffer = torch.empty(mover.buffer_elements, dtype=shards[0].tensor.dtype)
     for loads in mover.loads:
         for load in loads:
             load.exchange(buffer)

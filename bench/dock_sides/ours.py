@@ -117,11 +117,11 @@ class Worker:
         client = self.client
         tokens = 0
         if self.host == 0:
-            client.put("source", task, prompt_columns(task))
+            client.put_rows("source", task, prompt_columns(task))
         for node in self.plan.graph.nodes[1:]:
             last = False
             while not last:
-                batch = client.take(node.name, task, self.host)
+                batch = client.take_share(node.name, task, self.host)
                 last = batch.share.last
                 check_batch(batch.rows, batch.columns)
                 if node.verb == "update" and len(batch.rows):
@@ -133,7 +133,7 @@ class Worker:
                 writes = {"host.reward": ("reward",), "host.advantage": ("advantage",)}.get(node.name)
                 pieces = self.rows.pieces(rows, NODES[node.name][1] if writes is None else writes)
                 if pieces:
-                    client.put(node.name, task, pieces)
+                    client.put_rows(node.name, task, pieces)
         client.flush(task, Report(""))
         return (start, time.perf_counter()), tokens
 
@@ -146,16 +146,16 @@ class Worker:
         )
         pieces_by_node = [(node, self.rows.pieces(rows, columns)) for node, columns in writes]
         start = time.perf_counter()
-        self.client.put("source", task, prompt_columns(task))
+        self.client.put_rows("source", task, prompt_columns(task))
         for node, pieces in pieces_by_node:
-            self.client.put(node, task, pieces)
+            self.client.put_rows(node, task, pieces)
         self.client.flush(task, Report(""))
         return start, time.perf_counter()
 
     def read(self, task: Task) -> Times:
         """Read what the update reads, and touch every page of it."""
         start = time.perf_counter()
-        batch = self.client.take("actor.update", task, 0)
+        batch = self.client.take_share("actor.update", task, 0)
         for column in batch.columns.values():
             column.values[::1024].sum()
         end = time.perf_counter()

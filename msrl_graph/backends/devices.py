@@ -189,7 +189,7 @@ class Devices:
         ranks = self.axis(axis).mesh.tolist()
         return not self.per_host or len({rank // self.per_host for rank in ranks}) == 1
 
-    def among(self, layout: Layout, *shared_axes: str) -> Any:
+    def make_group(self, layout: Layout, *shared_axes: str) -> Any:
         """Return the group of ranks that share this rank's place on `shared_axes`.
 
         Ranks are in the layout's order, which is also the order of experts (`inner` is 1 where anything trains). The

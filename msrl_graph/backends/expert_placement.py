@@ -33,13 +33,13 @@ class ExpertPlacement:
     runs: Callable[[Layout], bool] = lambda layout: True
     sends: Callable[[Layout], bool] = lambda layout: layout.ep * layout.etp > 1
 
-    def written(self, layout: Layout, model: Model) -> str:
+    def format_layout(self, layout: Layout, model: Model) -> str:
         """Format a layout as a file states it for this engine.
 
         `settled` turns that back into the layout.
         """
         sizes = {axis: getattr(layout, axis) for axis in AXES if getattr(layout, axis) > 1 or axis in ("tp", "dp")}
-        if layout.etp == self.settled(replace(layout, etp=0), model).etp:
+        if layout.etp == self.settle_etp(replace(layout, etp=0), model).etp:
             sizes.pop("etp", None)
         else:
             sizes["etp"] = layout.etp
@@ -48,14 +48,14 @@ class ExpertPlacement:
         parts += [f"zero = {layout.zero}"] * (layout.zero != Layout.zero)
         return ", ".join([*parts, *[f"cp_kind = {layout.cp_kind}"] * (layout.cp_kind != Layout.cp_kind)])
 
-    def takes(self, layout: Layout, model: Model) -> bool:
+    def can_run(self, layout: Layout, model: Model) -> bool:
         """Return whether this engine can run a layout of a model.
 
         Any layout fits a model without experts.
         """
         return model.experts is None or self.runs(layout)
 
-    def settled(self, layout: Layout, model: Model) -> Layout:
+    def settle_etp(self, layout: Layout, model: Model) -> Layout:
         """Return the layout with its etp; 0 means that the file leaves etp to the engine."""
         return layout if layout.etp else replace(layout, etp=1 if model.experts is None else self.etp(layout))
 

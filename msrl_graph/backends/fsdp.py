@@ -64,10 +64,10 @@ def _calls(act: Act, layout: Layout) -> OperatorCalls:
     # as much as a hundred operators, and as much again for each collective of a backward pass. An operator on a
     # DTensor costs as much as three on tensors.
     if act == "update":
-        hooks = SPEC.divided(layout) * (300 if layout.zero >= 3 else 200)
+        hooks = SPEC.divides_weights(layout) * (300 if layout.zero >= 3 else 200)
         counts = OperatorCalls(232 + hooks, 83 + hooks)
     else:
-        hooks = SPEC.divided(layout) * 100
+        hooks = SPEC.divides_weights(layout) * 100
         counts = OperatorCalls(73 + hooks, 46 + hooks)
     if layout.tp > 1:
         counts = OperatorCalls(3 * counts.layer, 3 * counts.rest)
@@ -116,7 +116,7 @@ class FsdpEngine:
         self.model = model
         self.layout = layout
         self.place = devices.device.place
-        self.divided = SPEC.divided(layout)
+        self.divided = SPEC.divides_weights(layout)
         self.context = ContextGroup.from_layout(layout, devices)
         module = hf_modules.build_empty_model(model)
         if placement.engine.options.get("recompute") == "full":
@@ -270,7 +270,7 @@ def _divide_weights(
     dense = devices.axis("dp")
     layers = module.model.layers
     if model.experts is not None:
-        group = devices.among(layout, "pp", "ep", "etp")
+        group = devices.make_group(layout, "pp", "ep", "etp")
         mesh = DeviceMesh.from_group(group, devices.device.kind.torch)
         expert_meshes += [(layer.mlp.experts, mesh) for layer in layers[model.experts.first :]]
     for part, part_mesh in (*expert_meshes, *((layer, dense) for layer in layers), (module, dense)):

@@ -133,7 +133,7 @@ class HfEngine:
                 (
                     indices,
                     SequenceBatch(
-                        self, group_prompts, keys[indices], begun[indices], sampling.of(indices), slots, stops
+                        self, group_prompts, keys[indices], begun[indices], sampling.select(indices), slots, stops
                     ),
                 )
             )

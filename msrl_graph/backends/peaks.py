@@ -154,7 +154,7 @@ def _update(s: _Layer) -> Moments:
             "gathered weights": top,
             "gradients": rest,
             "activations": base + states,
-            "logits": (3 + 2 * work.entropy + work.given) * s.logit,
+            "logits": (3 + 2 * work.entropy + work.scores_other_ids) * s.logit,
         },
         "the head's gradient": {
             "gathered weights": top,

@@ -62,10 +62,10 @@ class Situation:
     layout: Layout
     device: DeviceKind
     per_host: int
-    beside: frozenset[str]
+    neighbour_engines: frozenset[str]
 
     @classmethod
-    def of(cls, plan: Plan, placement: Placement) -> Situation:
+    def from_plan(cls, plan: Plan, placement: Placement) -> Situation:
         neighbours = (
             other for other in plan.placements if other.pool == placement.pool and other.node != placement.node
         )
@@ -173,27 +173,27 @@ class EngineSpec:
         """Return the operator counts on such devices; None if kernels are fused."""
         return None if where in self.fused else self.calls
 
-    def planned(self, where: Where) -> tuple[str, ...]:
+    def list_plan_only(self, where: Where) -> tuple[str, ...]:
         """Return the axes and families that can only be planned for on such devices."""
         return self.off_host if where == "host" else ()
 
-    def divided(self, layout: Layout) -> bool:
+    def divides_weights(self, layout: Layout) -> bool:
         """Return whether the weights at rest are sharded over dp."""
         return layout.dp > 1 and layout.zero >= self.divided_from
 
-    def in_step(self, layout: Layout) -> bool:
+    def needs_equal_calls(self, layout: Layout) -> bool:
         """Return whether forward collectives span dp groups, which then make equal calls."""
-        return self.divided(layout) or (layout.dp > 1 and layout.ep * layout.etp > layout.tp * layout.cp)
+        return self.divides_weights(layout) or (layout.dp > 1 and layout.ep * layout.etp > layout.tp * layout.cp)
 
     def side(self, layout: Layout, first: int = 0, each: int = 0) -> Side:
         """Return how weights are sharded under a layout, from device `first` on."""
-        return Side(layout, self.divided(layout), self.multiple(layout), first, each)
+        return Side(layout, self.divides_weights(layout), self.multiple(layout), first, each)
 
     def multiple(self, layout: Layout) -> int:
         """Return the multiple to which a rank's part of the vocabulary is padded."""
         return max(1, self.vocabulary_multiple // layout.tp) if self.pads_whole else self.vocabulary_multiple
 
-    def built(self, weights: Weights, placement: Placement, devices: Devices) -> Any:
+    def build_engine(self, weights: Weights, placement: Placement, devices: Devices) -> Any:
         """Build the engine on this rank."""
         module, _, name = self.build.partition(":")
         return getattr(import_module(module), name)(weights, placement, devices)
@@ -300,7 +300,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     joined: int | NDArray[np.int64] = 0
 
-    def of(self, responses: Any) -> Sampling:
+    def select(self, responses: Any) -> Sampling:
         """Select the sampling of some responses, by their places."""
         values = {"max_tokens": self.max_tokens, "temperature": self.temperature, "joined": self.joined}
         selected = {name: value[responses] for name, value in values.items() if not isinstance(value, float | int)}

@@ -164,17 +164,19 @@ class Arguments:
         for key, value in values.items():
             part = self.argument(key)
             string = quoted or any((statement, key) in STRINGS for statement in statements)
-            attributes.append(ast.Attr(self.key(key), self.expr(value, part, string), self.site.key(key).to(part.span)))
+            attributes.append(
+                ast.Attr(self.key(key), self.expr(value, part, string), self.site.key(key).extend_to(part.span))
+            )
         return tuple(attributes)
 
     def assignment(self, name: str, value: Value) -> tuple[ast.Name, ast.Expr, Span]:
         """Return the name, the value and the span of a keyword argument."""
         part = self.argument(name)
-        return self.key(name), self.expr(value, part), self.site.key(name).to(part.span)
+        return self.key(name), self.expr(value, part), self.site.key(name).extend_to(part.span)
 
     def column(self, name: str, parameter: str, kind: str) -> ast.ColumnDecl:
         part = self.argument(parameter)
-        return ast.ColumnDecl(self.key(name), self.type(kind, part), self.site.key(name).to(part.span))
+        return ast.ColumnDecl(self.key(name), self.type(kind, part), self.site.key(name).extend_to(part.span))
 
     def type(self, kind: str, part: CallArgument) -> ast.Type:
         return self.text(self.string(kind, 'a column\'s type is a str, as in "f32"', part.span), part, parse_type)

@@ -131,7 +131,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
         call = Arguments("name", "type", "value")
         part = call.argument("type")
         column = call.name("name", name)
-        declared = ast.ColumnDecl(column, call.type(type, part), column.span.to(part.span))
+        declared = ast.ColumnDecl(column, call.type(type, part), column.span.extend_to(part.span))
         return self._state(call, ast.StateDecl(declared, call.expr(value, call.argument("value")), call.span))
 
     def worker(self, name: str, kind: str, /, *, frozen: bool = False, **attributes: Value) -> str:
@@ -174,7 +174,7 @@ class Algorithm(StatementBuilder[ast.AlgorithmStatement]):
             [part.span, *(part_name.span for part_name in (*(read or ()), *written))],
             key=lambda span: (span.end_line, span.end_column),
         )
-        head_span = call.span.to(last)
+        head_span = call.span.extend_to(last)
         self._state(
             call, ast.NodeDecl(label, worker, verb, read, written, call.attrs(NODE, attributes), call.span, head_span)
         )

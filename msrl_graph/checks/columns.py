@@ -149,7 +149,7 @@ def unused(graph: Graph, library: Library, reported: Collection[str] = ()) -> li
         | set(reported)
     )
     read |= {find_response_column(graph, node, "i32") for node in graph.verb("generate")}
-    read |= {column for node in graph.verb("source") for column in node.weighs}
+    read |= {column for node in graph.verb("source") for column in node.weight_columns}
     writers = graph.writers
     diagnostics = []
     for column in graph.columns:

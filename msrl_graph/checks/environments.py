@@ -47,7 +47,7 @@ def _check_packages(plan: Plan, placed: list[Placement], engines: Mapping[str, E
     needs: dict[str, dict[str, Placement]] = {}  # by interpreter and package, the first placement that needs it
     # Nodes with a stated engine come before nodes that follow them.
     for placement in sorted(placed, key=lambda placement: placement.node not in plan.deploy.engines):
-        first = needs.setdefault(plan.around(placement.pool).python, {})
+        first = needs.setdefault(plan.environment_of(placement.pool).python, {})
         for package in kind.packages(engines[placement.engine.name].needs):
             first.setdefault(package, placement)
     for python, first in needs.items():

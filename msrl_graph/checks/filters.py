@@ -45,7 +45,7 @@ def broken_groups(graph: Graph, library: Library) -> list[Diagnostic]:
                     elif fails:
                         help = f"let one call get the whole group, so that a failure drops all of it: `per = {above}`"
                     span = call.span if call.span.line else after.span
-                    drop_span = node.at("on_failure") if fails else node.span
+                    drop_span = node.span_of("on_failure") if fails else node.span
                     diagnostics.append(
                         Diagnostic("bad-scope", message, span, help, related=((drop_span, "rows are dropped here"),))
                     )
@@ -77,10 +77,10 @@ def disjoint_filters(graph: Graph, library: Library) -> list[Diagnostic]:
         return []
     diagnostics = []
     rows = rowsets(graph)
-    for name, sets in rows.apart.items():
-        if any(edge.src in rows.apart for edge in graph.into(name)):
+    for name, sets in rows.disjoint.items():
+        if any(edge.src in rows.disjoint for edge in graph.into(name)):
             continue  # follows from a mistake that is reported at an earlier node
-        selects = [selection.node for selection in rows.passed[name] if selection.left in sets]
+        selects = [selection.node for selection in rows.passed[name] if selection.remaining in sets]
         for other in selects[1:] or selects:
             one = selects[0]
             position = f"comes after `{one}` and `{other}`" if one != other else f"comes after `{one}`"
@@ -135,7 +135,7 @@ def refilled_twice(graph: Graph, library: Library) -> list[Diagnostic]:
     for first, node in pairwise(refills):
         message = f"`{node.name}` and `{first.name}` both refill, but an iteration has one number of groups to reach"
         help = f"leave out `refill` of `{first.name}`: the last filter counts the groups that remain"
-        diagnostics.append(Diagnostic("bad-scope", message, node.at("refill"), help))
+        diagnostics.append(Diagnostic("bad-scope", message, node.span_of("refill"), help))
     return diagnostics
 
 
@@ -154,7 +154,7 @@ def adaptive_refills(graph: Graph, library: Library) -> list[Diagnostic]:
             message = f"`{node.name}` is `adaptive` but does not filter whole prompts, so no share of prompts passes"
             first = next(iter(graph.node("source").writes), "prompt")
             help = f"add `per = {first}`, or leave `adaptive` out"
-            diagnostics.append(Diagnostic("bad-scope", message, node.at("adaptive"), help))
+            diagnostics.append(Diagnostic("bad-scope", message, node.span_of("adaptive"), help))
     return diagnostics
 
 
@@ -171,5 +171,5 @@ def refilled_batch(graph: Graph, library: Library) -> list[Diagnostic]:
             if graph.node(before).per == "batch":
                 message = f"`{before}` has `per = batch`, but `{node.name}` after it adds rows to the same batch"
                 help = f"let `{node.name}` come before `{before}`, or leave `refill` out"
-                diagnostics.append(Diagnostic("bad-scope", message, node.at("refill"), help))
+                diagnostics.append(Diagnostic("bad-scope", message, node.span_of("refill"), help))
     return diagnostics

@@ -69,7 +69,7 @@ def _check_placement(plan: Plan, engines: Mapping[str, EngineSpec], worker: Work
     if source is None:
         return
     theirs = plan.placement(source.name)
-    for node in plan.graph.of(worker.name):
+    for node in plan.graph.nodes_of(worker.name):
         own = plan.placement(node.name)
         if own.pool != theirs.pool:
             message = f"`{worker.name}` follows `{worker.follows}`, but they are on different devices"

@@ -191,7 +191,7 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     for tp in [size for size in range(1, min(devices, model.heads) + 1) if devices % (size * rest) == 0]:
         sized = replace(layout, tp=tp, dp=devices // (tp * rest))
         if rows is None or rows % sized.dp == 0:
-            same = spec.spread.settled(replace(sized, etp=stated.etp), model)
+            same = spec.spread.settle_etp(replace(sized, etp=stated.etp), model)
             works += [
                 candidate
                 for candidate in (same, *spec.spread.meshes(sized, model))
@@ -203,7 +203,7 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
     def far(candidate: Layout) -> tuple[float, ...]:
         axes = ("tp", "ep", "etp") if stated.etp else ("tp", "ep")
         distance = sum(abs(math.log(getattr(candidate, axis) / getattr(layout, axis))) for axis in axes)
-        own = candidate.etp == spec.spread.settled(replace(candidate, etp=0), model).etp
+        own = candidate.etp == spec.spread.settle_etp(replace(candidate, etp=0), model).etp
         return (
             round(distance, 9),
             not own and not stated.etp,
@@ -218,7 +218,7 @@ def _suggest_layout(plan: Plan, placement: Placement, spec: EngineSpec) -> str:
         for axis in ("cp", "pp", "ep")
         if getattr(best, axis) > 1 or getattr(stated, axis) > 1
     ]
-    if stated.etp or best.etp != spec.spread.settled(replace(best, etp=0), model).etp:
+    if stated.etp or best.etp != spec.spread.settle_etp(replace(best, etp=0), model).etp:
         sizes.append(("etp", best.etp))
     return f"the nearest that works: tp = {best.tp}, dp = {best.dp}" + "".join(
         f", {axis} = {size}" for axis, size in sizes
@@ -245,6 +245,6 @@ def _check_mini_batch(graph: Graph, node: Node, layout: Layout) -> Iterator[Diag
         yield Diagnostic(
             "mini-batch-divide",
             f"dp = {layout.dp} of `{node.name}` does not divide {rows}",
-            node.at("mini_batch"),
+            node.span_of("mini_batch"),
             help,
         )

@@ -26,7 +26,7 @@ def no_common_row(graph: Graph, library: Library) -> list[Diagnostic]:
             if graph.common(level, other) == other:
                 continue
             deepest = next(column for column in node.reads if graph.column(column).level == level)
-            one, two, shared = (graph.made(row_level) for row_level in (level, other, graph.common(level, other)))
+            one, two, shared = (graph.row_column(row_level) for row_level in (level, other, graph.common(level, other)))
             both = " and ".join(
                 f"`{column}`" if column == row else f"`{column}` of each `{row}`"
                 for column, row in ((deepest, one), (name, two))
@@ -54,7 +54,7 @@ def value_of_row(graph: Graph, library: Library) -> list[Diagnostic]:
             level = column.level
             if not column.dims and not column.per and level == graph.unit_level(node) == graph.row_level(node):
                 continue  # the case of nearly all columns
-            row = graph.made(level)
+            row = graph.row_column(level)
             if column.per and graph.column(column.per).level != level:
                 continue  # another mistake: the column after `per` is never written, or depends on this one
             if column.per and node.verb == "generate":

@@ -24,7 +24,7 @@ def check(plan: Plan, engines: Mapping[str, EngineSpec]) -> list[Diagnostic]:
     for placement in plan.placements:
         if placement.pool == "functions":
             continue
-        situation = Situation.of(plan, placement)
+        situation = Situation.from_plan(plan, placement)
         layout = plan.deploy.layouts.get(placement.node)
         spans = [
             statement.span for statement in (layout, placement.engine) if statement is not None and statement.span.line

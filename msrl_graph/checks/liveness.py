@@ -51,7 +51,7 @@ def _check_mini_batch(graph: Graph, node: Node) -> Iterator[Diagnostic]:
             f"{_describe_rows(graph, level)}"
         )
         help = f"set `mini_batch = {rows}`, all of them, or take more prompts per iteration"
-        yield Diagnostic("dock-starves", message, node.at("mini_batch"), help)
+        yield Diagnostic("dock-starves", message, node.span_of("mini_batch"), help)
 
 
 def _check_streams(graph: Graph, node: Node) -> Iterator[Diagnostic]:
@@ -65,7 +65,7 @@ def _check_streams(graph: Graph, node: Node) -> Iterator[Diagnostic]:
                 continue
             if node.per == "batch":
                 message = f"`{node.name}` has `per = batch`, so it gets all rows at once, never {requested:,} {unit}"
-                yield Diagnostic("dock-starves", message, edge.at(key), f"leave `{key}` out")
+                yield Diagnostic("dock-starves", message, edge.span_of(key), f"leave `{key}` out")
             else:
                 yield from check(graph, node, edge, requested)
 
@@ -80,14 +80,14 @@ def _check_units(graph: Graph, node: Node, edge: Edge, requested: int) -> Iterat
             f"{_describe_rows(graph, level)}"
         )
         help = f"set at most `stream = {units}`, or leave it out to get all {units:,} at once"
-        yield Diagnostic("dock-starves", message, edge.at("stream"), help)
+        yield Diagnostic("dock-starves", message, edge.span_of("stream"), help)
 
 
 def _check_tokens(graph: Graph, node: Node, edge: Edge, requested: int) -> Iterator[Diagnostic]:
     columns = length_columns(graph, node)
     if not any(is_tokens(graph, column) for column in columns):
         message = f"`{node.name}` reads no column of tokens, so a batch of {requested:,} tokens is never complete"
-        yield Diagnostic("dock-starves", message, edge.at("stream_tokens"), "use `stream`, which counts rows")
+        yield Diagnostic("dock-starves", message, edge.span_of("stream_tokens"), "use `stream`, which counts rows")
         return
     level = graph.level(node)
     rows = graph.rows[level]
@@ -98,7 +98,7 @@ def _check_tokens(graph: Graph, node: Node, edge: Edge, requested: int) -> Itera
             f"at most: {_describe_rows(graph, level)} of {row_tokens:,}"
         )
         help = f"set at most `stream_tokens = {rows * row_tokens}`, or leave it out to get all at once"
-        yield Diagnostic("dock-starves", message, edge.at("stream_tokens"), help)
+        yield Diagnostic("dock-starves", message, edge.span_of("stream_tokens"), help)
 
 
 def check(plan: Plan) -> list[Diagnostic]:

@@ -31,7 +31,7 @@ def row_learning_rates(graph: Graph, library: Library) -> list[Diagnostic]:
                     Diagnostic(
                         "bad-scope",
                         message,
-                        node.at("optimizer"),
+                        node.span_of("optimizer"),
                         f"declare it without `per {row_states[name]}`: one value for the run",
                     )
                 )
@@ -46,10 +46,10 @@ def shared_optimizers(graph: Graph, library: Library) -> list[Diagnostic]:
         for first, node in ((updates[0], update) for update in updates[1:]):
             if _kept_states(node) != _kept_states(first):
                 message = f"`{node.name}` and `{first.name}` share an optimizer, but keep different optimizer states"
-                note = ((first.at("optimizer"), f"the optimizer of `{first.name}`"),)
+                note = ((first.span_of("optimizer"), f"the optimizer of `{first.name}`"),)
                 optimizer = UpdateAttributes.of(first).optimizer.value
                 help = f"write `{optimizer}(…)` in both, with momentum in both or in none; other options may differ"
-                diagnostics.append(Diagnostic("bad-value", message, node.at("optimizer"), help, related=note))
+                diagnostics.append(Diagnostic("bad-value", message, node.span_of("optimizer"), help, related=note))
     return diagnostics
 
 

@@ -31,7 +31,10 @@ def term_column(graph: Graph, library: Library) -> list[Diagnostic]:
             }
             for parameter in signature.columns:
                 column = renamed.get(parameter, parameter)
-                if column not in (*node.reads, *node.states, *node.weighs) and parameter not in signature.optional:
+                if (
+                    column not in (*node.reads, *node.states, *node.weight_columns)
+                    and parameter not in signature.optional
+                ):
                     message = f"`{signature.name}` needs `{column}`, which `{node.name}` does not read"
                     help = _suggest_column(graph, node, column, call, signature)
                     if node.verb == "source":
@@ -153,7 +156,7 @@ def bad_scope(graph: Graph, library: Library) -> list[Diagnostic]:
                 help = f"leave `per = {node.per}` out"
                 if single and node.per != "batch":
                     rows = (
-                        f"each `{graph.made(level)}`, of which a `{node.per}` has "
+                        f"each `{graph.row_column(level)}`, of which a `{node.per}` has "
                         f"{graph.fan(level, graph.unit_level(node)):,}"
                     )
                     help = (

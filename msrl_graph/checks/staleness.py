@@ -76,9 +76,9 @@ def _find_cause(graph: Graph, node: Node) -> tuple[str, Span] | None:
         None,
     )
     if edge is not None:
-        return "staleness", edge.at("staleness")
+        return "staleness", edge.span_of("staleness")
     if node.cuts:
-        return "partial", node.at("partial")
+        return "partial", node.span_of("partial")
     return None
 
 
@@ -96,7 +96,7 @@ def missing_staleness(graph: Graph, library: Library) -> list[Diagnostic]:
             f"{options.staleness}"
         )
         help = f"add `staleness = {least}`, or leave `every` out"
-        diagnostics.append(Diagnostic("missing-staleness", message, edge.at("every"), help))
+        diagnostics.append(Diagnostic("missing-staleness", message, edge.span_of("every"), help))
     return diagnostics
 
 
@@ -123,7 +123,7 @@ def delayed_states(plan: Plan) -> list[Diagnostic]:
                 f"`staleness` it uses a value up to {most} old"
             )
             help = "change it in small steps, or leave `staleness` out"
-            diagnostics.append(Diagnostic("delayed-state", message, node.at("temperature"), help, "warning"))
+            diagnostics.append(Diagnostic("delayed-state", message, node.span_of("temperature"), help, "warning"))
     return diagnostics
 
 
@@ -155,7 +155,7 @@ def check(plan: Plan) -> list[Diagnostic]:
             message = f"`{edge.dst}` shares its devices with `{edge.src}`, and {turns[pool]}: it {is_so}, so {gains}"
             apart = f"{leave}, or give each its own devices: `apart {edge.dst}, {edge.src}`"
             help = others if state else apart
-            diagnostics.append(Diagnostic("shared-staleness", message, edge.at(key), help))
+            diagnostics.append(Diagnostic("shared-staleness", message, edge.span_of(key), help))
             continue
         message = f"`{edge.dst}` {is_so}, since its pool {hindrances[pool]}: {gains}"
         help = f"{leave}, or `place` the node in its way on other devices"
@@ -164,6 +164,6 @@ def check(plan: Plan) -> list[Diagnostic]:
         elif "`deterministic`" in hindrances[pool]:
             help = f"{leave}, or `deterministic`"
         diagnostics.append(
-            Diagnostic("shared-staleness", message, edge.at(key), help, "error" if seldom else "warning")
+            Diagnostic("shared-staleness", message, edge.span_of(key), help, "error" if seldom else "warning")
         )
     return diagnostics

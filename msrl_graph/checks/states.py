@@ -82,12 +82,12 @@ def equal_weights(graph: Graph, library: Library) -> list[Diagnostic]:
     source = graph.node("source")
     states = {state.name: state for state in graph.states}
     read = [states[name] for name in source.states]
-    if not read or source.weighs or any(state.per for state in read):
+    if not read or source.weight_columns or any(state.per for state in read):
         return []
     first = next(iter(source.writes), "prompt")
     message = f"`source` draws rows by `{read[0].name}`, one value for the run, so all rows have the same weight"
     help = f"declare `state {read[0].name} : {read[0].element} per {first} = …`"
-    return [Diagnostic("bad-scope", message, source.at("weights"), help)]
+    return [Diagnostic("bad-scope", message, source.span_of("weights"), help)]
 
 
 def _is_above(graph: Graph, level: int, other: int) -> bool:

@@ -28,7 +28,9 @@ def one_number(graph: Graph, library: Library) -> list[Diagnostic]:
         message = f"`temperature` takes one number per row, but `{column.name}` is not a number"
         note = ((column.span, f"`{column.name}` is declared here"),)
         diagnostics.append(
-            Diagnostic("bad-value", message, node.at("temperature"), f"declare `{column.name} : f32`", related=note)
+            Diagnostic(
+                "bad-value", message, node.span_of("temperature"), f"declare `{column.name} : f32`", related=note
+            )
         )
     return diagnostics
 
@@ -53,7 +55,7 @@ def greedy(graph: Graph, library: Library) -> list[Diagnostic]:
                 "use a temperature above 0, since at 0 a token is certain or impossible; or score the responses of "
                 "another generation"
             )
-            diagnostics.append(Diagnostic("greedy", message, node.at("temperature"), help))
+            diagnostics.append(Diagnostic("greedy", message, node.span_of("temperature"), help))
     return diagnostics
 
 
@@ -71,7 +73,7 @@ def equal_responses(graph: Graph, library: Library) -> list[Diagnostic]:
                 Diagnostic(
                     "greedy",
                     message,
-                    node.at("temperature"),
+                    node.span_of("temperature"),
                     "leave `samples` out, or use a temperature above 0",
                     "warning",
                 )

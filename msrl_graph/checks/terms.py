@@ -102,12 +102,12 @@ def mixed_row_terms(graph: Graph, library: Library) -> list[Diagnostic]:
         elif rows and node.stated("reduce") is not None:
             message = f"`reduce` is for terms of tokens, but `{rows[0][1].name}` gives one number per row"
             help = "leave it out: the loss is the mean over rows"
-            diagnostics.append(Diagnostic("bad-value", message, node.at("reduce"), help))
+            diagnostics.append(Diagnostic("bad-value", message, node.span_of("reduce"), help))
         if node.stated("masked_rows") is not None and (rows or str(UpdateAttributes.of(node).reduce.value) == "tokens"):
             unit = "rows" if rows else "tokens"
             message = f"`masked_rows` of `{node.name}` has no effect: its loss is the mean over {unit}"
             help = "leave it out" if rows else "leave it out, or state `reduce = sequences`"
-            diagnostics.append(Diagnostic("bad-value", message, node.at("masked_rows"), help))
+            diagnostics.append(Diagnostic("bad-value", message, node.span_of("masked_rows"), help))
     return diagnostics
 
 
@@ -180,7 +180,7 @@ def unused_reads(graph: Graph, library: Library) -> list[Diagnostic]:
             for column in idle
             if sequences(graph, replace(node, reads=tuple(name for name in node.reads if name != column))) == read
         ]
-        loss_span = node.at("loss")
+        loss_span = node.span_of("loss")
         for column in idle:
             message = f"`{node.name}` reads `{column}`, which no term of its loss uses"
             where = ((node.span, f"`{column}` is read here"),) if loss_span.file != node.span.file else ()

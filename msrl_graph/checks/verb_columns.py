@@ -196,7 +196,7 @@ def too_long(graph: Graph, library: Library) -> list[Diagnostic]:
                 message = f"`max_tokens` is {wanted:,}, but `{column.name}` holds at most {bound:,}"
                 help = f"declare `{column.name} : i32[<= {wanted}]`, or leave `max_tokens` out"
                 note = ((column.span, f"`{column.name}` holds at most {bound:,} tokens"),)
-                diagnostics.append(Diagnostic("bad-value", message, node.at("max_tokens"), help, related=note))
+                diagnostics.append(Diagnostic("bad-value", message, node.span_of("max_tokens"), help, related=note))
     return diagnostics
 
 

@@ -77,11 +77,11 @@ def check(plan: Plan, folders: Collection[str] | None = None) -> list[Diagnostic
 
 def _warn_unread_files(files: WeightFiles, span: Span) -> list[Diagnostic]:
     """Warn of files with weights that do not belong to the model."""
-    if not files.left:
+    if not files.unread:
         return []
-    more = f" and {len(files.left) - 1} more" if len(files.left) > 1 else ""
+    more = f" and {len(files.unread) - 1} more" if len(files.unread) > 1 else ""
     by = WHOLE if len(files.read) == 1 and next(iter(files.read)).name == WHOLE else INDEX
-    message = f"{files.left[0]}{more} {'are' if more else 'is'} not read: the model's weights are those of {by}"
+    message = f"{files.unread[0]}{more} {'are' if more else 'is'} not read: the model's weights are those of {by}"
     help = "move files that do not belong to the model to another folder"
     return [Diagnostic("unused-weight", message, span, help, "warning")]
 

@@ -81,7 +81,7 @@ def _is_rejected(plan: Plan) -> bool:
 
 def _check_capacity(plan: Plan) -> list[Diagnostic]:
     """Report waits that never end, or else phases that do not fit into memory."""
-    return liveness.check(plan) or memory.check(plan, partial(ADVICE.nearest, plan))
+    return liveness.check(plan) or memory.check(plan, partial(ADVICE.find_nearest, plan))
 
 
 def pipeline(budget: float | None = None) -> Passes:
@@ -258,7 +258,7 @@ def translate(
     if until == "placed":
         return Compilation(source, tree, graph, placed, None, warnings)
     plan = stages[LAST["plan"]]
-    plan = replace(plan, notes=(*plan.notes, *ADVICE.staler(plan), *unsupported.notes(plan)))
+    plan = replace(plan, notes=(*plan.notes, *ADVICE.advise_staleness(plan), *unsupported.notes(plan)))
     return Compilation(source, tree, graph, placed, plan, warnings)
 
 

@@ -86,13 +86,13 @@ def _list_planned_only(
     """
     layout = placement.layout
     family = model.family
-    planned = spec.planned(where)
+    planned = spec.list_plan_only(where)
     if family in planned:
         able = [other for other in spec.families if other not in planned]
         yield f"{family} models", placement.engine.span, f"these run: {', '.join(able)}"
-    if "ep" not in planned and not spec.spread.takes(layout, model):
+    if "ep" not in planned and not spec.spread.can_run(layout, model):
         yield f"`ep = {layout.ep}` of tp = {layout.tp}", layout.span, f"`ep = {layout.tp}`, or leave `ep` out"
-    own = spec.spread.settled(replace(layout, etp=0), model).etp  # the engine's own value if none is stated
+    own = spec.spread.settle_etp(replace(layout, etp=0), model).etp  # the engine's own value if none is stated
     for name in planned:
         if name in AXES and getattr(layout, name) > 1 and not (name == "etp" and layout.etp == own):
             yield f"`{name} = {getattr(layout, name)}`", layout.span, f"leave `{name}` out"
@@ -132,7 +132,7 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
                 able = [other for other in others if _supports(ENGINES[other], node.verb, key)]
                 help = f"`engine {node.name} = {able[0]}` supports it" if able else "leave it out"
                 by = f"with the engine `{spec.name}`"
-                span = node.at(key)
+                span = node.span_of(key)
                 tell(f"`{key}` of `{node.name}` {by}", span, help, brief=f"`{key}` {by}")
     for column in plan.graph.columns:
         if len(column.dims) > 1 and any(column.name in writer.writes for writer in plan.graph.verb("source")):
@@ -143,7 +143,7 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
             help = f"{optimizer.why}; `adamw` takes the same options"
             tell(
                 f"the optimizer `{call.value}` of `{node.name}`",
-                node.at("optimizer"),
+                node.span_of("optimizer"),
                 help,
                 brief=f"the optimizer `{call.value}`",
             )
@@ -161,18 +161,18 @@ def _list_partial_conflicts(plan: Plan) -> Iterator[tuple[str, Span]]:
     node, *others = growing
     for key in ("environment", "agent"):  # the state of an episode is not kept
         if node.stated(key) is not None and getattr(GenerateAttributes.of(node), key):
-            yield f"`{key}` of `{node.name}`", node.at(key)
+            yield f"`{key}` of `{node.name}`", node.span_of(key)
     for other in others:
-        yield f"`partial` of `{other.name}`", other.at("partial")
+        yield f"`partial` of `{other.name}`", other.span_of("partial")
     for filter in (generation for generation in graph.nodes if CallAttributes.of(generation).refill):
-        yield f"`refill` of `{filter.name}`", filter.at("refill")
+        yield f"`refill` of `{filter.name}`", filter.span_of("refill")
     for name in sorted(graph.flow.before(node.name)):  # a repeated prompt has only one place among those under way
         if CallAttributes.of(filter := graph.node(name)).select is not None:
-            yield f"`select` of `{name}`", filter.at("select")
+            yield f"`select` of `{name}`", filter.span_of("select")
     source = graph.node("source")
     if SourceAttributes.of(source).weights is not None:
-        yield "`weights` of `source`", source.at("weights")
+        yield "`weights` of `source`", source.span_of("weights")
     for edge in (sample for sample in graph.samples() if sample.dst == node.name):
         options = SampleEdgeAttributes.of(edge)
         for key in [option for option in ("stream", "stream_tokens") if getattr(options, option) is not None]:
-            yield f"`{key}` of `{edge.src} -> {edge.dst}`", edge.at(key)
+            yield f"`{key}` of `{edge.src} -> {edge.dst}`", edge.span_of(key)

@@ -61,7 +61,7 @@ class Collectives:
         }
         return before[axis]
 
-    def near(self, axis: Axis) -> bool:
+    def is_on_one_host(self, axis: Axis) -> bool:
         """Return whether each group of an axis is on one host."""
         placement = self.placement
         per_host = self.cluster.devices_per_node
@@ -91,7 +91,7 @@ class Collectives:
     def _measure_link(self, kind: str, axis: Axis) -> tuple[float, float, Figure]:
         """Return the latency in seconds, bytes/s, and a figure with their source."""
         known = self.cluster.device.collective(kind)
-        near = self.near(axis)
+        near = self.is_on_one_host(axis)
         if not near:
             on_host = self.placement.on_host(self.placement.layout.devices, self.cluster.devices_per_node)
             link = self.cluster.between(on_host)
@@ -109,7 +109,7 @@ class Collectives:
         return BYTES[self.dtype]
 
     @cached_property
-    def held(self) -> tuple[float, float]:
+    def device_parameters(self) -> tuple[float, float]:
         """The parameters on a device of the busiest stage: dense ones, and experts."""
         dense, experts = max(stage_parts(self.model.kinds, Side(self.placement.layout)), key=sum)
         return float(dense), float(experts)
@@ -217,17 +217,17 @@ class Collectives:
         backward pass, whose gradients are reduce-scattered.
         """
         layout = self.placement.layout
-        if not self.spec.divided(layout):
+        if not self.spec.divides_weights(layout):
             return Figure(0.0, "derived", "weights are not sharded")
         units = self.model.layers + 1
         share = (layout.dp - 1) / layout.dp
-        received = sum(self.held) * self._item * share
+        received = sum(self.device_parameters) * self._item * share
         times = 2 if update and layout.zero >= 3 else 1
         parts = [self.seconds("all_gather", "dp", received * times, units * times)]
         if update:
             parts.append(self.seconds("reduce_scatter", "dp", received, units))
         # Data is packed before a collective and unpacked after it: four reads or writes.
-        laid = 4 * (times + update) * sum(self.held) * self._item
+        laid = 4 * (times + update) * sum(self.device_parameters) * self._item
         rate = self.cluster.device.rate("memory_bandwidth", laid / (times + update) / units)
         return total(*parts, Figure(laid / rate.value, rate.source, "packing and unpacking / memory bandwidth"))
 
@@ -244,7 +244,7 @@ class Collectives:
         # Received bytes per weight, from all replicas but this one: gradients twice, or gradients once and the weights,
         # which a float32 step returns in float32.
         per_weight = 2 * GRADIENT + MASTER * both if both or not zero1 else GRADIENT + self._item
-        dense, experts = self.held
+        dense, experts = self.device_parameters
         parts = [Figure(0.0, "derived", "one data-parallel group")]
         if replicas > 1:
             received = per_weight * dense * (replicas - 1) / replicas

@@ -51,7 +51,7 @@ def _mesh_key(placement: Placement) -> tuple[int, ...]:
 
 def _count_copy_groups(spec: EngineSpec, layout: Layout) -> int:
     """Return the groups in which an optimizer step sums gradients of the same weights."""
-    divided = spec.divided(layout)
+    divided = spec.divides_weights(layout)
     dense = layout.cp > 1 or (layout.dp > 1 and not divided)
     return dense + (layout.ep > 1 and layout.edp > 1 and not divided)
 

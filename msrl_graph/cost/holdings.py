@@ -74,7 +74,7 @@ def update_of(plan: Plan, worker: str) -> Node | None:
 
 
 def is_divided(plan: Plan, engines: Engines, node: str) -> bool:
-    return spec(plan, engines, node).divided(plan.placement(node).layout)
+    return spec(plan, engines, node).divides_weights(plan.placement(node).layout)
 
 
 def side(plan: Plan, engines: Engines, node: str) -> Side:
@@ -97,7 +97,7 @@ def optimizer(plan: Plan, engines: Engines, node: str) -> int:
 
     They are sharded over dp and cp from ZeRO 1 on (arXiv:1910.02054), those of experts over their copies.
     """
-    return _state_bytes(plan, engines, node, lambda rule: rule.beside(dtype(plan, node) != "f32"))
+    return _state_bytes(plan, engines, node, lambda rule: rule.state_bytes(dtype(plan, node) != "f32"))
 
 
 def _state_bytes(plan: Plan, engines: Engines, node: str, bytes_of: Callable[[optimizer_spec.Rule], float]) -> int:
@@ -220,7 +220,7 @@ def work(plan: Plan, engines: Engines, node: str) -> Workload:
         entropy=any(_differentiates_entropy(str(call.value)) for call in attributes.loss.calls()),
         optimizer=algorithms.optimizer(attributes.optimizer) if graph_node.verb == "update" else None,
         on_host=plan.cluster.device.kind.is_host,
-        given=graph_node.verb == "update"
+        scores_other_ids=graph_node.verb == "update"
         and any(
             column.element == "i32" and column.dims and column.dims[0].like
             for column in map(plan.graph.column, graph_node.reads)
@@ -283,7 +283,7 @@ def probe_bytes(plan: Plan, engines: Engines, src: str, dst: str) -> dict[str, i
     own = spec(plan, engines, src)
     size = probe_tokens(plan, engines, src, dst)
     probe = replace(probe, rows=PROBES, prompts=PROBES, prompt=size, response=1, samples=1, batches=1)
-    return largest_moment(_moments("infer", replace(probe, entropy=False, given=False), own))[1]
+    return largest_moment(_moments("infer", replace(probe, entropy=False, scores_other_ids=False), own))[1]
 
 
 def scored_tokens(plan: Plan, node: str) -> int:
@@ -388,7 +388,7 @@ def _frozen_weights(plan: Plan, worker: Worker, pool: str) -> list[str]:
     """Return the weights of a worker without update: one copy per layout and type."""
     fed = {edge.dst for edge in plan.graph.reshards()}
     seen: dict[tuple[str, str], str] = {}
-    for node in plan.graph.of(worker.name):
+    for node in plan.graph.nodes_of(worker.name):
         if node.name not in fed and plan.placement(node.name).pool == pool:
             seen.setdefault((str(plan.placement(node.name).layout), dtype(plan, node.name)), f"{node.name} weights")
     return list(seen.values())

@@ -41,7 +41,7 @@ class Rows:
         return max(self.tokens - self.alike_prompt - self.alike_response - (self.count - self.twins), 0.0)
 
     @classmethod
-    def alike(cls, count: float, prompt: float, response: float, samples: float = 1) -> Rows:
+    def equal_rows(cls, count: float, prompt: float, response: float, samples: float = 1) -> Rows:
         """Return `count` rows of one length, `samples` of each prompt."""
         return cls(
             count,
@@ -53,7 +53,7 @@ class Rows:
         )
 
     @classmethod
-    def of(cls, lengths: Iterable[tuple[float, float]]) -> Rows:
+    def from_lengths(cls, lengths: Iterable[tuple[float, float]]) -> Rows:
         """Return the sums of rows with (prompt, response) tokens."""
         pairs = list(lengths)
         prompt, response = (sum(pair[i] for pair in pairs) for i in (0, 1))
@@ -65,7 +65,7 @@ class Rows:
             max((prompt_tokens + response_tokens for prompt_tokens, response_tokens in pairs), default=0),
         )
 
-    def part(self, share: float) -> Rows:
+    def take_share(self, share: float) -> Rows:
         """Return a share of these rows, by whole prompts; the rows are like the rest."""
         sums = (
             self.count,
@@ -79,15 +79,15 @@ class Rows:
         count, prompt, response, squares, *alike = (number * share for number in sums)
         return Rows(count, prompt, response, squares, self.longest, *alike)
 
-    def drawn(self, share: float, samples: float) -> Rows:
+    def sample(self, share: float, samples: float) -> Rows:
         """Return a random share of these rows, which have `samples` rows per prompt.
 
         Most prompts keep some of their rows. The number of different responses to a prompt, and of their tokens, is
         assumed to grow as a power of the number of responses.
         """
         if samples <= 1 or not self.count:
-            return self.part(share)
-        part = self.part(share)
+            return self.take_share(share)
+        part = self.take_share(share)
         kept_samples = max(1.0, share * samples)
 
         def alike(count: float, same: float) -> float:

@@ -135,7 +135,7 @@ class Costs:
             fan = max(1.0, fan * min(1.0, self._update.step_rows(rows) / rows))
         both = math.gcd(int(count), int(fan)) if count.is_integer() and fan.is_integer() else 1
         prompts = max(1.0, 1 + (count - both) / fan)
-        return Rows.alike(count, (tokens - scored) / sequences, scored / sequences, count / prompts)
+        return Rows.equal_rows(count, (tokens - scored) / sequences, scored / sequences, count / prompts)
 
     @cached_property
     def _row_sizes(self) -> tuple[int, int, int, float]:
@@ -177,7 +177,7 @@ class Costs:
         parts.append(Figure(diverged * begun * launch.value, launch.source, "new sequences x launch"))
         return total(*parts, self.collectives.experts(tokens, 1))
 
-    def opened(self, sequences: float) -> Figure:
+    def allocate_cache(self, sequences: float) -> Figure:
         """Return the allocation and zeroing of a cache for this number of sequences."""
         block = self.spec.block if self._eager else 0
         link = self.device.copies
@@ -283,7 +283,7 @@ class Costs:
 
     def exchange(self) -> Figure:
         """Return the gradient exchange of a step; none if each micro-batch does it."""
-        if self.graph_node.verb != "update" or self.spec.divided(self.layout):
+        if self.graph_node.verb != "update" or self.spec.divides_weights(self.layout):
             return Figure(
                 0.0, "derived", "within each micro-batch" if self.graph_node.verb == "update" else "no gradients"
             )
@@ -374,7 +374,7 @@ class Costs:
     def _pass_weight_bytes(self) -> float:
         """The bytes of weights that a device reads in a pass over many tokens."""
         if self.model.experts:
-            return sum(self.collectives.held) * BYTES[self.dtype]
+            return sum(self.collectives.device_parameters) * BYTES[self.dtype]
         return sum(self._parameters) * BYTES[self.dtype] * self.layout.cp / self.group
 
     def _decode_weight_bytes(self, sequences: float) -> float:
@@ -382,7 +382,7 @@ class Costs:
 
         Only experts that tokens reach count, if routing is even. A pipeline stage reads its weights once per part.
         """
-        dense, routed = self.collectives.held
+        dense, routed = self.collectives.device_parameters
         touched = 1.0
         if experts := self.model.experts:
             tokens = sequences * max(1.0, self.layout.ep * self.layout.etp / self.layout.tp)

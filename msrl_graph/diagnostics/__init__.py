@@ -47,7 +47,7 @@ class Span:
         name = PurePath(self.file).name
         return f"line {self.line} of {name}" if name else f"line {self.line}"
 
-    def to(self, other: Span) -> Span:
+    def extend_to(self, other: Span) -> Span:
         """Return the span from the start of this one to the end of `other`."""
         return Span(self.file, self.line, self.column, other.end_line, other.end_column)
 

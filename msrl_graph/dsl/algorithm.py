@@ -143,7 +143,14 @@ class _Algorithm(Declarations):
         }
         reads = tuple(name for name in states if name in weight_states)
         self.nodes["source"] = Node(
-            "source", "source", "source", (), writes, attributes=attributes, span=first.span.to(end), states=reads
+            "source",
+            "source",
+            "source",
+            (),
+            writes,
+            attributes=attributes,
+            span=first.span.extend_to(end),
+            states=reads,
         )
 
     def _lower_node(self, node: ast.NodeDecl) -> None:
@@ -345,7 +352,7 @@ class _Algorithm(Declarations):
                     if dst.text == "source":
                         self.problems.report("bad-value", "no edge can lead to the source: rows begin there", dst.span)
                     else:
-                        new = Edge(edge.kind, src.text, dst.text, attributes, src.span.to(dst.span))
+                        new = Edge(edge.kind, src.text, dst.text, attributes, src.span.extend_to(dst.span))
                         self.edges[edge.kind, src.text, dst.text] = new
 
     def _is_node(self, ref: ast.Ref) -> bool:

@@ -178,7 +178,7 @@ class NodeDecl:
     @property
     def title(self) -> Span:
         """Span of the label or worker and the verb."""
-        return (self.label or self.worker).span.to(self.verb.span)
+        return (self.label or self.worker).span.extend_to(self.verb.span)
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ class DeployDecl:
         """Span of the names before the braces."""
         first, last = (self.alias, self.extends) if self.extends else (self.algorithm, self.alias or self.cluster)
         assert first is not None and last is not None
-        return first.span.to(last.span)
+        return first.span.extend_to(last.span)
 
 
 Item = ImportDecl | AlgorithmDecl | ClusterDecl | DeployDecl

@@ -142,7 +142,7 @@ class CallingNode:
         if numbers:
             bound[several] = numbers[0].span
             keys.append(several)
-            args.append(Expr("list", args=tuple(numbers), span=numbers[0].span.to(numbers[-1].span)))
+            args.append(Expr("list", args=tuple(numbers), span=numbers[0].span.extend_to(numbers[-1].span)))
         missing = [option.name for option in signature.options if option.required and option.name not in bound]
         if missing and not failed:
             name = f'"{expr.name.text}"' if expr.quoted else signature.name
@@ -244,7 +244,7 @@ class CallingNode:
             f"`{signature.name}` does not take "
             f"{', '.join(f'`{column_name}`' for column_name in names)}, which `{self.node}` reads"
         )
-        note = ((untaken[0].span.to(untaken[-1].span), "it is read here"),)
+        note = ((untaken[0].span.extend_to(untaken[-1].span), "it is read here"),)
         self.problems.diagnostics += mistake("unknown-option", message, call.span, help, related=note).diagnostics
 
     def _taking_help(self, node: ast.NodeDecl, key: str, signature: Signature, free: Sequence[str]) -> str:

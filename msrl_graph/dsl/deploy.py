@@ -148,7 +148,7 @@ class _Deploy:
                     f"{self.run.iterations:,}"
                 )
                 help = "let it begin earlier, or run for longer"
-                self.problems.report("bad-value", message, node.at("after"), help, "warning")
+                self.problems.report("bad-value", message, node.span_of("after"), help, "warning")
 
     def _lower_statement(self, statement: ast.DeployStatement, model: str | None) -> None:
         match statement:
@@ -352,7 +352,7 @@ class _Deploy:
                             raise mistake(
                                 "unknown-name",
                                 message,
-                                src.span.to(dst.span),
+                                src.span.extend_to(dst.span),
                                 "a deploy can change how rows move, but not add edges",
                             )
                         index = edges[src.text, dst.text]

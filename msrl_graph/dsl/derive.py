@@ -266,7 +266,7 @@ def node_name(node: ast.NodeDecl) -> str:
 def split_edge(edge: ast.EdgeDecl) -> list[ast.EdgeDecl]:
     """Split an edge into one edge for each pair of nodes."""
     return [
-        ast.EdgeDecl(edge.kind, ((src,), (dst,)), edge.attrs, src.span.to(dst.span))
+        ast.EdgeDecl(edge.kind, ((src,), (dst,)), edge.attrs, src.span.extend_to(dst.span))
         for sources, targets in pairwise(edge.groups)
         for src in sources
         for dst in targets

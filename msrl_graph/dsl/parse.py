@@ -40,7 +40,7 @@ def parse(text: str, file: str) -> ast.File:
     if not items:
         help = "a program has an `algorithm`, an `import`, a `cluster` or a `deploy`"
         raise Fault(Diagnostic("empty-file", "the file has no program", Span(file, 1, 1, 1, 1), help))
-    return ast.File(file, items, items[0].span.to(items[-1].span))
+    return ast.File(file, items, items[0].span.extend_to(items[-1].span))
 
 
 def parse_expr(text: str, file: str) -> ast.Expr:
@@ -233,7 +233,7 @@ class _Builder:
         reads, writes = (
             (None, ()) if signature is None else (self.names(signature.children[0]), self.names(signature.children[-1]))
         )
-        head = span.to(self.span(verb if signature is None else signature))
+        head = span.extend_to(self.span(verb if signature is None else signature))
         return ast.NodeDecl(
             self.maybe(label), self.name(worker), self.name(verb), reads, writes, self.attrs(attrs), span, head
         )
@@ -326,7 +326,7 @@ class _Builder:
             left = self.expr(children[0], depth + 1)
             for op, right in zip(children[1::2], children[2::2], strict=True):
                 value = self.expr(right, depth + 1)
-                left = ast.Binary(str(op), left, value, left.span.to(value.span))
+                left = ast.Binary(str(op), left, value, left.span.extend_to(value.span))
             return left
         if part.data == "neg":
             return ast.Neg(self.expr(children[1], depth + 1), span)

@@ -47,7 +47,7 @@ class BusyInterval:
     """
 
     pool: str
-    what: str
+    node: str
     begin: float
     end: float
     share: float
@@ -316,11 +316,11 @@ def _timeline(plan: Plan, timeline: Timeline | None) -> dict[str, Any] | None:
     for pool in dict.fromkeys([*(device_pool.name for device_pool in plan.pools), FUNCTIONS]):
         rows = []
         for node in dict.fromkeys(
-            stretch.what
-            for stretch in sorted(timeline.stretches, key=lambda stretch: (stretch.begin, stretch.what))
+            stretch.node
+            for stretch in sorted(timeline.stretches, key=lambda stretch: (stretch.begin, stretch.node))
             if stretch.pool == pool
         ):
-            worked = [stretch for stretch in timeline.stretches if (stretch.pool, stretch.what) == (pool, node)]
+            worked = [stretch for stretch in timeline.stretches if (stretch.pool, stretch.node) == (pool, node)]
             busy = sum((stretch.end - stretch.begin) * stretch.share for stretch in worked)
             bars = []
             for begin, end in _join_stretches(worked, timeline.seconds / FINEST):

@@ -68,7 +68,7 @@ def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
 def _worker_labels(worker: Worker) -> Iterator[str]:
     yield worker.kind
     if worker.frozen:
-        yield worker.following or "frozen"
+        yield worker.describe_following or "frozen"
 
 
 def write_graph(page: Sheet, graph: Graph) -> None:
@@ -223,7 +223,7 @@ def _describe_rows(graph: Graph) -> str:
         noun = (
             "response"
             if len(graph.rows) == 2
-            else f"`{graph.made(level)}` a {f'`{graph.made(above)}`' if above else 'prompt'}"
+            else f"`{graph.row_column(level)}` a {f'`{graph.row_column(above)}`' if above else 'prompt'}"
         )
         words.append(
             plural(graph.fan(level, above), noun) if len(graph.rows) == 2 else f"{graph.fan(level, above):,} {noun}"

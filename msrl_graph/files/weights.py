@@ -33,7 +33,7 @@ class WeightFiles:
     """
 
     read: Mapping[Path, frozenset[str] | None]
-    left: tuple[Path, ...] = ()
+    unread: tuple[Path, ...] = ()
 
 
 def weight_files(folder: Path | str) -> WeightFiles:

@@ -66,7 +66,7 @@ class Calibration:
     function: float
     busy: dict[int, BusyRates]
 
-    def of(self, ranks: int) -> BusyRates:
+    def rates_for(self, ranks: int) -> BusyRates:
         """Return the rates for a number of ranks.
 
         More ranks than were measured share the rates of the largest measured number.
@@ -219,7 +219,7 @@ def device(calibration: Calibration, name: str, ranks: int) -> Device:
     def measured(value: float) -> Figure:
         return Figure(value, "measured", basis)
 
-    busy = calibration.of(ranks)
+    busy = calibration.rates_for(ranks)
     preset = DEVICES[name]
     large = {curve_name: measured(rate_at(curve, float("inf"))) for curve_name, curve in busy.curves.items()}
     collectives = {

@@ -72,13 +72,13 @@ class DeviceKind:
             self.collectives if self.is_host else ",".join(f"{kind.torch}:{kind.collectives}" for kind in (HOST, self))
         )
 
-    def here(self) -> int:
+    def visible_count(self) -> int:
         """Count this machine's cores, or the devices that this process may see."""
         if self.is_host:
             return os.cpu_count() or 1
-        return len(visibility_masks.visible_ids(self, os.environ.get(self.visible), self.there()))
+        return len(visibility_masks.visible_ids(self, os.environ.get(self.visible), self.total_count()))
 
-    def there(self) -> int:
+    def total_count(self) -> int:
         """Count the devices of this machine, whatever a process may see of them."""
         return len([*Path("/dev").glob(self.files)]) if self.files else 0
 

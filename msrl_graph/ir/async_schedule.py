@@ -186,16 +186,16 @@ class Sends:
         self.run = plan.deploy.run
         self.first = first
         self.leads = lead_of_pools(plan)
-        self.behind = staleness_bounds(plan)
+        self.staleness_of = staleness_bounds(plan)
         self.sparse = skipping_edges(plan)
         self.saves = plan.deploy.saves
         # By edge: a version is sent if it is a multiple of one of these numbers.
-        self.multiples: dict[Edge, tuple[int, ...]] = dict.fromkeys(self.behind, (1,))
+        self.multiples: dict[Edge, tuple[int, ...]] = dict.fromkeys(self.staleness_of, (1,))
         for edge, many in self.sparse.items():
             between = (*self.saves, *(evaluation.every for evaluation in evaluations_of_edge(plan, edge)))
             self.multiples[edge] = (many, *filter(None, between))
         pool_of = pools_of_nodes(plan)
-        self.into = {pool: [edge for edge in self.behind if pool_of[edge[1]] == pool] for pool in self.leads}
+        self.into = {pool: [edge for edge in self.staleness_of if pool_of[edge[1]] == pool] for pool in self.leads}
 
     def sends(self, edge: Edge, version: int) -> bool:
         """Return whether a version with which the updates begin an iteration is sent."""
@@ -208,7 +208,7 @@ class Sends:
         """
         return next(version for version in count(now, -1) if self.sends(edge, version))
 
-    def after(self, pool: str, number: int) -> int:
+    def update_iteration(self, pool: str, number: int) -> int:
         """Return the iteration that updates must begin before a pool begins `number`.
 
         It is the first with a version that is sent and is not too old for any generation of the pool. With
@@ -217,7 +217,7 @@ class Sends:
         """
         saved = max((number - number % interval for interval in self.saves), default=0) if self.run.deterministic else 0
         least = max(number - self.leads[pool], saved, self.first)
-        of_edges = ((edge, max(number - self.behind[edge], saved, self.first)) for edge in self.into[pool])
+        of_edges = ((edge, max(number - self.staleness_of[edge], saved, self.first)) for edge in self.into[pool])
         return max(
             (next(version for version in count(old) if self.sends(edge, version)) for edge, old in of_edges),
             default=least,
@@ -245,7 +245,7 @@ class PoolProgress(Sends, ABC):
         super().__init__(plan, first)
         self.begun = dict.fromkeys(self.leads, first - 1)
         self.awaits = awaited_pools(plan, self.leads)
-        self.taken: dict[Edge, int] = {}  # the version that a generation used last
+        self.last_version: dict[Edge, int] = {}  # the version that a generation used last
 
     @abstractmethod
     def busy(self, pool: str) -> bool:
@@ -267,7 +267,7 @@ class PoolProgress(Sends, ABC):
                     more = True
                     yield pool, number
 
-    def late(self, now: int, pools: Collection[str]) -> bool:
+    def must_begin(self, now: int, pools: Collection[str]) -> bool:
         """Return whether a pool must still begin an iteration with the weights of `now`.
 
         `now` is the iteration of the updates. With `deterministic` the updates wait for such a pool: if it began later,
@@ -288,12 +288,14 @@ class PoolProgress(Sends, ABC):
 
     def _free(self, pool: str, number: int, now: int) -> bool:
         # With `deterministic` it begins as soon as it has its weights, perhaps before it has ended the previous one.
-        return now >= self.after(pool, number) and (self.run.deterministic or not self.busy(pool) or number <= now)
+        return now >= self.update_iteration(pool, number) and (
+            self.run.deterministic or not self.busy(pool) or number <= now
+        )
 
-    def takes(self, edge: Edge, version: int) -> bool:
+    def use_version(self, edge: Edge, version: int) -> bool:
         """Record that a generation uses a version; return whether it must fetch it."""
-        stays = edge in self.sparse and self.taken.get(edge) == version
-        self.taken[edge] = version
+        stays = edge in self.sparse and self.last_version.get(edge) == version
+        self.last_version[edge] = version
         return not stays
 
 

@@ -104,7 +104,7 @@ class DeclaredAttributes:
         """Return the defaults, one object for all nodes of a large graph."""
         return cls()
 
-    def changed(self, names: Iterable[str]) -> list[str]:
+    def list_changed(self, names: Iterable[str]) -> list[str]:
         """Return the attributes among `names` that differ from their defaults."""
         declared = self.declared()
         return [name for name in names if name in declared and getattr(self, name) != declared[name].default]

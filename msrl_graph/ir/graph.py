@@ -82,7 +82,7 @@ class Worker:
         return bool(self.follows) and (number + 1) % self.every == 0
 
     @property
-    def following(self) -> str:
+    def describe_following(self) -> str:
         """Which worker it follows, and how, in words; "" for none."""
         if not self.follows:
             return ""
@@ -103,7 +103,7 @@ class WithAttributes:
         """Return the stated expression of an attribute; None if it is not stated."""
         return self.attributes.get(key)
 
-    def at(self, key: str) -> Span:
+    def span_of(self, key: str) -> Span:
         """Return the span of an attribute, or that of the part itself if it is unknown."""
         expr = self.stated(key)
         return expr.span if expr is not None and expr.span.line else self.span
@@ -143,7 +143,7 @@ class Node(WithAttributes):
         return tuple(name for name in self.gives if name not in self.writes)
 
     @property
-    def weighs(self) -> tuple[str, ...]:
+    def weight_columns(self) -> tuple[str, ...]:
         """The columns of the source that the weights of its rows are computed from."""
         call = self.stated("weights")
         return () if call is None else tuple(name for name in self.writes if name in call.columns().values())
@@ -243,7 +243,7 @@ class Graph(GraphViews):
         }
 
     @cached_property
-    def weighty(self) -> tuple[str, ...]:
+    def changing_workers(self) -> tuple[str, ...]:
         """The workers whose weights change in a run: first trained ones, then followers."""
         trained = [node.worker for node in self.verb("update")]
         return tuple(
@@ -284,7 +284,7 @@ class Graph(GraphViews):
     def verb(self, verb: str) -> tuple[Node, ...]:
         return self._groups[0].get(verb, ())
 
-    def of(self, worker: str) -> tuple[Node, ...]:
+    def nodes_of(self, worker: str) -> tuple[Node, ...]:
         """Return the nodes of a worker."""
         return self._groups[1].get(worker, ())
 
@@ -332,7 +332,7 @@ class Graph(GraphViews):
         """Return the number of levels above a level."""
         return 0 if level == 0 else 1 + self.depth(self.under[level])
 
-    def made(self, level: int) -> str:
+    def row_column(self, level: int) -> str:
         """Return the column that names the rows of a level: tokens, or the first one."""
         columns = [
             column
@@ -368,7 +368,7 @@ class Graph(GraphViews):
     @cached_property
     def optional(self) -> frozenset[str]:
         """The columns that may lack values: numbers that are only used for their mean."""
-        read = {column for node in self.nodes for column in (*node.reads, *node.weighs)}
+        read = {column for node in self.nodes for column in (*node.reads, *node.weight_columns)}
         return frozenset(
             column.name
             for column in self.columns

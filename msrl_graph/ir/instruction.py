@@ -48,7 +48,7 @@ class Walker(ABC):
         """
         return True
 
-    def given(self, pool: str, src: str, dst: str, /) -> bool:
+    def weights_ready(self, pool: str, src: str, dst: str, /) -> bool:
         """Return whether a RESHARD can be done now.
 
         A walker that can only wait for the weights returns True and waits in `reshard`.
@@ -121,7 +121,9 @@ class Walk:
                 walker.run(pool, step.node)
             case "RESHARD":
                 pools = self._reshard_pools[step.node, step.other]
-                if any(self.step(member) != step for member in pools) or not walker.given(pool, step.node, step.other):
+                if any(self.step(member) != step for member in pools) or not walker.weights_ready(
+                    pool, step.node, step.other
+                ):
                     return False
                 walker.reshard(pools, step.node, step.other)
                 for other in pools:

@@ -38,7 +38,7 @@ class Rule:
         """Bytes of its states per element."""
         return sum(self.keeps.values())
 
-    def beside(self, master: bool) -> float:
+    def state_bytes(self, master: bool) -> float:
         """Return the bytes per element of its states and float32 copies.
 
         With `master`, weights are of another type and have such a copy.
@@ -58,7 +58,7 @@ class OptimizerSpec:
     runs: bool = True
     why: str = ""
 
-    def of(self, tensor: Tensor) -> Rule:
+    def rule_of(self, tensor: Tensor) -> Rule:
         """Return the rule of a tensor.
 
         Embedding, head, norms and biases are not matrices of layers. Each expert is a matrix of its own.
@@ -80,5 +80,6 @@ def kinds_by_rule(
     if len(optimizer.rules) == 1:
         return ((optimizer.rule, kinds),)
     return tuple(
-        (rule, TensorKinds(kind for kind in kinds if optimizer.of(kind.tensor) is rule)) for rule in optimizer.rules
+        (rule, TensorKinds(kind for kind in kinds if optimizer.rule_of(kind.tensor) is rule))
+        for rule in optimizer.rules
     )

@@ -230,7 +230,7 @@ class Reshard:
         """Bytes received each time that weights are sent."""
         return next((step.bytes for step in self.steps if step.name.endswith("by bucket")), 0)
 
-    def way(self, tensor: Tensor) -> ReshardRoute:
+    def route_of(self, tensor: Tensor) -> ReshardRoute:
         """Return the route of a tensor.
 
         Embeddings without a route of their own use that of weights.
@@ -379,7 +379,7 @@ class Plan(PlanViews):
         layout = placement.layout
         return [placement.device(layout.rank(tp=0, dp=group), per_host) // per_host for group in range(layout.dp)]
 
-    def around(self, place: int | str) -> ProcessEnvironment:
+    def environment_of(self, place: int | str) -> ProcessEnvironment:
         """Return the environment of the processes of a pool or of a device."""
         pool = self.pool_of(place) if isinstance(place, int) else self.pool(place)
         environments = (

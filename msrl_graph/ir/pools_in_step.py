@@ -104,7 +104,7 @@ def find_openings(plan: Plan) -> tuple[dict[str, frozenset[str]], dict[str, str]
     openings = dict[str, frozenset[str]]()
     reasons = dict[str, str]()
     shared = [(src, dst) for (src, dst), bound in staleness_of.items() if bound and pool_of[src] == pool_of[dst]]
-    updated = {*graph.weighty} if shared else set()
+    updated = {*graph.changing_workers} if shared else set()
     for pool in dict.fromkeys(pool_of[dst] for _, dst in shared):
         edges = [(src, dst) for src, dst in shared if pool_of[dst] == pool]
         needed = {dst for _, dst in edges}.union(*(graph.flow.before(dst) for _, dst in edges))

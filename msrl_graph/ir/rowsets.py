@@ -53,7 +53,7 @@ class Sieve:
 
     node: str
     rows: int
-    left: int
+    remaining: int
     refill: int = 0
     failures: bool = False
     generates: bool = False
@@ -82,7 +82,7 @@ class Rowsets:
     units: dict[str, int] = field(default_factory=dict)
     sieves: dict[str, Sieve] = field(default_factory=dict)
     passed: dict[str, tuple[Sieve, ...]] = field(default_factory=dict)
-    apart: dict[str, tuple[int, int]] = field(default_factory=dict)
+    disjoint: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def refilling(self) -> Sieve | None:
@@ -106,14 +106,14 @@ class Rowsets:
         level = graph.level(node)
         needed = {self.columns[column] for column in node.reads if column in self.columns} | {0}
         needed |= {
-            sieve.left
+            sieve.remaining
             for sieve in passed
-            if sieve.left != sieve.rows and self._is_under(graph, level, self.sets[sieve.left].level)
+            if sieve.remaining != sieve.rows and self._is_under(graph, level, self.sets[sieve.remaining].level)
         }
         rows = max(sorted(needed), key=lambda index: len(chain(self.sets, index)))
         for other in sorted(needed):
             if common(self.sets, rows, other) != other:
-                self.apart.setdefault(node.name, (rows, other))
+                self.disjoint.setdefault(node.name, (rows, other))
         self.nodes[node.name] = rows
         self.passed[node.name] = passed
         self.units[node.name] = self.up(rows, graph.unit_level(node))

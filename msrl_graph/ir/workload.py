@@ -43,7 +43,7 @@ class Workload:
     activations_away: bool = False
     optimizer_away: int = 0
     entropy: bool = False
-    given: bool = False
+    scores_other_ids: bool = False
     optimizer: OptimizerSpec | None = None
     on_host: bool = False
 

@@ -64,7 +64,7 @@ class InsertDock(Pass):
         spans = (
             not on_hosts
             and layout.dp > 1
-            and (node.verb == "update" or self.engines[placement.engine.name].in_step(layout))
+            and (node.verb == "update" or self.engines[placement.engine.name].needs_equal_calls(layout))
         )
         return ControllerSpec(
             node=node.name,

@@ -182,8 +182,8 @@ class EstimateTime(Pass):
             if node.graph_node.verb == "update"
             else rows.count
         )
-        drawn = rows.drawn(mini / rows.count, samples) if mini < rows.count else rows
-        return drawn.part(count / drawn.count)
+        drawn = rows.sample(mini / rows.count, samples) if mini < rows.count else rows
+        return drawn.take_share(count / drawn.count)
 
     def _generation_seconds(self, node: Costs) -> Figure:
         plan = node.plan
@@ -191,7 +191,9 @@ class EstimateTime(Pass):
         samples = holdings.samples(plan, name)
         prompts = holdings.group_rows(plan, name)
         written = holdings.written_tokens(plan, name)
-        rows = self.rows or Rows.alike(prompts * samples, holdings.row_tokens(plan, name) - written, written, samples)
+        rows = self.rows or Rows.equal_rows(
+            prompts * samples, holdings.row_tokens(plan, name) - written, written, samples
+        )
         prompt = rows.prompt / rows.count
         # The prefill gives the first token, and a row's last token is not fed back. Rows that have sampled the same
         # tokens so far may be computed as one.
@@ -202,7 +204,7 @@ class EstimateTime(Pass):
         fed /= rows.count
         at_once, _ = holdings.waves(plan, name)
         prefill = step = Figure(0.0, "derived", "nothing is generated")
-        total = node.opened(min(at_once, prompts) * samples).value
+        total = node.allocate_cache(min(at_once, prompts) * samples).value
         while prompts > 0:
             wave = min(at_once, prompts)
             alike = prompts // wave

@@ -77,14 +77,14 @@ class Throughput:
                     if number >= arc.iterations
                 ]
                 if name != UPDATES:
-                    after.append(begins[UPDATES][sends.after(name, number)])
+                    after.append(begins[UPDATES][sends.update_iteration(name, number)])
                 begins[name].append(max(after, default=0.0))
             for pool, edges in sends.into.items() if number >= many // 2 else ():
                 if pool in turns:
                     behind += [sends.leads[pool]] * len(edges)
                     continue
                 now = bisect_right(begins[UPDATES], begins[pool][number]) - 1
-                now = sends.after(pool, number) if run.deterministic else now
+                now = sends.update_iteration(pool, number) if run.deterministic else now
                 behind += [number - sends.newest(edge, now) for edge in edges]
         return sum(behind) / len(behind) if behind else 0.0
 
@@ -160,7 +160,7 @@ def _list_arcs(plan: Plan, seconds: Seconds, around: float, sends: Sends, places
             for place in range(places):
                 # An iteration at this position, long after the first.
                 number = places * (1 + lead) + place
-                iterations = 1 if src == pool else number + 1 - sends.after(pool, number)
+                iterations = 1 if src == pool else number + 1 - sends.update_iteration(pool, number)
                 arcs += [
                     _Arc(src, dst, iterations, end + around, path, (place + 1) % places)
                     for dst, (end, path) in ends.items()

@@ -36,7 +36,7 @@ class Advice:
     engines: Mapping[str, EngineSpec]
     misplaced: Callable[[Plan], bool]
 
-    def nearest(self, plan: Plan, worst: PhaseMemory) -> str:
+    def find_nearest(self, plan: Plan, worst: PhaseMemory) -> str:
         """Return the nearest layout that fits, for the nodes of the fullest phase.
 
         Returns "" if none was found but none was ruled out either.
@@ -67,7 +67,7 @@ class Advice:
         named = ", ".join(nodes)
         return f"no other layout of {named} fits either: it takes more devices, or a smaller model" if ruled_out else ""
 
-    def staler(self, plan: Plan) -> tuple[PlanNote, ...]:
+    def advise_staleness(self, plan: Plan) -> tuple[PlanNote, ...]:
         """Return a note on what a staleness of one version would save.
 
         The layouts stay. Applies where the file states no staleness and generations have other devices than the update.
@@ -125,7 +125,7 @@ class Advice:
                 name: choice for name in layouts if name in nodes or _follows(plan, plan.graph.node(name), updates)
             }
             if self._plan_if_fitting(replace(pinned, layouts={**layouts, **follow}), plan, worst.pool):
-                sizes = self.engines[engine.name].spread.written(choice, model)
+                sizes = self.engines[engine.name].spread.format_layout(choice, model)
                 return f"the nearest layout that fits: `layout {', '.join(nodes)} {{ {sizes} }}`"
         if worst.phase == "update" and engine.options.get("recompute") != "full":
             # The passes choose the micro-batch again, for the memory that recomputation frees.
@@ -152,7 +152,7 @@ class Advice:
         for tp in [size for size in range(1, min(devices, model.heads) + 1) if devices % (size * rest) == 0]:
             sized = replace(now, tp=tp, dp=devices // (tp * rest), inner=1)
             meshes = dict.fromkeys(
-                (spec.spread.settled(replace(sized, etp=0), model), *spec.spread.meshes(sized, model))
+                (spec.spread.settle_etp(replace(sized, etp=0), model), *spec.spread.meshes(sized, model))
             )
             tried += [
                 replace(mesh, zero=stage)
@@ -195,7 +195,7 @@ class Advice:
         engines = dict(open_.engines)
         for node in nodes:
             placement = other.placement(node)
-            sizes = self.engines[placement.engine.name].spread.written(placement.layout, plan.model(node))
+            sizes = self.engines[placement.engine.name].spread.format_layout(placement.layout, plan.model(node))
             nodes_by_sizes.setdefault(sizes, []).append(node)
             layouts[node] = replace(placement.layout, inner=1)
         changed = []

@@ -41,8 +41,8 @@ class Choice:
     peaks: Mapping[str, int]
     resident: int
     weights: int
-    whole: int
-    over: int
+    unoffloaded_bytes: int
+    excess_bytes: int
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class Choices:
                 if (placement.layout, placement.engine.name) not in tried:
                     tried.add((placement.layout, placement.engine.name))
                     choices.append(self._evaluate(skeleton, owner, placement))
-            fitting = [choice for choice in choices if choice.over <= 0]
+            fitting = [choice for choice in choices if choice.excess_bytes <= 0]
             if fitting and not self.wide:
                 break
         if fitting:
             return sorted(fitting, key=lambda choice: math.fsum(choice.seconds.values()))
         if not choices:  # the engines allow none: the checks report that
             choices.append(self._evaluate(skeleton, owner, skeleton.placement(owner.node)))
-        return sorted(choices, key=lambda choice: choice.over)[:1]
+        return sorted(choices, key=lambda choice: choice.excess_bytes)[:1]
 
     def _possible_placements(self, plan: Plan, division: Division, owner: Owner, wide: bool) -> Iterator[Placement]:
         node = plan.graph.node(owner.node)
@@ -204,7 +204,7 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
     # ZeRO 0 holds more than 1 and gains nothing, and 2 is 3 or worse where weights are divided.
     zero = [stage for stage in (1, 3) if stage in spec.zero and node.verb != "generate"] or [1]
     here = can_build(spec.name)
-    planned = spec.planned(plan.cluster.device.kind.where)
+    planned = spec.list_plan_only(plan.cluster.device.kind.where)
     axes = [axis for axis in spec.axes if not (here and axis in planned)]
     for tp in _divisors(devices, spec, "tp", devices if wide else host):
         for cp in _divisors(devices // tp, spec, "cp", devices if wide else 1):
@@ -217,7 +217,7 @@ def layouts(plan: Plan, node: Node, spec: EngineSpec, pool: Pool, wide: bool) ->
                     ):
                         last = mesh.ep
                         # Layouts that the engine can only plan are for programs where nothing else fits.
-                        if spec.spread.takes(mesh, model) or not here or wide:
+                        if spec.spread.can_run(mesh, model) or not here or wide:
                             yield from (replace(mesh, zero=stage) for stage in (zero if dp > 1 else zero[:1]))
 
 
@@ -236,7 +236,7 @@ def drop_dominated(choices: list[Choice]) -> list[Choice]:
     for choice in choices:
         if not any(
             other.resident <= choice.resident
-            and other.whole <= choice.whole
+            and other.unoffloaded_bytes <= choice.unoffloaded_bytes
             and all(other.seconds[node] <= seconds for node, seconds in choice.seconds.items())
             and all(other.peaks[phase] <= peak for phase, peak in choice.peaks.items())
             for other in remaining

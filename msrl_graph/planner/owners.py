@@ -125,7 +125,7 @@ def _missing_support(plan: Plan, owner: Owner, spec: EngineSpec) -> str:
     """Return why an engine does not fit the model or the stated layout; "" if it does."""
     model = plan.model(owner.node)
     stated = plan.deploy.layouts.get(owner.node)
-    layout = None if stated is None else spec.spread.settled(stated, model)
+    layout = None if stated is None else spec.spread.settle_etp(stated, model)
     lacking = [f"no {model.family} models"] * (model.family not in spec.families)
     if layout is not None:
         lacking += [f"no {axis}" for axis in AXES if getattr(layout, axis) > 1 and axis not in spec.axes]

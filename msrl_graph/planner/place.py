@@ -83,9 +83,9 @@ class PlaceNodes(PlacementPass):
                     placed = self._place_on_devices(
                         plan, node, owner[node.name], division, decision, placed_nodes, numbered
                     )
-                    if division.beside and node.name not in division.named:
+                    if division.joined_node and node.name not in division.named:
                         placed = replace(
-                            placed, reason=f"{placed.reason}; in no stated pool, so with {division.beside}"
+                            placed, reason=f"{placed.reason}; in no stated pool, so with {division.joined_node}"
                         )
                     placed_nodes[node.name] = placed
         everywhere = Layout(dp=plan.cluster.nodes)
@@ -159,7 +159,7 @@ class PlaceNodes(PlacementPass):
         if not stated.dp:
             layout = replace(stated, dp=max(1, devices // (stated.tp * stated.cp * stated.pp)))
             reason = f"stated; dp {layout.dp} from {devices} devices"
-        return self.engines[engine].spread.settled(layout, plan.model(node)), reason
+        return self.engines[engine].spread.settle_etp(layout, plan.model(node)), reason
 
     def _choose_engine(
         self, plan: Plan, node: Node, owned: Owner, decision: PlacementDecision, placed_nodes: Mapping[str, Placement]

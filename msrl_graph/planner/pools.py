@@ -28,7 +28,7 @@ class Division:
     """
 
     pools: tuple[Pool, ...]
-    beside: str = ""
+    joined_node: str = ""
     named: frozenset[str] = frozenset()
 
     def pool_of(self, node: str) -> Pool:

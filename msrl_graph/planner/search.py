@@ -171,7 +171,7 @@ class _Run:
                 continue
             space = self._build_space(division)
             spaces.append(space)
-            if all(choice.over <= 0 for own in space.lists for choice in own[:1]):
+            if all(choice.excess_bytes <= 0 for own in space.lists for choice in own[:1]):
                 self._push(heap, len(spaces), space, (0,) * len(space.lists))
                 if not self.results and (start := space.start()):
                     self._evaluate(space, start)
@@ -284,7 +284,7 @@ class _Run:
             for index in range(len(position)):
                 self._push(heap, item.order[0], space, (*position[:index], position[index] + 1, *position[index + 1 :]))
             own = space.bound(position)
-            if why := space.over(position):
+            if why := space.describe_overflow(position):
                 self._refuse(own, space, position, why)
             else:
                 heapq.heappush(heap, replace(item, bound=max(own, item.bound), stage=1))

@@ -31,7 +31,7 @@ class Space:
     lists: list[list[Choice]]
     functions: dict[tuple[str, str], float]
     # The least seconds of each node from each position of its owner's list on: a bound for all later choices.
-    later: list[list[dict[str, float]]]
+    least_later: list[list[dict[str, float]]]
 
     @property
     def size(self) -> int:
@@ -63,7 +63,7 @@ class Space:
         """
         seconds = {
             ("RUN", node): least
-            for index, own in zip(position, self.later, strict=True)
+            for index, own in zip(position, self.least_later, strict=True)
             for node, least in own[index].items()
         }
         busy = dict.fromkeys(self.division.pools, 0.0)
@@ -80,17 +80,17 @@ class Space:
         Each owner has its fastest choice that fits next to the others' smallest.
         """
         position = [min(range(len(own)), key=lambda index, own=own: own[index].resident) for own in self.lists]  # type: ignore[misc]
-        if self.over(position):
+        if self.describe_overflow(position):
             return ()
         for number, own in enumerate(self.lists):
             position[number] = next(
                 index
                 for index in range(len(own))
-                if not self.over([*position[:number], index, *position[number + 1 :]])
+                if not self.describe_overflow([*position[:number], index, *position[number + 1 :]])
             )
         return tuple(position)
 
-    def over(self, position: Sequence[int]) -> str:
+    def describe_overflow(self, position: Sequence[int]) -> str:
         """Return why a combination cannot fit; "" if it may.
 
         The resident bytes of every node of a pool add up.

@@ -187,7 +187,7 @@ class Tensor:
             yield self.name.replace("*", str(expert)), (i,), box[1:]
 
     @cached_property
-    def alone(self) -> Tensor:
+    def stripped(self) -> Tensor:
         """Return the tensor without its name and layer, which boxes do not depend on."""
         return self if not (self.name or self.layer) and self.layers == 1 else replace(self, name="", layer=0, layers=1)
 
@@ -221,7 +221,7 @@ class TensorKind(NamedTuple):
     stop: int
     each: int
 
-    def on(self, side: Side, stage: int) -> int:
+    def count_on_stage(self, side: Side, stage: int) -> int:
         """Return how many of the tensors a stage holds."""
         return self.each * self.layers_on(side.layout)[stage]
 

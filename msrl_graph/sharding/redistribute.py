@@ -265,7 +265,7 @@ def _count_by_stages(kinds: Iterable[TensorKind], source: Side, target: Side) ->
     by_stages: dict[Tensor, dict[StagePair, int]] = {}
     for tensor, number in pairs(kinds, source, target):
         pair = stages(tensor, source.layout), stages(tensor, target.layout)
-        numbers = by_stages.setdefault(tensor.alone, {})
+        numbers = by_stages.setdefault(tensor.stripped, {})
         numbers[pair] = numbers.get(pair, 0) + number
     return by_stages
 

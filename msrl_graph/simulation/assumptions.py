@@ -39,7 +39,7 @@ class Distribution:
     name: str
     arguments: tuple[float, ...]
 
-    def at(self, share: float) -> float:
+    def value_at(self, share: float) -> float:
         """Return the value below which `share` of all values lies, for a share in (0, 1)."""
         return float(INVERSES[self.name][1](share, *self.arguments))
 
@@ -58,7 +58,7 @@ class RecordedLengths:
     values: tuple[float, ...]
     by_iteration: bool
 
-    def of(self, iteration: int, row: int, rows: int) -> float:
+    def length_of(self, iteration: int, row: int, rows: int) -> float:
         return self.values[(iteration if self.by_iteration else iteration * rows + row) % len(self.values)]
 
     def __str__(self) -> str:

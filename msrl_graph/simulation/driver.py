@@ -42,11 +42,11 @@ class SimulatedPublication:
     """
 
     evaluations: list[int]
-    copied: dict[int, float] = field(default_factory=dict)
-    fetched: list[float] = field(default_factory=list)
-    told: int = 0
+    copy_times: dict[int, float] = field(default_factory=dict)
+    fetch_times: list[float] = field(default_factory=list)
+    ordered_fetches: int = 0
 
-    def made(self, version: int) -> bool:
+    def is_copied(self, version: int) -> bool:
         """Return whether an evaluation has caused the copy of a version.
 
         There is one before the first iteration.
@@ -84,7 +84,7 @@ class SimulatedDriver(PoolProgress):
         self.plan = plan
         self.iterations = iterations
         self.pools = pools
-        self.opened = opened
+        self.open_turn = opened
         self.steps = steps
         training = [stream for stream in plan.schedule if stream.task == "train"]
         first = {stream.pool: count_opening(plan, stream) for stream in training}
@@ -99,10 +99,10 @@ class SimulatedDriver(PoolProgress):
             for edge in fetched_edges(plan)
         }
         self.turns: dict[int, Turn] = {}
-        self.left = {-1: 0.0}  # by iteration: when its functions had ended and its states were known
+        self.functions_ended_at = {-1: 0.0}  # by iteration: when its functions had ended and its states were known
         self.jobs: dict[tuple[str, int], deque[_Job]] = defaultdict(deque)
         # By pool: when the driver knows that it has ended all that it began.
-        self.heard = dict.fromkeys(self.others, 0.0)
+        self.ended_at = dict.fromkeys(self.others, 0.0)
         self.time = 0.0
         # The overhead of an iteration for the ranks: on a CPU cluster functions share their cores.
         functions = [
@@ -110,14 +110,14 @@ class SimulatedDriver(PoolProgress):
             for node in plan.graph.nodes
             if plan.placement(node.name).pool == FUNCTIONS and node.verb != "source"
         ]
-        self.around = costs.iteration_overhead(plan).value + costs.function_seconds_of_ranks(plan, functions).value
+        self.overhead = costs.iteration_overhead(plan).value + costs.function_seconds_of_ranks(plan, functions).value
         self.refills = bool(find_refill(plan.graph)[0])
-        self.knowing = [
+        self.refilling_pools = [
             pool for pool in self.others if any(instruction.op == "AGAIN" for instruction in self.streams.get(pool, ()))
         ]
 
     def busy(self, pool: str) -> bool:
-        return pool in self.heard and self.heard[pool] > self.time
+        return pool in self.ended_at and self.ended_at[pool] > self.time
 
     def iteration(self, number: int, begin: float) -> tuple[Turn, float]:
         """Simulate the updates of an iteration; return its turn and when all of it ended."""
@@ -127,7 +127,7 @@ class SimulatedDriver(PoolProgress):
             number, self.iterations, lambda later: self._prompts_known(later, number), self.pipelined
         ):
             self._begin_pool(pool, due, number)
-        turn.told = {edge: publication.told for edge, publication in self.published.items()}
+        turn.fetches_before = {edge: publication.ordered_fetches for edge, publication in self.published.items()}
         self._queue_job((IN_STEP, 0), turn, [pool.name for pool in self.plan.pools if pool.name not in self.others])
         while True:
             for pool, due in self.due(
@@ -136,24 +136,24 @@ class SimulatedDriver(PoolProgress):
                 self._begin_pool(pool, due, number)
             while any(self._advance_queue(queue) for queue in self.jobs.values() if queue):
                 pass
-            end = max(turn.ends.values()) + self.around if len(turn.ends) > len(self.plan.pools) else math.inf
+            end = max(turn.ends.values()) + self.overhead if len(turn.ends) > len(self.plan.pools) else math.inf
             # A pool that ends with the iteration continues first, as in a run.
-            coming = min((time for time in self.heard.values() if time > self.time), default=math.inf)
+            coming = min((time for time in self.ended_at.values() if time > self.time), default=math.inf)
             if end < coming or coming == math.inf:
                 if end == math.inf:
                     raise RuntimeError("two pools wait for each other")
                 return self.turns.pop(number), end
             self.time = coming
 
-    def then(self, number: int, end: float) -> float:
+    def next_begin(self, number: int, end: float) -> float:
         """Return when the iteration after one that has ended may begin."""
         waits = [self.run.save, *(evaluation.every for evaluation in self.plan.deploy.evaluations)]
         between = any(interval and (number + 1) % interval == 0 for interval in waits)
-        return max(end, *self.heard.values()) if between and self.heard else end
+        return max(end, *self.ended_at.values()) if between and self.ended_at else end
 
     def _get_turn(self, number: int) -> Turn:
         if number not in self.turns:
-            turn = self.turns[number] = self.opened(number, self.time)
+            turn = self.turns[number] = self.open_turn(number, self.time)
             who = (FUNCTIONS, number % self.lanes)
             self._queue_job(who, turn, [FUNCTIONS], self.openings)
             self._queue_job(who, turn, [FUNCTIONS])
@@ -176,14 +176,14 @@ class SimulatedDriver(PoolProgress):
             if pool in self.pipelined:
                 continue
             publication = self.published[edge]
-            if self.takes(edge, version) and not (edge in self.sparse and publication.made(version)):
+            if self.use_version(edge, version) and not (edge in self.sparse and publication.is_copied(version)):
                 turn.fetches.add(edge)
-                publication.told += 1
+                publication.ordered_fetches += 1
         self.begun[pool] = number
         if pool in self.pipelined:
             self._queue_job((IN_STEP, 0), turn, [pool], self.openings)
             return
-        self.heard[pool] = math.inf
+        self.ended_at[pool] = math.inf
         self._queue_job((pool, 0), turn, [pool])
 
     def _prompts_known(self, number: int, now: int) -> bool:
@@ -191,7 +191,7 @@ class SimulatedDriver(PoolProgress):
 
         With a refill, the number of prompts that the iteration before took must be known.
         """
-        ended = (self.begun[pool] - self.busy(pool) for pool in self.knowing)
+        ended = (self.begun[pool] - self.busy(pool) for pool in self.refilling_pools)
         return not self.refills or number <= now or any(last >= number - 1 for last in ended)
 
     def _advance_queue(self, queue: deque[_Job]) -> bool:
@@ -201,9 +201,9 @@ class SimulatedDriver(PoolProgress):
         if not job.begun:
             # Functions after the opening, if there is one, read the states that the iteration before left.
             late = job.ends and FUNCTIONS in job.walk.streams and self.openings[FUNCTIONS]
-            if late and job.turn.number - 1 not in self.left:
+            if late and job.turn.number - 1 not in self.functions_ended_at:
                 return False
-            begin = max(job.begin, self.left[job.turn.number - 1]) if late else job.begin
+            begin = max(job.begin, self.functions_ended_at[job.turn.number - 1]) if late else job.begin
             job.begun = True
             for pool in job.walk.streams:
                 self._lanes(job.turn, pool).begin(begin)
@@ -215,9 +215,9 @@ class SimulatedDriver(PoolProgress):
         for pool in job.walk.streams if job.ends else ():
             job.turn.ends[pool] = self._lanes(job.turn, pool).last
             if pool == FUNCTIONS:
-                self.left = {job.turn.number: job.turn.ends[pool]}
-            if pool in self.heard and not queue:
-                self.heard[pool] = job.turn.ends[pool] + self.around
+                self.functions_ended_at = {job.turn.number: job.turn.ends[pool]}
+            if pool in self.ended_at and not queue:
+                self.ended_at[pool] = job.turn.ends[pool] + self.overhead
         return True
 
     def _lanes(self, turn: Turn, pool: str) -> Lanes:

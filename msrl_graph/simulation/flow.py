@@ -32,7 +32,7 @@ class RowTimes:
     last: float
 
     @classmethod
-    def at(cls, level: int, rows: int, time: float) -> RowTimes:
+    def all_at(cls, level: int, rows: int, time: float) -> RowTimes:
         return cls(level, [time] * rows, time)
 
 

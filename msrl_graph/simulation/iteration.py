@@ -28,14 +28,14 @@ class Turn:
     lengths: dict[str, list[int]]
     base: float
     hosts: Lanes
-    ran: dict[str, NodeTiming] = field(default_factory=dict)
+    timings: dict[str, NodeTiming] = field(default_factory=dict)
     ends: dict[str, float] = field(default_factory=dict)
-    told: dict[tuple[str, str], int] = field(default_factory=dict)
+    fetches_before: dict[tuple[str, str], int] = field(default_factory=dict)
     version: dict[tuple[str, str], int] = field(default_factory=dict)
     fetches: set[tuple[str, str]] = field(default_factory=set)
-    held: dict[str, int] = field(default_factory=dict)
+    version_by_node: dict[str, int] = field(default_factory=dict)
     versions: list[int] = field(default_factory=list)  # by prompt: the oldest version that wrote some of its responses
 
     @property
     def done(self) -> Mapping[str, RowTimes]:
-        return {node: timing.done for node, timing in self.ran.items()}
+        return {node: timing.done for node, timing in self.timings.items()}

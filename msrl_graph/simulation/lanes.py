@@ -42,17 +42,17 @@ class Lanes:
     devices: list[int]
     slow: list[float]
     clock: list[float] = field(default_factory=list)
-    before: list[str] = field(default_factory=list)
+    last_node: list[str] = field(default_factory=list)
     # By update: when its weights have returned to each device.
-    back: dict[str, list[float]] = field(default_factory=dict)
+    weights_back_at: dict[str, list[float]] = field(default_factory=dict)
     groups: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)  # by node: the devices of each group
 
     def __post_init__(self) -> None:
         self.clock = [0.0] * len(self.slow)
-        self.before = [""] * len(self.slow)
+        self.last_node = [""] * len(self.slow)
 
     @classmethod
-    def of(cls, pool: Pool, devices: list[int], slow: Sequence[float], layouts: dict[str, Layout]) -> Lanes:
+    def from_pool(cls, pool: Pool, devices: list[int], slow: Sequence[float], layouts: dict[str, Layout]) -> Lanes:
         lanes = cls(pool.name, devices, list(slow))
         for node, layout in layouts.items():
             groups: list[list[int]] = [[] for _ in range(layout.dp)]
@@ -64,7 +64,7 @@ class Lanes:
     def begin(self, time: float) -> None:
         """Begin an iteration, on each device when it is free."""
         self.clock = [max(time, free_at) for free_at in self.clock]
-        self.before = [""] * len(self.clock)
+        self.last_node = [""] * len(self.clock)
 
     def free(self, devices: Sequence[int]) -> float:
         return max(self.clock[device] for device in devices)
@@ -72,7 +72,7 @@ class Lanes:
     def set(self, devices: Sequence[int], time: float, node: str = "") -> None:
         for device in devices:
             self.clock[device] = time
-            self.before[device] = node or self.before[device]
+            self.last_node[device] = node or self.last_node[device]
 
     def slowest(self, devices: Sequence[int]) -> float:
         return max(self.slow[device] for device in devices)

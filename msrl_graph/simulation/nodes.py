@@ -45,7 +45,7 @@ class ModelNode:
     costs: Costs
     spec: EngineSpec
     lanes: Lanes
-    tell: Callable[[LaneSpan], None]
+    record: Callable[[LaneSpan], None]
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -83,9 +83,9 @@ class ModelNode:
     def compute(self, batches: list[UnitBatch], iteration: int, lengths: Lengths) -> NodeTiming:
         times = [0.0] * self.flow.rows(self.level)
         free = [self.lanes.free(group) for group in self.groups]
-        causes = [self.lanes.before[group[0]] for group in self.groups]
+        causes = [self.lanes.last_node[group[0]] for group in self.groups]
         update = self.node.verb == "update"
-        in_step = self.costs.spec.in_step(self.costs.layout)
+        in_step = self.costs.spec.needs_equal_calls(self.costs.layout)
         fetch = self.costs.fetch().value
         for batch in batches:
             rows = [self.flow.rows_of(self.node, part, self.level) for part in batch.parts]
@@ -135,7 +135,7 @@ class ModelNode:
         Rows are (context, scored, number); rows of one context row begin alike.
         """
         count = self.count
-        batch = Rows.of((context, scored / count) for context, scored, _ in rows for _ in range(count))
+        batch = Rows.from_lengths((context, scored / count) for context, scored, _ in rows for _ in range(count))
         if batch.count > 1:
             prompts = {number // self.fan: context for context, _, number in rows}
             batch = replace(batch, alike_prompt=batch.prompt - sum(prompts.values()))
@@ -175,7 +175,7 @@ class ModelNode:
         begin = max(ready, max(map(self.lanes.free, self.groups)))
         working = rollout.begin(version)
         begins = True
-        while not rollout.enough(working):
+        while not rollout.is_done(working):
             parts = [
                 [sequence for index in part for sequence in working[index].sequences(index, rollout.most, begins)]
                 for part in split(range(len(working)), len(self.groups))
@@ -206,7 +206,7 @@ class ModelNode:
         stretches: list[tuple[float, float, int]] = []
         for group_index, devices in enumerate(self.groups):
             free = self.lanes.free(devices)
-            cause = self.lanes.before[devices[0]]
+            cause = self.lanes.last_node[devices[0]]
             for ready, by, parts in rounds:
                 begin = max(free, ready)
                 cause = by if ready > free else cause
@@ -227,7 +227,7 @@ class ModelNode:
     def _record_span(self, group: int, iteration: int, begin: float, end: float) -> None:
         devices = self.groups[group]
         if end > begin:
-            self.tell(
+            self.record(
                 LaneSpan(
                     self.lanes.pool, self.lanes.devices[devices[0]], self.node.name, iteration, begin, end, len(devices)
                 )

@@ -45,7 +45,7 @@ class Group:
         return sequences
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.written == self.tokens
 
 
@@ -65,22 +65,24 @@ class SimulatedRollout:
     cuts: int
     waits: bool
     prompt: Callable[[int], tuple[int, list[int]]]
-    cut: list[Group] = field(default_factory=list)
+    cut_groups: list[Group] = field(default_factory=list)
     next: int = 0
 
     def begin(self, version: int) -> list[Group]:
-        working = self.cut
-        self.cut = []
+        working = self.cut_groups
+        self.cut_groups = []
         while len(working) < self.under_way:
             context, tokens = self.prompt(self.next)
             working.append(Group(self.next, context, tokens, version, [0] * self.samples))
             self.next += 1
         return working
 
-    def enough(self, working: list[Group]) -> bool:
+    def is_done(self, working: list[Group]) -> bool:
         """Return whether the iteration has all the groups that it needs."""
         awaited = [group for group in working if self.waits and group.cuts >= self.cuts]
-        return sum(group.whole for group in working) >= self.prompts and all(group.whole for group in awaited)
+        return sum(group.is_complete for group in working) >= self.prompts and all(
+            group.is_complete for group in awaited
+        )
 
     def grow(self, working: list[Group], times: list[float]) -> None:
         """Add the tokens of a stretch.
@@ -95,9 +97,11 @@ class SimulatedRollout:
 
     def take(self, working: list[Group]) -> list[Group]:
         """Return an iteration's groups; the others continue, or are overdue and dropped."""
-        finished = [group for group in working if group.whole][: self.prompts]
-        self.cut = [group for group in working if group not in finished and (self.waits or group.cuts < self.cuts)]
-        for group in self.cut:
+        finished = [group for group in working if group.is_complete][: self.prompts]
+        self.cut_groups = [
+            group for group in working if group not in finished and (self.waits or group.cuts < self.cuts)
+        ]
+        for group in self.cut_groups:
             group.cuts += 1
-        self.cut.sort(key=lambda group: (-group.cuts, group.prompt))
+        self.cut_groups.sort(key=lambda group: (-group.cuts, group.prompt))
         return finished

@@ -77,10 +77,10 @@ class RowSampler:
             case None:
                 return [most] * rows
             case RecordedLengths():
-                lengths = (source.of(iteration, row, rows) for row in range(rows))
+                lengths = (source.length_of(iteration, row, rows) for row in range(rows))
             case Distribution():
                 lengths = (
-                    source.at(to_unit_interval(bits))
+                    source.value_at(to_unit_interval(bits))
                     for bits in keys((self.specs.seed, name_number(column), iteration), range(rows))
                 )
         return [min(most, max(1, round(length))) for length in lengths]
@@ -101,7 +101,7 @@ class RowSampler:
         if distribution is None:
             return [0.0] * rows
         return [
-            max(0.0, distribution.at(to_unit_interval(bits)))
+            max(0.0, distribution.value_at(to_unit_interval(bits)))
             for bits in keys((self.specs.seed, name_number(node), iteration), range(rows))
         ]
 

@@ -40,13 +40,13 @@ class _Steps(Walker):
     turn: Turn
 
     def ready(self, pool: str, node: str) -> bool:
-        return all(edge.src in self.turn.ran for edge in self.simulator.plan.graph.into(node))
+        return all(edge.src in self.turn.timings for edge in self.simulator.plan.graph.into(node))
 
     def run(self, pool: str, node: str) -> None:
         run = self.simulator._run_function if pool == FUNCTIONS else self.simulator._run_model_node
-        self.turn.ran[node] = run(self.turn, node)
+        self.turn.timings[node] = run(self.turn, node)
 
-    def given(self, pool: str, src: str, dst: str) -> bool:
+    def weights_ready(self, pool: str, src: str, dst: str) -> bool:
         """Return whether a transfer of weights can begin.
 
         A copy can be replaced by the next once every generation that was told to fetch it has it.
@@ -57,8 +57,11 @@ class _Steps(Walker):
         if publication is None:
             return True
         if pool == self.simulator.plan.placement(dst).pool:
-            return edge not in turn.fetches or turn.version[edge] in publication.copied
-        return not self.simulator.driver.sends(edge, turn.number) or len(publication.fetched) >= turn.told[edge]
+            return edge not in turn.fetches or turn.version[edge] in publication.copy_times
+        return (
+            not self.simulator.driver.sends(edge, turn.number)
+            or len(publication.fetch_times) >= turn.fetches_before[edge]
+        )
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         """Simulate a resharding.
@@ -73,21 +76,21 @@ class _Steps(Walker):
         publication = simulator.driver.published.get((src, dst))
         begin = max(simulator.lanes[pool].last for pool in pools)
         if publication is None:
-            turn.held[dst] = turn.version.get((src, dst), turn.number)
+            turn.version_by_node[dst] = turn.version.get((src, dst), turn.number)
             simulator._occupy(pools, begin, begin + costs.reshard(plan, edge).value, turn)
         elif pools[0] == plan.placement(dst).pool:
-            turn.held[dst] = turn.version[src, dst]
+            turn.version_by_node[dst] = turn.version[src, dst]
             if (src, dst) in turn.fetches:
-                begin = max(begin, publication.copied[turn.held[dst]])
-                publication.fetched.append(begin + costs.reshard(plan, edge).value)
-                simulator._occupy(pools, begin, publication.fetched[-1], turn)
+                begin = max(begin, publication.copy_times[turn.version_by_node[dst]])
+                publication.fetch_times.append(begin + costs.reshard(plan, edge).value)
+                simulator._occupy(pools, begin, publication.fetch_times[-1], turn)
         elif simulator.driver.sends((src, dst), turn.number):
-            if fetches := turn.told[src, dst]:
-                begin = max(begin, publication.fetched[fetches - 1])
-            publication.copied[turn.number] = begin + costs.publish(plan, edge).value * (
-                not publication.made(turn.number)
+            if fetches := turn.fetches_before[src, dst]:
+                begin = max(begin, publication.fetch_times[fetches - 1])
+            publication.copy_times[turn.number] = begin + costs.publish(plan, edge).value * (
+                not publication.is_copied(turn.number)
             )
-            simulator._occupy(pools, begin, publication.copied[turn.number], turn)
+            simulator._occupy(pools, begin, publication.copy_times[turn.number], turn)
 
     def release(self, pool: str, node: str) -> None:
         """Do nothing: it takes no time."""
@@ -96,12 +99,12 @@ class _Steps(Walker):
         edge = [reshard for reshard in self.simulator.plan.reshards if reshard.src == node][-1]
         seconds = costs.swap_in(edge).value if edge.swap_in.bytes else 0.0
         lanes = self.simulator.lanes[pool]
-        lanes.back[node] = [time + seconds for time in lanes.clock]
+        lanes.weights_back_at[node] = [time + seconds for time in lanes.clock]
 
     def wait(self, pool: str, node: str) -> None:
         lanes = self.simulator.lanes[pool]
         for device in range(len(lanes.clock)):
-            lanes.set((device,), max(lanes.clock[device], lanes.back[node][device]))
+            lanes.set((device,), max(lanes.clock[device], lanes.weights_back_at[node][device]))
 
     def again(self, pool: str, node: str, rounds: int) -> bool:
         """Return False: filters are not run, so one round of prompts is simulated."""
@@ -121,7 +124,7 @@ class Simulator:
         for pool in plan.pools:
             devices = [pool.device(rank, plan.cluster.devices_per_node) for rank in range(pool.devices)]
             slow = [self.draws.slowness(device) for device in devices]
-            self.lanes[pool.name] = Lanes.of(
+            self.lanes[pool.name] = Lanes.from_pool(
                 pool,
                 devices,
                 slow,
@@ -154,14 +157,14 @@ class Simulator:
             turn, ended = self.driver.iteration(number, begin)
             results.append(self._make_iteration(turn, end, ended))
             lengths.append({column: tuple(tokens) for column, tokens in turn.lengths.items()})
-            begin = self.driver.then(number, ended)
+            begin = self.driver.next_begin(number, ended)
             end = ended
         return Simulation(self.plan, self.specs, tuple(results), tuple(self.spans), tuple(lengths))
 
     def _open_turn(self, number: int, base: float) -> Turn:
         """Open an iteration; forget lengths that no later one needs."""
         lengths = {column: self._sample_tokens(column, number) for column in token_columns(self.plan.graph)}
-        firsts = [group.prompt for rollout in self.rollouts.values() for group in rollout.cut] + [
+        firsts = [group.prompt for rollout in self.rollouts.values() for group in rollout.cut_groups] + [
             rollout.next for rollout in self.rollouts.values()
         ]
         oldest = min((first // self.flow.rows(0) for first in firsts), default=number)
@@ -177,7 +180,7 @@ class Simulator:
 
     def _make_iteration(self, turn: Turn, before: float, end: float) -> Iteration:
         generates = [node.name for node in self.plan.graph.verb("generate")]
-        tails = [tail_share(turn.ran[name].stretches) for name in generates]
+        tails = [tail_share(turn.timings[name].stretches) for name in generates]
         prompt, response = self._count_tokens(turn.lengths)
         behind = [turn.number - version for version in turn.versions]
         return Iteration(
@@ -211,11 +214,11 @@ class Simulator:
 
     def _critical_path(self, turn: Turn) -> tuple[str, ...]:
         """Return the chain of nodes that the last one to end waited for."""
-        name = max(turn.ran, key=lambda node: (turn.ran[node].done.last, node), default="")
+        name = max(turn.timings, key=lambda node: (turn.timings[node].done.last, node), default="")
         chain: list[str] = []
         while name and name not in chain:
             chain.append(name)
-            name = turn.ran[name].cause if name in turn.ran else ""
+            name = turn.timings[name].cause if name in turn.timings else ""
         return tuple(reversed(chain))
 
     def _occupy(self, pools: Sequence[str], begin: float, end: float, turn: Turn) -> None:
@@ -230,10 +233,12 @@ class Simulator:
         batches = self.flow.batches(own.node, turn.number, turn.done, turn.lengths)
         if own.node.verb != "generate":
             return own.compute(batches, turn.number, turn.lengths)
-        version = turn.held.get(name, turn.number)
+        version = turn.version_by_node.get(name, turn.number)
         if name not in self.rollouts:
             # Of several generations, only those whose weights are sent count.
-            turn.versions = [version] * self.flow.rows(0) if name in turn.held or not turn.versions else turn.versions
+            turn.versions = (
+                [version] * self.flow.rows(0) if name in turn.version_by_node or not turn.versions else turn.versions
+            )
             return own.generate(batches, turn.number, turn.lengths)
         ready, by = max((batch.ready, batch.by) for batch in batches)
         ran, groups = own.rollout(ready, by, turn.number, version, self.rollouts[name])
@@ -279,7 +284,7 @@ class Simulator:
         lanes = turn.hosts
         level = self.plan.graph.row_level(node)
         if node.verb == "source":
-            return NodeTiming(RowTimes.at(level, self.flow.rows(level), turn.base), "")
+            return NodeTiming(RowTimes.all_at(level, self.flow.rows(level), turn.base), "")
         # The overhead of a call; on a CPU cluster it counts as the ranks' (SimulatedDriver.around).
         call = costs.function_overhead(self.plan, self.plan.cluster.nodes).value * (
             not self.plan.cluster.device.kind.is_host
@@ -288,7 +293,7 @@ class Simulator:
         calls = concurrent_calls(node, self.plan.deploy.run.function_workers, read_signature(node))
         together = self.plan.graph.fan(level, self.plan.graph.unit_level(node))  # rows per call
         times = [0.0] * self.flow.rows(level)
-        causes = list(lanes.before)
+        causes = list(lanes.last_node)
         for batch in self.flow.batches(node, turn.number, turn.done, turn.lengths):
             for host, part in enumerate(batch.parts):
                 rows = self.flow.rows_of(node, part, level)

@@ -53,9 +53,9 @@ def test_what_an_engine_makes_of_a_layout(engine: str, layout: Layout, etp: int,
     spread = ENGINES[engine].spread
     model = load(QWEN, Path())
     open_ = Layout(tp=layout.tp, dp=layout.dp, ep=layout.ep, etp=0)
-    settled = spread.settled(open_, model)
+    settled = spread.settle_etp(open_, model)
     assert (settled.etp, spread.has(settled)) == (etp, has)
-    assert spread.settled(open_, load("qwen2.5-7b", Path())).etp == 1, "a dense model has nothing to divide"
+    assert spread.settle_etp(open_, load("qwen2.5-7b", Path())).etp == 1, "a dense model has nothing to divide"
 
 
 def test_a_replica_of_vllm_counts_ranks_and_experts_alike_whoever_its_neighbours_are() -> None:

@@ -41,9 +41,9 @@ def of(layout: Layout, model: str = "llama3-8b", first: int = 0, cluster: Cluste
     ],
 )
 def test_which_groups_lie_on_one_host(layout: Layout, near: dict[str, bool]) -> None:
-    assert {axis: of(layout).near(axis) for axis in near} == near  # type: ignore[arg-type]
+    assert {axis: of(layout).is_on_one_host(axis) for axis in near} == near  # type: ignore[arg-type]
     if layout.devices == 8:
-        assert not of(layout, first=4).near("dp")
+        assert not of(layout, first=4).is_on_one_host("dp")
 
 
 def test_tensor_parallelism_sums_hidden_states() -> None:
@@ -78,7 +78,7 @@ def test_experts_gradients_go_round_their_own_replicas() -> None:
     experts = sum(t.elements for t in model.tensors if t.experts) * 4 / 8
     dense = sum(t.elements for t in model.tensors if not t.experts) * 4
     found = of(Layout(dp=16, ep=8, zero=0), "qwen3-30b-a3b")
-    assert not found.near("edp")
+    assert not found.is_on_one_host("edp")
     assert found.exchange().value == pytest.approx(2 * dense * 15 / 16 / FAR + 2 * experts * 1 / 2 / FAR)
 
 
@@ -122,7 +122,7 @@ def test_a_pipeline_fills_and_drains() -> None:
         layouts = {"actor.update": layout, "actor.generate": Layout(tp=4, dp=4)}
         plan = page.plan(page.start(layouts=layouts, engines={"actor.update": engine}))
         state = Costs(plan, ENGINES, "actor.update")
-        return state.micro_batch(Rows.alike(micro_batch, 100, 100)).value, state
+        return state.micro_batch(Rows.equal_rows(micro_batch, 100, 100)).value, state
 
     plain, state = seconds(Layout(tp=4, pp=4, dp=1), 1)
     number = state.micro_batches()
@@ -152,7 +152,7 @@ def test_decoding_reads_the_experts_that_are_touched() -> None:
     chosen = {"actor.update": EngineChoice("megatron"), "actor.generate": EngineChoice("vllm")}
     plan = page.plan(page.start(models={"policy": load("qwen3-30b-a3b", Path())}, layouts=layouts, engines=chosen))
     state = Costs(plan, ENGINES, "actor.generate")
-    dense, routed = state.collectives.held
+    dense, routed = state.collectives.device_parameters
     # One sequence a group is 8 tokens over 16 expert ranks: each of 128 experts is missed by all with (1 - 8 / 128) **
     # 8.
     assert state._decode_weight_bytes(1) == pytest.approx(2 * (dense + routed * (1 - (1 - 8 / 128) ** 8)), rel=1e-3)

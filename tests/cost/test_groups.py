@@ -63,7 +63,7 @@ def test_on_ascend_each_has_its_buffers_in_every_phase_and_elsewhere_none_is_kno
     assert number == 4  # of vLLM tp, of an optimizer or FSDP dp, of the edge two
     held = {m.items[groups.BUFFERS] for m in plan.memory if m.place == "device"}
     assert held == {number * 2 * 200 * 2**20} == {number * ASCEND.group_bytes}
-    (setting,) = (s for s in plan.around(0).settings if s.name == "HCCL_BUFFSIZE")
+    (setting,) = (s for s in plan.environment_of(0).settings if s.name == "HCCL_BUFFSIZE")
     assert setting.value == "200"
     for device in ("cpu", "h100"):
         plan = compile(EXAMPLE / "p.rlg", text=PROGRAM.replace('device = "cpu"', f'device = "{device}"'))

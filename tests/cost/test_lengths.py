@@ -47,24 +47,24 @@ def test_what_is_computed_of_all_rows_and_of_some_that_are_drawn(spread: float) 
     assert rows.fed == nodes(prompts, found, np.arange(len(found)))
     rng = np.random.default_rng(1)
     for share in (0.5, 0.25):
-        drawn = rows.drawn(share, SAMPLES)
+        drawn = rows.sample(share, SAMPLES)
         counted = np.mean(
             [nodes(prompts, found, rng.permutation(len(found))[: int(share * len(found))]) for _ in range(20)]
         )
         assert drawn.fed == pytest.approx(counted, rel=0.12)
         # Rows of whole prompts share more.
-        assert rows.part(share).fed < drawn.fed
+        assert rows.take_share(share).fed < drawn.fed
 
 
 def test_all_rows_drawn_are_all_rows() -> None:
     rows = of(*responses(1.0))
-    drawn = rows.drawn(1.0, SAMPLES)
+    drawn = rows.sample(1.0, SAMPLES)
     assert (drawn.count, drawn.tokens) == (rows.count, rows.tokens) and drawn.fed == pytest.approx(rows.fed, rel=1e-6)
 
 
 def test_rows_of_which_nothing_is_known_but_their_prompts() -> None:
-    bounds = Rows.alike(64, 10, 20, samples=8)
+    bounds = Rows.equal_rows(64, 10, 20, samples=8)
     assert bounds.fed == 8 * 10 + 64 * 20 - 64
-    drawn = bounds.drawn(0.5, 8)
+    drawn = bounds.sample(0.5, 8)
     assert drawn.alike_response == drawn.twins == 0 and 0 < drawn.alike_prompt < bounds.alike_prompt / 2
-    assert Rows.alike(4, 10, 20).drawn(0.5, 1) == Rows.alike(2, 10, 20)
+    assert Rows.equal_rows(4, 10, 20).sample(0.5, 1) == Rows.equal_rows(2, 10, 20)

@@ -28,9 +28,9 @@ def test_longer_rows_never_take_less(lengths: list[tuple[int, int]], which: int,
     which %= len(lengths)
     longer = [(p, r + more * (i == which)) for i, (p, r) in enumerate(lengths)]
     for state in (INFER, UPDATE):
-        short, long = (state.micro_batch(Rows.of(x)).value for x in (lengths, longer))
+        short, long = (state.micro_batch(Rows.from_lengths(x)).value for x in (lengths, longer))
         assert 0 < short < long
-        assert state.micro_batch(Rows.of(lengths[:-1])).value < short
+        assert state.micro_batch(Rows.from_lengths(lengths[:-1])).value < short
 
 
 @given(st.lists(st.integers(1, 2048), min_size=1, max_size=20), st.integers(1, 100))
@@ -49,11 +49,11 @@ def test_a_step_of_more_sequences_never_takes_less(sequences: int, cached: int, 
 
 @given(st.integers(1, 50), st.integers(1, 2048), st.integers(1, 8192))
 def test_rows_alike_are_rows_of_their_lengths(count: int, prompt: int, response: int) -> None:
-    assert Rows.alike(count, prompt, response) == Rows.of([(prompt, response)] * count)
+    assert Rows.equal_rows(count, prompt, response) == Rows.from_lengths([(prompt, response)] * count)
 
 
 def test_an_update_is_three_forward_passes() -> None:
-    rows = Rows.alike(4, 2048, 8192)
+    rows = Rows.equal_rows(4, 2048, 8192)
     host = rows.count * PLAN.cluster.device.overheads.row.value
     forward, both = (state.micro_batch(rows).value - host for state in (INFER, UPDATE))
     forward_sums = INFER.collectives.tensor_parallel(rows.tokens, rows.response).value
@@ -62,7 +62,7 @@ def test_an_update_is_three_forward_passes() -> None:
 
 
 def test_a_loss_of_the_whole_mini_batch_takes_a_forward_pass_more() -> None:
-    rows = Rows.alike(4, 2048, 8192)
+    rows = Rows.equal_rows(4, 2048, 8192)
 
     def seconds(whole: bool, micro_batch: int) -> float:
         engines = {"actor.update": EngineChoice("fsdp", {"recompute": "none", "micro_batch": micro_batch})}
@@ -183,7 +183,7 @@ def test_operators_of_megatron_and_vllm_count_on_a_host() -> None:
     """By operators a large engine takes about as much as a light one, or more; rows that are alike less than others."""
     light = _on_this_host(update="fsdp", generate="hf")
     large = _on_this_host(update="megatron", generate="vllm")
-    rows = Rows.alike(512, 6, 5, samples=8)
+    rows = Rows.equal_rows(512, 6, 5, samples=8)
     twins = replace(rows, alike_response=1000, twins=200)
     for node in ("infer", "update"):
         assert large[node].micro_batch(rows).value > 0.95 * light[node].micro_batch(rows).value

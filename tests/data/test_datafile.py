@@ -178,8 +178,8 @@ def test_few_rows_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_few_rows_of_many_that_are_not_looked_at(tmp_path: Path) -> None:
-    looked = runtime.DatasetPreview(rows=3000, looked=1000, out=10)
-    found = [[d.message for d in looked.doubts(data(tmp_path / "d.jsonl"), prompts)] for prompts in (2990, 2991)]
+    looked = runtime.DatasetPreview(rows=3000, examined=1000, left_out=10)
+    found = [[d.message for d in looked.warnings(data(tmp_path / "d.jsonl"), prompts)] for prompts in (2990, 2991)]
     assert found == [
         [],
         [f"{tmp_path}/d.jsonl has at most 2,990 usable rows, and an iteration begins with 2,991 prompts"],

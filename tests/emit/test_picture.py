@@ -307,14 +307,14 @@ def test_the_timeline_is_the_estimate_where_nothing_differs() -> None:
     assert plan.estimate is not None
     assert shown.seconds == pytest.approx(plan.estimate.iteration_seconds.value)
     phases = {p.name: p.seconds.value for p in plan.estimate.phases}
-    worked = sum((s.end - s.begin) * s.share for s in shown.stretches if s.what == "actor.update")
+    worked = sum((s.end - s.begin) * s.share for s in shown.stretches if s.node == "actor.update")
     exchange = phases.get("gradient exchange of actor.update", 0.0)
     assert worked == pytest.approx(phases["actor.update"] + exchange)
 
 
 def test_an_iteration_that_others_overlap_shows_both() -> None:
     shown = timeline(compile(PROGRAMS / "stale.rlg"))
-    first = {s.what: s.begin for s in reversed(shown.stretches)}
+    first = {s.node: s.begin for s in reversed(shown.stretches)}
     assert {"actor.generate", "actor.update"} <= first.keys() and "overlap" in shown.about
     assert all(0 <= s.begin < s.end <= shown.seconds and 0 < s.share <= 1 for s in shown.stretches)
 

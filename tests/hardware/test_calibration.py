@@ -146,9 +146,9 @@ def test_what_a_program_states_comes_before_what_was_measured(file: Path) -> Non
 
 
 def test_more_ranks_than_were_measured_share_what_there_is() -> None:
-    most = FOUND.of(4)
-    more = FOUND.of(8)
-    assert FOUND.of(3) == most
+    most = FOUND.rates_for(4)
+    more = FOUND.rates_for(8)
+    assert FOUND.rates_for(3) == most
     assert more.launch == 2 * most.launch and more.curves["f32"][0] == (1e3, 0.5e9)
     assert more.collectives["broadcast"] == (2e-4, 1e9)
 

@@ -78,12 +78,12 @@ def test_presets_are_of_these_kinds():
 
 
 def test_what_a_process_may_not_see_is_not_here(monkeypatch):
-    assert HOST.here() == os.cpu_count()
+    assert HOST.visible_count() == os.cpu_count()
     for kind in (CUDA, ASCEND):
         monkeypatch.delenv(kind.visible, raising=False)
-        there = kind.here()
+        there = kind.visible_count()
         monkeypatch.setenv(kind.visible, "")
-        assert kind.here() == 0 <= there
+        assert kind.visible_count() == 0 <= there
 
 
 @pytest.mark.parametrize(

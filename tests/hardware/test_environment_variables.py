@@ -35,7 +35,7 @@ def plan(device="ascend-910c-die", places="place actor.generate on nodes 0", det
 
 
 def wanted(made, device):
-    return {s.name: s.value for s in made.around(device).settings}
+    return {s.name: s.value for s in made.environment_of(device).settings}
 
 
 @pytest.mark.filterwarnings("ignore::msrl_graph.ProgramWarning")
@@ -118,7 +118,7 @@ def test_a_run_tells_of_variables_that_stay_and_refuses_those_that_fail(monkeypa
     monkeypatch.setenv(name, value)
     made = plan()
     (found,) = environment_check.check(made)
-    (setting,) = (s for s in made.around(0).settings if s.name == name)
+    (setting,) = (s for s in made.environment_of(0).settings if s.name == name)
     assert (found.code, found.severity) == (code, "error" if code == "failing-variable" else "warning")
     stays = "" if code == "failing-variable" else " and is kept"
     assert found.message == (

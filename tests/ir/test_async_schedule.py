@@ -210,10 +210,12 @@ def test_a_run_that_is_gone_on_with_begins_with_its_first_version(folder: Path) 
     later = Sends(made, 6)
     assert [v for v in range(13) if whole.sends(edge, v)] == [0, 4, 6, 8, 12]
     assert [v for v in range(6, 13) if later.sends(edge, v)] == [6, 8, 12]
-    assert [whole.after(pool, n) for n in range(13)] == [0, 0, 0, 0, 4, 4, 6, 6, 6, 6, 8, 8, 12]
-    assert [later.after(pool, n) for n in range(6, 13)] == [whole.after(pool, n) for n in range(6, 13)]
+    assert [whole.update_iteration(pool, n) for n in range(13)] == [0, 0, 0, 0, 4, 4, 6, 6, 6, 6, 8, 8, 12]
+    assert [later.update_iteration(pool, n) for n in range(6, 13)] == [
+        whole.update_iteration(pool, n) for n in range(6, 13)
+    ]
     odd = Sends(made, 5)  # of a run that somebody ended after five
-    assert odd.sends(edge, 5) and odd.newest(edge, 5) == 5 == odd.after(pool, 5)
+    assert odd.sends(edge, 5) and odd.newest(edge, 5) == 5 == odd.update_iteration(pool, 5)
 
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 9), max_size=2))

@@ -145,7 +145,7 @@ def meshes(model: Model, spec: EngineSpec, devices: int, host: int, zero: tuple[
             and axes <= set(spec.axes)
             and tp <= host
             and not any(find_misfits(model, spec, layout))
-            and (spec.spread.takes(layout, model) or not can_build(spec.name))
+            and (spec.spread.can_run(layout, model) or not can_build(spec.name))
             and (tp, pp, dp, ep, z) not in seen
         ):
             seen.add((tp, pp, dp, ep, z))
@@ -172,7 +172,7 @@ def every(plan: Plan) -> Iterator[Plan]:
             for spec in open_engines(plan, owner, ENGINES):
                 zero = tuple(z for z in (1, 3) if z in spec.zero) if verb != "generate" else (1,)
                 some = (
-                    [spec.spread.settled(layout, model)]
+                    [spec.spread.settle_etp(layout, model)]
                     if layout is not None
                     else meshes(model, spec, pool.devices, host, zero)
                 )

@@ -340,13 +340,13 @@ def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, ite
             c: [random.randint(1, 500) for _ in range(flow.rows(plan.graph.column(c).level))]
             for c in ("prompt", "response")
         }
-        controller = Controller(replace(reader, at=(0,) * len(reader.at)))
+        controller = Controller(replace(reader, group_warehouses=(0,) * len(reader.group_warehouses)))
         rounds = list[Round]()
         task = Task("train", iteration, prompts)
         controller.open(task)
         for _, column, row in sorted(arrivals):
             size = tokens[column][row] if column in tokens else 0
-            rounds += controller.heard(
+            rounds += controller.take_in_news(
                 task.key, [RowsReady(column, np.array([row]), np.array([size]), RowLocation(0, "some"))]
             )
         found = flow.batches(node, iteration, done, tokens)
@@ -374,7 +374,7 @@ def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(
     for version in range(6):
         working = rollout.begin(version)
         assert len(working) == 3 + more
-        while not rollout.enough(working):
+        while not rollout.is_done(working):
             for place, group in enumerate(working):
                 for s in group.sequences(place, most, True):
                     assert s.tokens <= most
@@ -383,7 +383,7 @@ def test_partial_rollout_generates_every_token_once_and_takes_every_prompt_once(
             rollout.grow(working, [1.0] * 2 * len(working))
         found = rollout.take(working)
         taken += [g.prompt for g in found]
-        assert len(found) == 3 and all(g.whole and version - cuts <= g.version <= version for g in found)
+        assert len(found) == 3 and all(g.is_complete and version - cuts <= g.version <= version for g in found)
     assert len(set(taken)) == len(taken) == 18
     for prompt in taken:
         assert [written[prompt, i] for i in (0, 1)] == tokens[prompt]
@@ -500,7 +500,7 @@ def test_warehouses_keep_rows_of_all_iterations_under_way() -> None:
 )
 def test_distributions(text: str, middle: float, average: float) -> None:
     found = distribution(text, "--lengths")
-    values = [found.at((i + 0.5) / 20_000) for i in range(20_000)]
+    values = [found.value_at((i + 0.5) / 20_000) for i in range(20_000)]
     assert values == sorted(values)
     assert median(values) == pytest.approx(middle, rel=0.02)
     assert mean(values) == pytest.approx(average, rel=0.02)

@@ -82,7 +82,7 @@ class Place:
 
     def line(self):
         """A line of this thread."""
-        self.lines.append(RpcConnections(self.find, HERE, KEY).to("there"))
+        self.lines.append(RpcConnections(self.find, HERE, KEY).connection_to("there"))
         return self.lines[-1]
 
     def post(self):

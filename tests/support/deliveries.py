@@ -99,7 +99,7 @@ class Delivering(Rank):
 def not_sent(rank):
     if rank.proof.trainer and rank.proof.generator:
         for load in (load for loads in rank.mover.loads for load in loads):
-            load.taken[:] = [t for t in load.taken if t.name != COLUMNS]
+            load.receives[:] = [t for t in load.receives if t.name != COLUMNS]
         return
     for boxes in rank.boxes():
         boxes[:] = [(name, box) for name, box in boxes if name != COLUMNS]
@@ -124,12 +124,12 @@ def cut_wrongly(rank):
     """Another rank's columns, or rows."""
     if rank.proof.trainer and rank.proof.generator:
         for load in (load for loads in rank.mover.loads for load in loads):
-            for i, taken in enumerate(load.taken):
+            for i, taken in enumerate(load.receives):
                 if taken.name == COLUMNS:
                     rows, columns = taken.part
                     width = columns.stop - columns.start
                     other = slice(width, 2 * width) if columns.start == 0 else slice(0, width)
-                    load.taken[i] = taken._replace(part=(rows, other))
+                    load.receives[i] = taken._replace(part=(rows, other))
     elif rank.proof.trainer:
         for boxes in rank.boxes():
             for i, (name, ((start, stop), *rest)) in enumerate(boxes):

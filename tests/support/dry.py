@@ -71,8 +71,8 @@ class Handed(client.Client):
         super().__init__(*arguments)
         self.dry = dry
 
-    def take(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
-        batch = super().take(node, task, group, at_once)
+    def take_share(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
+        batch = super().take_share(node, task, group, at_once)
         self.dry.sizes[task.key] = task.prompts
         reader = self.readers[node]
         graph = self.dry.plan.graph
@@ -88,12 +88,12 @@ class Handed(client.Client):
         self.dry.handed[task.key, node].append((group, batch.share))
         return batch
 
-    def put(self, node: str, task: Task, pieces: dict[str, ColumnRows], asks: bool = False) -> None:
-        super().put(node, task, pieces, asks)
+    def put_rows(self, node: str, task: Task, pieces: dict[str, ColumnRows], asks: bool = False) -> None:
+        super().put_rows(node, task, pieces, asks)
         self.dry.stored[task.key] += payload_bytes(pieces)
         rows = (payload_bytes({c: p.take(np.array([i]))}) for c, p in pieces.items() for i in range(len(p.rows)))
         self.dry.largest = max([self.dry.largest, *rows])
-        assert not self.way.capacity or all(w.free >= 0 for w in self.dry.warehouses)
+        assert not self.dock_address.capacity or all(w.free >= 0 for w in self.dry.warehouses)
 
     def _place_segments(self, *arguments: Any) -> Iterator[Any]:
         for warehouse, name, some in super()._place_segments(*arguments):
@@ -105,7 +105,7 @@ class Plain(Room):
     """A room that somebody else removes."""
 
     @classmethod
-    def made(cls, path: Path) -> Plain:
+    def create(cls, path: Path) -> Plain:
         path.mkdir()
         return cls(path)
 
@@ -244,7 +244,7 @@ class Weightless(InstructionRunner):
         if rank in fetches:
             assert number - versions.allowed <= fetch.version <= number, (self.task.key, fetch.version)
             versions.taken[self.task.key] = fetch.version
-            count = fetch.told
+            count = fetch.fetch_count
             if count == versions.asked[rank.rank]:  # it has that version: it stays from one task to the next
                 assert many > 1 and versions.told[count - 1] == fetch.version
                 return
@@ -260,7 +260,7 @@ class Weightless(InstructionRunner):
             rank.dry.world.block(lambda: sent(count, sends))
         elif name in self.task.sends and versions.copy.get(rank.rank) != number:
             versions.copied.add(number)
-            told = fetch.told if fetch else 0
+            told = fetch.fetch_count if fetch else 0
             rank.dry.world.block(lambda: sent(told, [rank]))
             rank.dry.work(f"copy {src}", self.task)
             versions.copy[rank.rank] = number
@@ -290,7 +290,7 @@ class Growing:
 
 
 class DryRank(Rank):
-    doing = Weightless
+    runner = Weightless
 
     def __init__(self, dry: Dry, rank: int) -> None:
         Training.__init__(self, dry.plan, rank)
@@ -298,8 +298,8 @@ class DryRank(Rank):
         host = dry.plan.cluster.host(rank)
         self.dry = dry
         self.client = Handed(dry, f"rank {rank}", list(dry.readers.values()), dry.way, host)
-        self.asking = Strand(dry.world, f"rank {rank} asks")  # type: ignore[assignment]
-        self.asked = {}
+        self.request_executor = Strand(dry.world, f"rank {rank} asks")  # type: ignore[assignment]
+        self.requests = {}
         self.times: Counter[Any] = Counter()
         self.lockstep = {c.node for c in plan.docks.controllers if c.lockstep}
         self.updated: dict[str, list[int]] = defaultdict(list)  # by node, in which iterations
@@ -311,12 +311,12 @@ class DryRank(Rank):
     def _here(self, *pools: str) -> list[DryRank]:
         return [r for r in self.dry.ranks if r.pool is not None and r.pool.name in pools]
 
-    def _shared(self, node: Node, find: Callable[..., Any], *arguments: Any) -> Any:
+    def _share_result(self, node: Node, find: Callable[..., Any], *arguments: Any) -> Any:
         layout = self.plan.placement(node.name).layout
         group = layout.coordinates(self.local).dp
         members = [r for r in self._here(self.pool.name) if layout.coordinates(r.local).dp == group]  # type: ignore[union-attr]
         what = ("shared", node.name, group)
-        if self._first(node):
+        if self._is_group_leader(node):
             self.dry.shared[what, self.times[what] + 1] = find(*arguments)
         self._meet(what, members)
         return self.dry.shared[what, self.times[what]]
@@ -337,10 +337,10 @@ class DryRank(Rank):
         if node.cuts and task.trains:
             sampling = Sampling(numbers.fans[made], 4, 1.0, 1.0, 0, (1,))
             context = [np.zeros(1, np.int32)] * len(batch.rows)
-            yield self._rollout(node, task, batch, context, sampling, report, "")
+            yield self._run_partial_rollout(node, task, batch, context, sampling, report, "")
             self.dry.begun[task.number] = task
             return
-        self._stream(node, task).keys(task.number, rows)
+        self._random_stream(node, task).keys(task.number, rows)
         failed: dict[str, ColumnRows] = {}
         if len(rows) and node.fails:
             sieve = self.dry.rows.sieves[node.name]
@@ -355,18 +355,18 @@ class DryRank(Rank):
             some = np.sort(part)
             yield (failed if i == 0 else {}) | {c: ColumnRows(some, cells(self.plan.graph, c, some)) for c in names}
 
-    def _summed(self, node: Node, numbers: Array) -> Array:
+    def _sum_over_groups(self, node: Node, numbers: Array) -> Array:
         what = ("summed", node.name)
         key = (what, self.times[what] + 1)
-        if self._first(node):
+        if self._is_group_leader(node):
             self.dry.shared[key] = self.dry.shared.get(key, 0) + numbers
         self._meet(what, self._here(self.pool.name))  # type: ignore[union-attr]
         found: Array = self.dry.shared[key]
         return found
 
-    def _written(self, node: Node, task: Task, rows: Array, *_: Any) -> dict[str, ColumnRows]:
+    def _policy_columns(self, node: Node, task: Task, rows: Array, *_: Any) -> dict[str, ColumnRows]:
         """What a partial rollout has taken."""
-        if self._first(node):
+        if self._is_group_leader(node):
             fan = self.dry.readers[node.name].numbers(task).fans[self.dry.rows.columns[node.writes[0]]]
             self.dry.taken[task.number] += np.unique(rows // fan).tolist()
         names = dict.fromkeys((*node.writes, *sampled_columns(self.plan.graph, node)))
@@ -506,13 +506,15 @@ class Dry:
             patch.object(client, "RpcConnections", lambda *_: Lines(world)),
             patch.object(client, "Room", Plain),
             patch.object(noise.RandomStream, "keys", self.keyed),
-            patch.object(dock, "Room", SimpleNamespace(made=lambda name, _: Plain.made(Path(self.folder.name, name)))),
+            patch.object(
+                dock, "Room", SimpleNamespace(made=lambda name, _: Plain.create(Path(self.folder.name, name)))
+            ),
         ):
             try:
                 driver = self._driver(rows)
                 data = dict.fromkeys(("source", *(e.data for e in self.plan.deploy.evaluations)), rows)
                 self.world.run(lambda: driver._train(data, Path(), None), self._words)
-                return driver.carried
+                return driver.run_state
             finally:
                 self.world.close()
 
@@ -562,7 +564,7 @@ class Dry:
 
     def _source(self, host: Any, task: Task, round: int, tables: Any, report: Report) -> None:
         """The real source, whose columns get the numbers of their rows."""
-        put = host.client.put
+        put = host.client.put_rows
 
         def numbered(node: str, task: Task, pieces: dict[str, ColumnRows], asks: bool) -> None:
             states = {s.name for s in self.plan.graph.states}
@@ -576,7 +578,7 @@ class Dry:
                 asks,
             )
 
-        with patch.object(host.client, "put", numbered):
+        with patch.object(host.client, "put_rows", numbered):
             CLASSES[functions.FunctionHost]._run_source(host, task, round, tables, report)
         if task.trains:
             self.chosen[task.number][round] = host._choose_rows(task, round, tables.draws).tolist()

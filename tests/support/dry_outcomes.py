@@ -95,7 +95,7 @@ def as_old_as_may_be(plan: Plan, found: dry.Dry) -> None:
             if (version := versions.taken.get(f"train/{i}")) is not None:
                 # Who generates ahead of its own update knows what it has cut when the iteration has ended.
                 at_once = growing and pool in pipelined_openings(plan)
-                begins = i if at_once else max(sends.after(p, i) for p in (pool, *waits[pool]))
+                begins = i if at_once else max(sends.update_iteration(p, i) for p in (pool, *waits[pool]))
                 assert version == sends.newest(edge, begins), (edge, i)
 
 
@@ -148,7 +148,7 @@ def run_dry(plan: Plan, seed: int, kindness: float) -> Outcome:
                 found.truth(task).key(reader.numbers(task), int(r), reader.rows) for _, s in shares for r in s.rows
             )
             assert got == expected(found, task, name), (name, task.key)
-            for group in range(len(reader.at)):
+            for group in range(len(reader.group_warehouses)):
                 assert [s.last for g, s in shares if g == group][-1], (name, task.key, group)
     in_order(plan, found)
     if plan.deploy.run.deterministic:

@@ -19,7 +19,7 @@ HERE = TorchDevice()
 
 def built(name, model, layout, rank=0, mesh=None, optimizer=None, work=None, device=HERE, per_host=0, **options):
     placement = Placement("state", "devices", layout, 0, EngineChoice(name, options), "")
-    return ENGINES[name].built(
+    return ENGINES[name].build_engine(
         Weights(model, Node("node", "worker", ""), optimizer, work), placement, Devices(device, rank, mesh, per_host)
     )
 

@@ -73,7 +73,7 @@ def peaks(name, model, layout, entropy=False, recompute="none"):
         PROMPT,
         RESPONSE,
         batches=BATCHES * layout.pp,
-        divided=spec.divided(layout),
+        divided=spec.divides_weights(layout),
         trained=True,
         recompute=recompute == "full",
         entropy=entropy,

@@ -149,8 +149,8 @@ def frozen_turns(rank, _):
     wanted = kept.act(node.name, columns)["ref_logp"]
     for _turn in range(2):
         assert not any(s.tensor.untyped_storage().nbytes() for s in shards)
-        away.fetch(node)
+        away.fetch_weights(node)
         found = away.act(node.name, columns)["ref_logp"]
-        away.leave(node)
+        away.release_weights(node)
         assert np.array_equal(found.values, wanted.values)
     assert not any(s.tensor.untyped_storage().nbytes() for s in shards)

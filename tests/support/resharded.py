@@ -183,7 +183,7 @@ def _layout(draw, spec, devices, mixed):
         sizes[axis] = draw.choice([n for n in range(1, rest + 1) if rest % n == 0])
         rest //= sizes[axis]
     sizes["dp"], pp = rest, sizes.get("pp", 1)
-    if mixed and "ep" in spec.axes and "ep" not in spec.planned("host"):
+    if mixed and "ep" in spec.axes and "ep" not in spec.list_plan_only("host"):
         stage = devices // pp
         sizes["ep"] = draw.choice([n for n in range(1, stage + 1) if stage % n == 0])
         if "etp" in spec.axes and draw.random() < 0.7:

@@ -52,18 +52,20 @@ class Truth:
             if here and not made.repeats:
                 found = [("g", key, j) for key in found for j in range(fans[here] if fans else made.fan)]
             for sieve in sieves:
-                if sieve.left == sieve.rows == here:
+                if sieve.remaining == sieve.rows == here:
                     found = [k for k in found if self.verdict(sieve.node, k)]
             for sieve in sieves:
-                if sieve.left != sieve.rows == here and sieve.left == below:
+                if sieve.remaining != sieve.rows == here and sieve.remaining == below:
                     found = [("s", k, i) for k in found for i in range(self.verdict(sieve.node, k))]
-            if below and self.rows.sets[below].repeats and all((s.rows, s.left) != (here, below) for s in sieves):
+            if below and self.rows.sets[below].repeats and all((s.rows, s.remaining) != (here, below) for s in sieves):
                 found = [("s", k, 0) for k in found]  # in an evaluation each goes on once
         for sieve in sieves:
-            if sieve.left not in path:
-                meeting = common(self.rows.sets, end, sieve.left)
-                on_path = [s for s in sieves if s.left in chain(self.rows.sets, sieve.left)]
-                there = {self.up(k, sieve.left, meeting) for k in self.under(prompts, sieve.left, on_path, fans)}
+            if sieve.remaining not in path:
+                meeting = common(self.rows.sets, end, sieve.remaining)
+                on_path = [s for s in sieves if s.remaining in chain(self.rows.sets, sieve.remaining)]
+                there = {
+                    self.up(k, sieve.remaining, meeting) for k in self.under(prompts, sieve.remaining, on_path, fans)
+                }
                 found = [k for k in found if self.up(k, end, meeting) in there]
         return found
 
@@ -81,8 +83,8 @@ class Truth:
         if filter is None:
             return 1, range(count)
         for rounds in range(1, -(-count * (filter.refill + 1) // size) + 1):
-            left = self.under(range(rounds * size), filter.left, (*self.rows.passed[filter.node], filter))
-            alive = sorted({self.up(k, filter.left, 0)[1] for k in left})
+            left = self.under(range(rounds * size), filter.remaining, (*self.rows.passed[filter.node], filter))
+            alive = sorted({self.up(k, filter.remaining, 0)[1] for k in left})
             if len(alive) >= count:
                 return rounds, alive[:count]
         return None

@@ -137,12 +137,13 @@ class Sharing(InstructionRunner):
 class Walk(Rank):
     """Needs a process group of the plan's devices."""
 
-    doing = Sharing
+    runner = Sharing
 
     def __init__(self, plan, rank):
         Training.__init__(self, plan, rank)
         self.client = self
-        self.waited = self.moving = 0.0
+        self.wait_seconds = 0.0
+        self.move_seconds = 0.0
         self.columns = {}
         with memory.Peak() as peak:
             self.build()
@@ -151,13 +152,13 @@ class Walk(Rank):
 
     # Stands in for the dock's client.
 
-    def at(self, what):
+    def report_activity(self, what):
         pass
 
     def flush(self, task, report):
         pass
 
-    def did(self, node, task, rows):
+    def report_rows_done(self, node, task, rows):
         pass
 
     def walk(self, pool, instructions, task, walker, around):
@@ -166,7 +167,7 @@ class Walk(Rank):
     def _reach(self, what, task):
         pass
 
-    def put(self, node, task, columns):
+    def put_rows(self, node, task, columns):
         self.written = columns
 
     def _request_batch(self, node, task):

@@ -174,7 +174,7 @@ class SequenceBatch:
         running = self.running
         steps = self.begun[running] + self.lengths[running]
         row_logits = self.logits[self._to_device(self.places)]
-        token, logp = self.network.draw(row_logits, self.keys[running], steps, self.sampling.of(running))
+        token, logp = self.network.draw(row_logits, self.keys[running], steps, self.sampling.select(running))
         self.tokens[running, self.lengths[running]] = token
         self.logps[running, self.lengths[running]] = logp
         self.lengths[running] += 1

@@ -47,7 +47,7 @@ def generate_in_segments(
     longest = np.broadcast_to(np.asarray(sampling.max_tokens), len(keys))
     while len(live):
         bounds = np.minimum(begun[live] + stretch, longest[live])
-        segment_sampling = replace(sampling.of(live), max_tokens=bounds, joined=joined[live])
+        segment_sampling = replace(sampling.select(live), max_tokens=bounds, joined=joined[live])
         ended = np.zeros(len(keys), bool)
         for response in draw([contexts[i] for i in live], keys[live], segment_sampling, begun[live]):
             place = int(live[response.place])

@@ -308,7 +308,7 @@ def _groups(devices: Devices, layout: Layout, has_experts: bool) -> Any:
         ("tp_cp", ("dp",), layout.tp * layout.cp),
         ("tp_dp_cp", (), layout.stage_devices),
     ):
-        setattr(groups, name, devices.among(layout, "pp", *shared_axes) if has_experts and size > 1 else alone)
+        setattr(groups, name, devices.make_group(layout, "pp", *shared_axes) if has_experts and size > 1 else alone)
     if layout.pp > 1:
         stages = meshes["pp"].mesh.tolist()
         # All ranks must create the same number of groups, because torch names the next one by their number.

@@ -104,7 +104,7 @@ class Matrices(OptimizerSlice):
         matrix = torch.zeros(shape, device=self.place)
         matrix[slices(_locate_shard(tensor, shard))] = own
         if tensor.experts:
-            dist.all_reduce(matrix, group=self.devices.among(self.layout, "pp", "ep", "edp"))
+            dist.all_reduce(matrix, group=self.devices.make_group(self.layout, "pp", "ep", "edp"))
             return matrix
         if self.divided:
             dist.all_reduce(matrix, group=self.devices.axis("dp").get_group())

@@ -50,7 +50,7 @@ def make_replica_group(layout: Layout, devices: Devices, divided: bool, experts:
         number, shared_axes = (layout.cp, "pp tp dp") if divided else (layout.cp * layout.dp, "pp tp")
     if number == 1:
         return ReplicaGroup()
-    group = devices.among(layout, *shared_axes.split())
+    group = devices.make_group(layout, *shared_axes.split())
     return ReplicaGroup(number, group.rank(), group)
 
 

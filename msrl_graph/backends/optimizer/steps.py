@@ -91,12 +91,15 @@ class Steps:
         self.offload = offload
         self.has_masters = any(shard.tensor.dtype != torch.float32 for shard in shards)
         kept_bytes = sum(
-            self._count_elements(i) * optimizer.of(tensor).beside(self.has_masters) for i, tensor in enumerate(tensors)
+            self._count_elements(i) * optimizer.rule_of(tensor).state_bytes(self.has_masters)
+            for i, tensor in enumerate(tensors)
         )
         for rule in optimizer.rules:
             for experts, replicas in self.copies.items():
                 indices = [
-                    i for i, tensor in enumerate(tensors) if optimizer.of(tensor) is rule and tensor.experts is experts
+                    i
+                    for i, tensor in enumerate(tensors)
+                    if optimizer.rule_of(tensor) is rule and tensor.experts is experts
                 ]
                 for pieces in self._partition_tensors(rule, indices, kept_bytes / PARTS if offload else 0):
                     slice_class = Matrices if rule.whole else OptimizerSlice
@@ -131,7 +134,7 @@ class Steps:
         Parts are cut between rows, except whole matrices, of which all ranks make the same parts. Without `max_bytes`
         there is one part.
         """
-        bytes_per_element = rule.beside(self.has_masters)
+        bytes_per_element = rule.state_bytes(self.has_masters)
         if not max_bytes or not bytes_per_element:
             if indices:  # a mixture may have no expert for a rule, as Muon's rule for non-matrices
                 yield [piece for i in indices for piece in self._list_pieces(rule, i)]

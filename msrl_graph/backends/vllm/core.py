@@ -160,7 +160,7 @@ class TokenSampler:
                 logits[indices[0] : indices[-1] + 1] if dense else logits[torch.from_numpy(indices).to(logits.device)]
             )
             token, logp = draw(
-                used.float(), call.keys[own], call.begun[own] + steps[part], call.sampling.of(own), self.group
+                used.float(), call.keys[own], call.begun[own] + steps[part], call.sampling.select(own), self.group
             )
             tokens[part] = token.cpu().numpy()
             call.logps[own, steps[part]] = logp.cpu().numpy()

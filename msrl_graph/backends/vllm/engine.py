@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def _lints(situation: Situation) -> Iterator[Lint]:
-    if not situation.device.is_host and "vllm" in situation.beside:
+    if not situation.device.is_host and "vllm" in situation.neighbour_engines:
         message = "two vllm generations share devices, but vLLM's sleep mode supports one engine per process"
         yield Lint(message, "place one of them `apart`, or on its own devices")
 

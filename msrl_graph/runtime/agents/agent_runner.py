@@ -195,11 +195,11 @@ class Agents:
                 if not done:
                     call.cancel()
                     late = TimeoutError(f"it took longer than its `timeout` of {limit:g} s")
-                    self.failed[place] = Failure("timeout", ErrorSummary.of(late)), arguments
+                    self.failed[place] = Failure("timeout", ErrorSummary.from_error(late)), arguments
                 else:
                     self._store_result(place, conversations, call.result())
             except (Exception, SystemExit, ProcessExit) as error:
-                self.failed[place] = Failure.of(error), arguments
+                self.failed[place] = Failure.from_error(error), arguments
             finally:
                 del self.endpoint.rows[open_row.api_key]
                 self.live -= 1
@@ -266,7 +266,7 @@ class Agents:
         last = conversations.last
         if last is None:
             raise BadResult(self._explain_missing_response(conversations))
-        spoken = conversations.spoken(last, self.attributes.conversations)
+        spoken = conversations.make_response(last, self.attributes.conversations)
         if len(self.columns) == 1:
             result = (result,)
         elif not self.columns:
@@ -276,9 +276,9 @@ class Agents:
             raise BadResult(f"it returned {describe_briefly(result)}, where {belongs}")
         lengths = {self.response: len(spoken.tokens)}
         values = zip(self.columns, result, strict=True)
-        self.values[place] = tuple(self.returned.checked(name, value, lengths) for name, value in values)
+        self.values[place] = tuple(self.returned.check(name, value, lengths) for name, value in values)
         self.spoken[place] = spoken
-        answers, tokens = conversations.aside(spoken)
+        answers, tokens = conversations.count_left_out(spoken)
         self.answers += len(conversations.answers)
         amounts = (answers, tokens, conversations.strayed, int(spoken.begins.sum()))
         for name, amount in zip(self.figures, amounts, strict=True):
@@ -286,7 +286,7 @@ class Agents:
 
     def _explain_missing_response(self, conversations: Conversations) -> str:
         """Explain why an agent has no response."""
-        if not any(answer.got for answer in conversations.answers):
+        if not any(answer.received for answer in conversations.answers):
             return "it got no answer from the policy, and a row needs one"
         first = conversations.answers[0]
         context = conversations.context

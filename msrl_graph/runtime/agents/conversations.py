@@ -43,7 +43,7 @@ class DrawnAnswer:
     - `number`: counts the requests of a row; `got`: the agent has received the answer.
     """
 
-    before: DrawnAnswer | None
+    previous: DrawnAnswer | None
     prefix: Array
     base: int
     key: int
@@ -52,7 +52,7 @@ class DrawnAnswer:
     tokens: Array = field(default_factory=NOTHING.copy)
     logps: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     continued: bool = False
-    got: bool = False
+    received: bool = False
 
     @property
     def all_tokens(self) -> Array:
@@ -63,7 +63,7 @@ class DrawnAnswer:
         node: DrawnAnswer | None = self
         while node is not None:
             yield node
-            node = node.before
+            node = node.previous
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class AgentResponse:
     mask: Array
     begins: Array
     last: int = 0
-    kept: tuple[DrawnAnswer, ...] = ()
+    drawn_answers: tuple[DrawnAnswer, ...] = ()
 
 
 class Conversations:
@@ -113,12 +113,12 @@ class Conversations:
         keys = message_keys(messages, more)
         for i in reversed(places):
             before = self._by_messages.get(keys[i])
-            rest = self.speech.after(messages, i, before.tokens, **more) if before else None
+            rest = self.speech.encode_continuation(messages, i, before.tokens, **more) if before else None
             if before and rest is not None:
                 self.strayed += i != places[-1]
                 return self._ask(before, np.concatenate([before.all_tokens, rest]), most)
         self.strayed += bool(places)
-        return self._ask(None, self.speech.begun(messages, **more), most)
+        return self._ask(None, self.speech.encode_prompt(messages, **more), most)
 
     def completion(self, prompt: str | Array, most: int | None) -> DrawnAnswer:
         """Return the answer to draw after a text or tokens. Raises ContextOverflow."""
@@ -127,12 +127,12 @@ class Conversations:
             if known_text is None:
                 return self._ask(None, self.speech.encode(prompt), most)
             before: DrawnAnswer | None = self._by_text[known_text]
-            rest = self.speech.following(prompt[len(known_text) :])
+            rest = self.speech.encode_following(prompt[len(known_text) :])
         else:
             candidates = [
                 answer
                 for answer in self.answers
-                if answer.got and np.array_equal(prompt[: len(answer.all_tokens)], answer.all_tokens)
+                if answer.received and np.array_equal(prompt[: len(answer.all_tokens)], answer.all_tokens)
             ]
             before = max(candidates, key=lambda answer: len(answer.all_tokens), default=None)
             rest = prompt[len(before.all_tokens) :] if before else prompt
@@ -165,20 +165,20 @@ class Conversations:
 
     # Answers
 
-    def chatted(
+    def record_chat_answer(
         self, answer: DrawnAnswer, messages: Messages, message: dict[str, Any], more: Mapping[str, Any]
     ) -> None:
         """Record that the agent has received an answer to messages, as this message."""
-        answer.got = True
+        answer.received = True
         self._by_messages[message_keys([*messages, message], more)[-1]] = answer
 
-    def completed(self, answer: DrawnAnswer, prompt: str | Array, text: str) -> None:
+    def record_completion(self, answer: DrawnAnswer, prompt: str | Array, text: str) -> None:
         """Record that the agent has received an answer to a prompt, as this text."""
-        answer.got = True
+        answer.received = True
         if isinstance(prompt, str):
             self._by_text[prompt + text] = answer
 
-    def lost(self, answer: DrawnAnswer) -> None:
+    def record_dropped_request(self, answer: DrawnAnswer) -> None:
         """Record that the agent has dropped a request, which it may repeat."""
         self._lost[answer.prefix.tobytes()] = answer
 
@@ -187,23 +187,23 @@ class Conversations:
     @property
     def last(self) -> DrawnAnswer | None:
         """The answer that the row's response ends with."""
-        got = [answer for answer in self.answers if answer.got]
+        got = [answer for answer in self.answers if answer.received]
         owned = [answer for answer in got if answer.base == len(self.context)]
         return max(owned, key=lambda answer: answer.number, default=None)
 
-    def spoken(self, last: DrawnAnswer, most: int = 1) -> AgentResponse:
+    def make_response(self, last: DrawnAnswer, most: int = 1) -> AgentResponse:
         """Return the response that ends with an answer, of at most `most` conversations.
 
         Before the conversation of that answer it has the latest others that fit, in the order of their last answers.
         """
         ends = [last]
         room = self.bound - (len(last.all_tokens) - last.base)
-        continued = {id(received.before) for received in self.answers if received.got}
+        continued = {id(received.previous) for received in self.answers if received.received}
         for answer in reversed(self.answers):
             own = len(answer.all_tokens) - answer.base
             if len(ends) == most:
                 break
-            ended = answer.got and id(answer) not in continued and answer is not last and len(answer.tokens)
+            ended = answer.received and id(answer) not in continued and answer is not last and len(answer.tokens)
             if ended and answer.base == len(self.context) and own <= room:
                 ends.append(answer)
                 room -= own
@@ -230,9 +230,9 @@ class Conversations:
         own = slice(end.base, None)
         return tokens[own], logps[own], mask[own], begins[own]
 
-    def aside(self, spoken: AgentResponse) -> tuple[int, int]:
+    def count_left_out(self, spoken: AgentResponse) -> tuple[int, int]:
         """Return how many answers a response leaves out, and how many policy tokens."""
-        kept = {id(answer) for answer in spoken.kept}
+        kept = {id(answer) for answer in spoken.drawn_answers}
         left_out_lengths = [
             len(answer.tokens) for answer in self.answers if id(answer) not in kept and len(answer.tokens)
         ]

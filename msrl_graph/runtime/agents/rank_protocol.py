@@ -55,7 +55,7 @@ class SampleRequest:
     place: int
     key: int
     tokens: Array
-    begun: int
+    response_tokens: int
     most: int
     stop: tuple[str, ...]
 

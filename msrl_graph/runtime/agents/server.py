@@ -124,12 +124,14 @@ class Endpoint:
             else:
                 response = await self._stream(request, reply, parsed)
         except (asyncio.CancelledError, ConnectionError):
-            row.conversations.lost(answer)
+            row.conversations.record_dropped_request(answer)
             raise
         if parsed.messages:
-            row.conversations.chatted(answer, parsed.messages, prepare_messages([reply.message()])[0], parsed.more)
+            row.conversations.record_chat_answer(
+                answer, parsed.messages, prepare_messages([reply.message()])[0], parsed.more
+            )
         else:
-            row.conversations.completed(answer, parsed.prompt, reply.text)
+            row.conversations.record_completion(answer, parsed.prompt, reply.text)
         return response
 
     async def _parse_request(self, request: web.Request, chat: bool) -> CompletionRequest:
@@ -180,7 +182,7 @@ class Endpoint:
         tokens, logps = await asyncio.shield(row.drawing[answer.number])
         answer.tokens = tokens
         answer.logps = logps
-        text, calls = self.speech.read(tokens, parsed.tools)
+        text, calls = self.speech.parse_answer(tokens, parsed.tools)
         for stop in parsed.stop:
             text = text.partition(stop)[0] if stop not in self.stops else text
         full_text = self.speech.decode(tokens, special=True)

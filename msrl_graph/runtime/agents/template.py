@@ -49,29 +49,31 @@ class ChatTemplate:
         """Whether the template uses tools. Raises BadMessages."""
         return rendering.takes_tools(self.tokens.folder)
 
-    def begun(self, messages: Messages, **more: Any) -> Array:
+    def encode_prompt(self, messages: Messages, **more: Any) -> Array:
         """Return the tokens of the prompt for an answer to messages. Raises BadMessages."""
-        return self.encode(self.tokens.rendered(messages, True, **more))
+        return self.encode(self.tokens.render(messages, True, **more))
 
-    def after(self, messages: Messages, last: int, drawn: Array, **more: Any) -> Array | None:
+    def encode_continuation(self, messages: Messages, last: int, drawn: Array, **more: Any) -> Array | None:
         """Return the tokens between what was `drawn` and the next answer to all messages.
 
         The message at `last` was made from `drawn`. None if the template now writes the earlier part differently.
         Raises BadMessages.
         """
-        asked = self.tokens.rendered(messages[:last], True, **more)
-        full_text = self.tokens.rendered(messages, True, **more)
+        asked = self.tokens.render(messages[:last], True, **more)
+        full_text = self.tokens.render(messages, True, **more)
         end = self.ends.get(int(drawn[-1]), "") if len(drawn) else ""
         text = self.decode(drawn[:-1] if end else drawn, special=True)
         before = asked + text
         if full_text.startswith(before) and full_text[len(before) :].startswith(self._closers):
             # Alone, a turn may be written differently than among others: Qwen3 adds empty thoughts to a last turn.
-            return self.following(full_text[len(before) :].removeprefix(end))
-        through_turn = self.tokens.rendered(messages[: last + 1], False, **more)
+            return self.encode_following(full_text[len(before) :].removeprefix(end))
+        through_turn = self.tokens.render(messages[: last + 1], False, **more)
         if not (full_text.startswith(through_turn) and through_turn.startswith(asked)):
             return None
         rest = self._text_after_answer(through_turn[len(asked) :], text)
-        return None if rest is None else self.following((rest + full_text[len(through_turn) :]).removeprefix(end))
+        return (
+            None if rest is None else self.encode_following((rest + full_text[len(through_turn) :]).removeprefix(end))
+        )
 
     def _text_after_answer(self, turn: str, text: str) -> str | None:
         """Return what a template writes in a turn after the drawn text.
@@ -95,9 +97,9 @@ class ChatTemplate:
     def encode(self, text: str) -> Array:
         return self.tokens.encode([text])[0]
 
-    def following(self, text: str) -> Array:
+    def encode_following(self, text: str) -> Array:
         """Return the tokens of a text that comes after others. Raises BadPieceError."""
-        return self.tokens.following([text])[0]
+        return self.tokens.encode_after([text])[0]
 
     def decode(self, tokens: Array, special: bool = False) -> str:
         return self.tokens.decode([tokens], special)[0]
@@ -106,7 +108,7 @@ class ChatTemplate:
         """Return the text of each token by itself."""
         return self.tokens.decode([tokens[i : i + 1] for i in range(len(tokens))], special=True)
 
-    def read(self, drawn: Array, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+    def parse_answer(self, drawn: Array, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
         """Return what the policy says in what it drew, and which of the tools it calls."""
         end = len(drawn) and int(drawn[-1]) in self.tokens.ends
         own = drawn[:-1] if end else drawn

@@ -83,7 +83,7 @@ def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None
             child = subprocess.Popen(
                 command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
             )
-        temporary.ends(child.pid)
+        temporary.end_session_too(child.pid)
         try:
             status = child.wait(LIMIT)
         except subprocess.TimeoutExpired:
@@ -232,16 +232,16 @@ def measure_dock(plan: Plan, folder: Path) -> DockTimings:
         turn = time.perf_counter() - start
         rows = np.arange(prompts * fan)
         start = time.perf_counter()
-        writer.put("source", task, {"prompt": ColumnRows(np.arange(prompts), prompt)})
-        reader.take("actor.generate", task, 0)
-        reader.at("RUN actor.generate")  # as a rank does
-        writer.put(
+        writer.put_rows("source", task, {"prompt": ColumnRows(np.arange(prompts), prompt)})
+        reader.take_share("actor.generate", task, 0)
+        reader.report_activity("RUN actor.generate")  # as a rank does
+        writer.put_rows(
             "actor.generate",
             task,
             dict(zip(names_drawn, (ColumnRows(rows, response), ColumnRows(rows, logp)), strict=True)),
         )
-        reader.take("actor.infer", task, 0)
-        reader.at("RUN actor.infer")
+        reader.take_share("actor.infer", task, 0)
+        reader.report_activity("RUN actor.infer")
         handovers.append((time.perf_counter() - start) / 2)
         start = time.perf_counter()
         for client in (writer, reader):

@@ -86,7 +86,7 @@ class ColumnRows:
         return type(self)(self.rows[positions], self.column.take(positions))
 
     @property
-    def told(self) -> Array:
+    def reported_values(self) -> Array:
         """What controllers receive for each row: its length."""
         return self.column.lengths
 
@@ -99,7 +99,7 @@ class Verdicts(ColumnRows):
     """
 
     @property
-    def told(self) -> Array:
+    def reported_values(self) -> Array:
         """What controllers receive for each row: the verdict itself."""
         times: Array = self.column.values.astype(np.int64)
         return times

@@ -52,23 +52,23 @@ class DatasetPreview:
     """
 
     rows: int
-    looked: int = 0
-    out: int = 0
-    why: str = ""
+    examined: int = 0
+    left_out: int = 0
+    reason: str = ""
     controls: int = 0
     example: str = ""
 
     def __str__(self) -> str:
         """Describe how many rows are left out, or return "" if none is."""
-        return f"{self.out:,} of {self._examined} rows are left out: {self.why}" if self.out else ""
+        return f"{self.left_out:,} of {self._examined} rows are left out: {self.reason}" if self.left_out else ""
 
     @property
     def _examined(self) -> str:
-        return f"the first {self.looked:,}" if self.looked < self.rows else f"{self.rows:,}"
+        return f"the first {self.examined:,}" if self.examined < self.rows else f"{self.rows:,}"
 
-    def doubts(self, data: DataSource, prompts: int) -> Iterator[Diagnostic]:
+    def warnings(self, data: DataSource, prompts: int) -> Iterator[Diagnostic]:
         """Yield warnings on left-out rows, control tokens, and too few rows."""
-        if 2 * self.out > self.looked:
+        if 2 * self.left_out > self.examined:
             help = "raise the bounds, or use other data: the run trains only on the remaining rows"
             yield Diagnostic("bad-data", f"{data.path}: {self}", data.span, help, "warning")
         if self.controls:
@@ -76,9 +76,9 @@ class DatasetPreview:
             message = f"{subject}, such as {self.example}: the model reads the token, not its letters"
             help = "ignore this if it is intended, as in prompts that a chat template has rendered"
             yield Diagnostic("bad-data", message, data.span, f"{help}; otherwise change the text", "warning")
-        usable = self.rows - self.out  # or fewer, if not all rows were examined
+        usable = self.rows - self.left_out  # or fewer, if not all rows were examined
         if usable < prompts:
-            bound = "at most " if self.looked < self.rows else ""
+            bound = "at most " if self.examined < self.rows else ""
             yield datafile.few_rows_warning(data, f"{bound}{usable:,} usable rows", prompts)
 
 
@@ -98,7 +98,7 @@ def check(data: DataSource, plan: Plan) -> DatasetPreview:
         dataset = Dataset(data, plan, rows=rows)
     controls = [*_find_control_tokens(dataset, first)]
     return DatasetPreview(
-        len(rows), len(first), dataset.too_long, dataset.why, len(controls), controls[0] if controls else ""
+        len(rows), len(first), dataset.too_long, dataset.reason, len(controls), controls[0] if controls else ""
     )
 
 
@@ -116,7 +116,7 @@ def _find_control_tokens(dataset: Dataset, rows: Mapping[int, dict[str, Any]]) -
         for column in [name for name in row if name in read_columns]:
             texts = [text for text in _strings(row[column]) if text]
             if column in dataset.responses:
-                texts = [dataset.tokens.unended(text) for text in texts]
+                texts = [dataset.tokens.strip_end_token(text) for text in texts]
             if match := next((match for match in map(control.search, texts) if match), None):
                 yield f"`{match[0]}` in `{dataset.data.fields[column]}` of {row_place(dataset.data, line)}"
                 break
@@ -213,7 +213,8 @@ class Dataset:
             keep &= fits
         self.usable = np.flatnonzero(keep)
         if not len(self.usable):
-            raise Fault(Diagnostic("no-data", f"no row of {data.path} is short enough to be used", data.span, self.why))
+            message = f"no row of {data.path} is short enough to be used"
+            raise Fault(Diagnostic("no-data", message, data.span, self.reason))
         for name, column in self.columns.items():
             if is_tokens(plan.graph, name) and (size := vocabulary_size(plan, name)):
                 self._check_vocabulary(name, column, size)
@@ -223,7 +224,7 @@ class Dataset:
         return sum(self.left_out.values())
 
     @property
-    def why(self) -> str:
+    def reason(self) -> str:
         """The reasons why rows are left out, for a message."""
         return ", ".join(
             f"`{column}` is empty or longer than {self.graph.bound(column):,} (rows: {count:,})"
@@ -242,7 +243,7 @@ class Dataset:
         for i, ids in zip(written, encoded, strict=True):
             values[i] = ids
         if name in self.responses:
-            values = self.tokens.closed(values)
+            values = self.tokens.append_end_tokens(values)
         return ragged(values, DTYPES[column.element])
 
     def _encode_texts(self, name: str, rows: list[dict[str, Any]], lines: list[int]) -> list[Array]:
@@ -252,7 +253,7 @@ class Dataset:
         is encoded. So one row of many megabytes does not take minutes.
         """
         full_texts = [self._text(name, row, line) for row, line in zip(rows, lines, strict=True)]
-        encoded_texts = [self.tokens.beginning(text, self.graph.bound(name)) for text in full_texts]
+        encoded_texts = [self.tokens.shorten(text, self.graph.bound(name)) for text in full_texts]
         self.cut |= {
             line for line, part, text in zip(lines, encoded_texts, full_texts, strict=True) if len(part) < len(text)
         }
@@ -268,7 +269,7 @@ class Dataset:
             preceding = (
                 [self._text_before(previous_columns, rows[i], lines[i]) for i in uncut] if all_from_file else None
             )
-            following = self.tokens.following([encoded_texts[i] for i in uncut], preceding)
+            following = self.tokens.encode_after([encoded_texts[i] for i in uncut], preceding)
         except BadPieceError as error:
             raise self._encoding_fault(name, lines[uncut[error.index]], error) from None
         for i, ids in zip(uncut, following, strict=True):
@@ -291,7 +292,7 @@ class Dataset:
             if ids:
                 text += self.tokens.decode([row[name]], special=True)[0]
             elif self.graph.column(name).element == "text":
-                text += self._render(name, line, self.tokens.asked, row[name])
+                text += self._render(name, line, self.tokens.prompt_text, row[name])
             else:
                 text += self._text(name, row, line)
         return text
@@ -353,14 +354,14 @@ class Dataset:
             lengths = []
             for tokens in map(Tokens, sorted(readers)):
                 input_texts = [
-                    self._render(name, line, tokens.asked, column.text(i)) for i, line in enumerate(self.lines)
+                    self._render(name, line, tokens.prompt_text, column.text(i)) for i, line in enumerate(self.lines)
                 ]
                 follows = name in self.preceding
                 if kind.dims or not follows or tokens.pieces.exact:  # otherwise the whole text must be encodable
                     input_texts = [
-                        tokens.beginning(text, self.graph.bound(name) if kind.dims else 0) for text in input_texts
+                        tokens.shorten(text, self.graph.bound(name) if kind.dims else 0) for text in input_texts
                     ]
-                encode = tokens.following if follows else tokens.encode
+                encode = tokens.encode_after if follows else tokens.encode
                 try:
                     lengths.append(np.array([len(ids) for ids in encode(input_texts)]))
                 except BadPieceError as error:
@@ -391,7 +392,7 @@ class Dataset:
     def __len__(self) -> int:
         return len(self.usable)
 
-    def where(self, index: int) -> str:
+    def locate(self, index: int) -> str:
         """Return the place of a usable row in the file, for a message."""
         return row_place(self.data, self.lines[self.usable[index]])
 
@@ -399,7 +400,7 @@ class Dataset:
         """Return `count` rows from `position` on, of endless shuffled passes."""
         return data_order.shuffle_rows(self.order, len(self), position, count)
 
-    def drawn(self, weights: Array, iteration: int, position: int, count: int) -> Array:
+    def draw(self, weights: Array, iteration: int, position: int, count: int) -> Array:
         """Draw `count` rows of an iteration by weight, from `position` on.
 
         The draw is without replacement. `weights` has one number per usable row, finite and not negative. Rows of

@@ -63,7 +63,7 @@ class SampledLogProbs:
     """Log-probabilities of rows' tokens at sampling, and the temperature of each row."""
 
     logp: ColumnData
-    heat: Array
+    temperature: Array
 
 
 def sampled_columns(graph: Graph, node: Node) -> tuple[str, str]:
@@ -143,7 +143,7 @@ class NumericsWatch:
         self.stops = plan.deploy.run.on_nan == "stop"
         self.comparison = find_comparison(plan)
 
-    def tell(self, node: Node, task: Task, report: Report, reason: str, rows: Array, problem: str) -> None:
+    def report_rows(self, node: Node, task: Task, report: Report, reason: str, rows: Array, problem: str) -> None:
         """End the run, or count the rows under `reason` (if there is one) and report them."""
         message = _format_message(node, task, rows, problem)
         if self.stops:
@@ -152,7 +152,7 @@ class NumericsWatch:
             report.count(f"wrong/{reason}", len(rows), 0)
         report.remarks.append(message)
 
-    def begun(self, node: Node, task: Task, rows: Array, lengths: Array) -> None:
+    def check_input(self, node: Node, task: Task, rows: Array, lengths: Array) -> None:
         """End the run if the model's input before its first prediction has no token.
 
         No `on_nan` setting helps here.
@@ -164,7 +164,7 @@ class NumericsWatch:
                 )
             )
 
-    def temperature(self, node: Node, task: Task, rows: Array, name: str, values: Array) -> None:
+    def check_temperature(self, node: Node, task: Task, rows: Array, name: str, values: Array) -> None:
         """End the run if a sampling temperature cannot be used.
 
         It must not be negative, nor 0 if a policy scores the response. No `on_nan` setting helps here.
@@ -184,7 +184,7 @@ class NumericsWatch:
             problem = f"the temperature `{name}` is {values[bad][0]:g}: {requirement}"
             raise RunError(_format_message(node, task, rows[bad], problem))
 
-    def finite(
+    def check_finite(
         self,
         node: Node,
         task: Task,
@@ -203,10 +203,12 @@ class NumericsWatch:
         known = np.zeros(len(bad), bool) if known is None else known
         if len(new_rows := np.flatnonzero(bad & ~known)):
             values = column.take(new_rows).values
-            self.tell(node, task, report, reason, rows[new_rows], problem.format(values[~np.isfinite(values)][0]))
+            self.report_rows(
+                node, task, report, reason, rows[new_rows], problem.format(values[~np.isfinite(values)][0])
+            )
         return bad | known
 
-    def results(
+    def check_results(
         self,
         node: Node,
         task: Task,
@@ -221,11 +223,11 @@ class NumericsWatch:
         If a row may have no value in the column, missing values are counted instead.
         """
         if name not in self.graph.optional:
-            self.finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column, known)
+            self.check_finite(node, task, report, "result", f"it returned {{}} for `{name}`", rows, column, known)
         elif absent := int(rows_not_finite(column).sum()):
             report.count(f"without/{name}", absent, 0)
 
-    def unscored(
+    def check_scored(
         self, node: Node, task: Task, report: Report, rows: Array, lengths: dict[str, Array], known: Array
     ) -> Array:
         """Report rows without a token that a loss term scores.
@@ -236,11 +238,11 @@ class NumericsWatch:
             empty = lengths[column] == 0
             if (empty & ~known).any():
                 problem = f"`{column}` holds no token, so it has no score"
-                self.tell(node, task, report, "empty", rows[empty & ~known], problem)
+                self.report_rows(node, task, report, "empty", rows[empty & ~known], problem)
             known = known | empty
         return known
 
-    def logp(
+    def check_logp(
         self,
         node: Node,
         task: Task,
@@ -255,14 +257,14 @@ class NumericsWatch:
         In training they are compared with those at sampling. An evaluation has a temperature of its own, so it is
         not compared.
         """
-        known = self.finite(node, task, report, "logp", "a token's log-probability is {}", rows, logp, known)
+        known = self.check_finite(node, task, report, "logp", "a token's log-probability is {}", rows, logp, known)
         return (
             known
             if as_drawn is None or task.name != "train"
             else self.check_drift(node, task, report, rows, logp, as_drawn, known)
         )
 
-    def response(
+    def check_response(
         self, node: Node, task: Task, report: Report, rows: Array, tokens: ColumnData, logp: ColumnData, vocabulary: int
     ) -> None:
         """Check generated responses; in a response of several turns, the policy's tokens."""
@@ -270,7 +272,7 @@ class NumericsWatch:
         if len(bad_rows := np.flatnonzero(unknown)):
             values = tokens.take(bad_rows).values
             token = values[(values < 0) | (values >= vocabulary)][0]
-            self.tell(
+            self.report_rows(
                 node,
                 task,
                 report,
@@ -279,8 +281,10 @@ class NumericsWatch:
                 f"it drew the token {token}, outside the vocabulary of {vocabulary}",
             )
         if len(bad_rows := np.flatnonzero(tokens.lengths == 0)):
-            self.tell(node, task, report, "empty", rows[bad_rows], "the response is empty")
-        self.finite(node, task, report, "logp", "it drew a token with the log-probability {}", rows, logp, unknown)
+            self.report_rows(node, task, report, "empty", rows[bad_rows], "the response is empty")
+        self.check_finite(
+            node, task, report, "logp", "it drew a token with the log-probability {}", rows, logp, unknown
+        )
 
     def check_drift(
         self,
@@ -314,7 +318,7 @@ class NumericsWatch:
         if age:
             return known
         tolerance = self.comparison.tolerance / np.minimum(
-            1.0, sampled.heat
+            1.0, sampled.temperature
         )  # temperatures below 1 magnify the errors of logits
         if difference.mean() <= tolerance[row].mean():
             return known
@@ -328,7 +332,7 @@ class NumericsWatch:
             f"with: off by {by_row[far_rows[0]]:.3g} nats on row {rows[far_rows[0]]}, "
             f"by {difference.mean():.3g} on average, where rounding makes at most {tolerance[far_rows[0]]:.3g}"
         )
-        self.tell(node, task, report, "drift", rows[far_rows], problem)
+        self.report_rows(node, task, report, "drift", rows[far_rows], problem)
         known[far_rows] = True
         return known
 

@@ -69,7 +69,7 @@ def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]
         for response in (sampled_columns(graph, node)[0] for node in graph.verb("generate"))
     }
     several = len(generated) > 1
-    bases = generated if generated and not several else {0: graph.made(0), **generated}
+    bases = generated if generated and not several else {0: graph.row_column(0), **generated}
 
     def ids(base: int) -> dict[str, int]:
         ancestors = {
@@ -77,7 +77,9 @@ def tables(graph: Graph, row_sets: Rowsets | None = None) -> list[RecordedTable]
             for rowset in reversed(chain(row_sets.sets, base))
             if rowset != base or (not rowset and not several)
         }
-        return {f"{graph.made(level) if several else 'prompt'}_row": rowset for level, rowset in ancestors.items()}
+        return {
+            f"{graph.row_column(level) if several else 'prompt'}_row": rowset for level, rowset in ancestors.items()
+        }
 
     return [
         RecordedTable(column if several else "", column, base, {"row": base, **ids(base)})
@@ -143,7 +145,7 @@ def check(plan: Plan, record: bool, replay: str, begin: int) -> None:
         message = (
             f"`{node.name}` cannot take its responses from a recording, which does not contain what its {partner} does"
         )
-        diagnostics.append(Diagnostic("bad-value", message, node.at(partner), "leave out --replay"))
+        diagnostics.append(Diagnostic("bad-value", message, node.span_of(partner), "leave out --replay"))
     if replay and not is_folder(Path(replay) / FOLDER):
         message = f"there is no recording in {replay}: it has no folder `{FOLDER}`"
         diagnostics.append(
@@ -286,14 +288,14 @@ def _select_rows(
     ]
     rows_by_set = {level.rows: np.unique(np.concatenate([pieces.get(name, nothing).rows for name in column_names]))}
     for sieve in row_sets.sieves.values():
-        if sieve.rows in rows_by_set and sieve.left != sieve.rows and not trains:
-            rows_by_set[sieve.left] = rows_by_set[sieve.rows]
-        elif sieve.rows in rows_by_set and sieve.left != sieve.rows:
+        if sieve.rows in rows_by_set and sieve.remaining != sieve.rows and not trains:
+            rows_by_set[sieve.remaining] = rows_by_set[sieve.rows]
+        elif sieve.rows in rows_by_set and sieve.remaining != sieve.rows:
             verdicts = pieces.get(sieve.column, nothing)
             chosen = verdicts.rows
             times = verdicts.column.values
             repeats = np.concatenate([np.arange(count) for count in times]) if len(chosen) else chosen
-            rows_by_set[sieve.left] = np.repeat(chosen, times) + repeats * numbers.space[sieve.rows]
+            rows_by_set[sieve.remaining] = np.repeat(chosen, times) + repeats * numbers.space[sieve.rows]
     return rows_by_set
 
 

@@ -53,7 +53,7 @@ class Pieces:
             for encoding in self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
         ]
 
-    def following(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
+    def encode_after(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
         """Return the tokens of each text after the text `before` it. Raises BadPieceError.
 
         `before` is None if it is not known.
@@ -112,7 +112,7 @@ class Pieces:
             and not any(token.lstrip or token.rstrip or token.single_word for token in added)
         )
 
-    def beginning(self, text: str, tokens: int) -> str:
+    def shorten(self, text: str, tokens: int) -> str:
         """Return the text, or a prefix of it that has more than `tokens` tokens.
 
         If the prefix has more than that, the whole text has too.

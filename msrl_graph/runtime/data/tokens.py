@@ -44,8 +44,8 @@ class Tokens:
         A JSON list of messages is rendered as a prompt; other text is encoded as it is. `follows`: other tokens
         come before these.
         """
-        input_texts = [self.asked(column.text(row)) for row in range(len(column))]
-        return ragged(self.following(input_texts) if follows else self.encode(input_texts), np.int32)
+        input_texts = [self.prompt_text(column.text(row)) for row in range(len(column))]
+        return ragged(self.encode_after(input_texts) if follows else self.encode(input_texts), np.int32)
 
     def encode_responses(self, column: ColumnData) -> ColumnData:
         """Encode a text column of responses, each with an end token. Raises BadMessages.
@@ -55,9 +55,9 @@ class Tokens:
         texts = [column.text(row) for row in range(len(column))]
         if any(map(messages, texts)):
             raise BadMessages("a column of `text` that is scored holds messages: declare it as tokens, `i32[<= n]`")
-        return ragged(self.closed(self.following(texts)), np.int32)
+        return ragged(self.append_end_tokens(self.encode_after(texts)), np.int32)
 
-    def closed(self, responses: Sequence[Array]) -> list[Array]:
+    def append_end_tokens(self, responses: Sequence[Array]) -> list[Array]:
         """Append the end token to responses without one, except empty ones.
 
         Without it a model never learns to end.
@@ -70,12 +70,12 @@ class Tokens:
             for response in responses
         ]
 
-    def unended(self, text: str) -> str:
+    def strip_end_token(self, text: str) -> str:
         """Return a response's text without the token that ends it."""
         names = [end_text for end in self.ends if (end_text := self.tokenizer.id_to_token(end))]
         return next((text.removesuffix(name) for name in names if text.endswith(name)), text)
 
-    def asked(self, text: str) -> str:
+    def prompt_text(self, text: str) -> str:
         """Return the text that `read` encodes for this text. Raises BadMessages."""
         return self.prompt(conversation) if (conversation := messages(text)) else text
 
@@ -83,19 +83,19 @@ class Tokens:
         """Return the tokens of each text, as it is."""
         return self.pieces.encode(texts)
 
-    def beginning(self, text: str, tokens: int) -> str:
+    def shorten(self, text: str, tokens: int) -> str:
         """Return the text, or a prefix of it that has more than `tokens` tokens.
 
         If the prefix has more than that, the whole text has too.
         """
-        return self.pieces.beginning(text, tokens)
+        return self.pieces.shorten(text, tokens)
 
-    def following(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
+    def encode_after(self, texts: Sequence[str], before: Sequence[str] | None = None) -> list[Array]:
         """Return the tokens of each text after the text `before` it. Raises BadPieceError.
 
         `before` is None if it is not known.
         """
-        return self.pieces.following(texts, before)
+        return self.pieces.encode_after(texts, before)
 
     def decode(self, rows: Iterable[Array], special: bool = False) -> list[str]:
         """Return the text of each row of tokens, with or without special tokens."""
@@ -108,7 +108,7 @@ class Tokens:
 
     def prompt(self, messages: Messages) -> str:
         """Return the text that asks for a response to these messages. Raises BadMessages."""
-        return self.rendered(messages, True)
+        return self.render(messages, True)
 
     def response(self, prompt: Messages, messages: Messages) -> str:
         """Return the text that a generation would have written after `prompt`.
@@ -127,7 +127,7 @@ class Tokens:
             )
             raise BadMessages(message, help)
         prompt_text = self.prompt(prompt) if prompt else ""
-        text = self.rendered(conversation, False)
+        text = self.render(conversation, False)
         if not text.startswith(prompt_text):
             common = next((i for i, (a, b) in enumerate(zip(prompt_text, text, strict=False)) if a != b), len(text))
             message = (
@@ -144,7 +144,7 @@ class Tokens:
             else text
         )
 
-    def rendered(self, messages: Messages, prompt: bool, **more: Any) -> str:
+    def render(self, messages: Messages, prompt: bool, **more: Any) -> str:
         """Render messages as text. Raises BadMessages.
 
         With `prompt`, the text that asks for a response is appended. `more` holds further template variables, such

@@ -43,54 +43,54 @@ class Client:
     def __init__(self, process: str, readers: list[NodeReads], dock_address: DockAddress, host: int) -> None:
         self.process = process
         self.host = host
-        self.way = dock_address
+        self.dock_address = dock_address
         self.readers = {reader.node: reader for reader in readers}
         self.lines = RpcConnections(look_up_address, host, dock_address.key)
         self.home = dock_address.hosts.index(host) if host in dock_address.hosts else 0
         self.segments: Segments | None = None  # of this host, once they were requested
         self.activity: Activity | None = None
         # By node: the task, how many of its shares were returned, and the shares that arrived ahead of their turn.
-        self.taken: dict[str, tuple[str, int, list[Share]]] = {}
+        self.shares_by_node: dict[str, tuple[str, int, list[Share]]] = {}
         self.known: dict[str, list[ColumnRows]] = {}  # by column: rows of the task from other hosts
         self.loads: dict[str, list[int]] = {}  # by node: the tokens of each share
         self.moved: dict[str, int] = {}  # by `node put`, `node get`, `node get away` and `node get here`: bytes
         self.pending: list[Any] = []
         self.written = 0  # segments so far
         self.events: list[Event] = []  # of the task: waits for answers and for rows from other hosts
-        self.waited = 0.0  # seconds spent waiting for shares
-        self.moving = 0.0  # seconds spent fetching and writing rows
+        self.wait_seconds = 0.0  # seconds spent waiting for shares
+        self.move_seconds = 0.0  # seconds spent fetching and writing rows
         self._activity = ""
         self._sent_at = 0.0  # when a process of a host without a warehouse last sent its progress
-        row_progress.listen(self.computed)
+        row_progress.listen(self.report_computed_rows)
 
     def _reach(self, step: str, task: Task) -> None:
         fault_points.reach(self.process, f"{step} in {task.key}")
 
     def _connection(self, warehouse: int) -> Any:
-        return self.lines.to(self.way.warehouses[warehouse])
+        return self.lines.connection_to(self.dock_address.warehouses[warehouse])
 
     def _local_segments(self) -> Segments | None:
         """Return the segments of this host, None if it has no warehouse."""
-        if self.segments is None and self.way.hosts[self.home] == self.host:
+        if self.segments is None and self.dock_address.hosts[self.home] == self.host:
             room = Room(Path(self._connection(self.home).send("folder").get()))
             room.join()
             self.segments = Segments(room)
             self.activity = Activity(room, self.process)
         return self.segments
 
-    def at(self, activity: str) -> None:
+    def report_activity(self, activity: str) -> None:
         """Report what this process begins to do, without waiting for an answer."""
         log.set_node(activity)
         self._activity = activity
         if self._local_segments() is None:
             self.pending.append(self._connection(self.home).send("at", self.process, activity))
         elif self.activity is not None:
-            self.activity.say(activity)
+            self.activity.set_activity(activity)
 
-    def computed(self, rows: int, total: int, where: str = "") -> None:
+    def report_computed_rows(self, rows: int, total: int, where: str = "") -> None:
         """Report how many rows of its share this process has computed."""
         if self.activity is not None:
-            self.activity.computed(rows, total, where)
+            self.activity.set_computed_rows(rows, total, where)
         elif self._activity and time.monotonic() - self._sent_at >= PROGRESS_INTERVAL:
             self._sent_at = time.monotonic()
             self.pending.append(
@@ -100,34 +100,37 @@ class Client:
     def _ask(self, question: ControllerRequest[T]) -> T:
         """Return the answer of a node's controller, as soon as there is one."""
         home = self._connection(self.home)
-        line = self.lines.to(self.way.controllers[question.node])
+        line = self.lines.connection_to(self.dock_address.controllers[question.node])
         if line is not home:
             home.flush()
         start = time.perf_counter()
         answer: T = line.send("ask", question).get()
-        details: dict[str, str | int] = {"asked": self.way.controllers[question.node], "group": question.of_group}
+        details: dict[str, str | int] = {
+            "asked": self.dock_address.controllers[question.node],
+            "group": question.group_index,
+        }
         self.events.append(Event.since(start, f"{question.node} waits", DOCK, **details))
         return answer
 
-    def take(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
+    def take_share(self, node: str, task: Task, group: int, at_once: bool = False) -> Batch:
         """Return the group's next share with its rows.
 
         `at_once` means that this process begins to work on it now.
         """
         reader = self.readers[node]
         start = time.perf_counter()
-        key, count, shares = self.taken.get(node, ("", 0, []))
+        key, count, shares = self.shares_by_node.get(node, ("", 0, []))
         if key != task.key:
             count = 0
             shares = []
         shares = shares or self._ask(ShareRequest(node, task.key, group, count))
         share = shares[0]
         if at_once and len(share.units):
-            self.at(f"{node} in {task.key}")
+            self.report_activity(f"{node} in {task.key}")
         self._reach(f"share of {node}", task)
-        self.taken[node] = (task.key, count + 1, shares[1:])
+        self.shares_by_node[node] = (task.key, count + 1, shares[1:])
         share_arrived = time.perf_counter()
-        self.waited += share_arrived - start
+        self.wait_seconds += share_arrived - start
         numbers = reader.numbers(task)
         asked_for = list_wanted_rows(share, reader, numbers)
         batch = assemble_batch(share, reader, numbers, asked_for, self._fetch(node, task, share, asked_for))
@@ -138,7 +141,7 @@ class Client:
         ]
         self.loads.setdefault(node, []).append(sum(tokens))
         self._reach(f"rows of {node}", task)
-        self.moving += time.perf_counter() - share_arrived
+        self.move_seconds += time.perf_counter() - share_arrived
         return batch
 
     def _fetch(self, node: str, task: Task, share: Share, asked_for: Mapping[str, Array]) -> dict[str, ColumnData]:
@@ -179,7 +182,7 @@ class Client:
                     parts[name].append((order[warehouse, segment, name], column))
                     self._count(f"{node} get away", column)
                     size += column.nbytes
-            host = self.way.hosts[warehouse]
+            host = self.dock_address.hosts[warehouse]
             # All requests were sent at once, so these events overlap.
             names = ", ".join(sorted({name for columns in asked[warehouse].values() for name in columns}))
             details: dict[str, str | int] = {"node": node, "host": host, "bytes": size, "columns": names}
@@ -196,7 +199,7 @@ class Client:
         """Return whether the filter `node` needs another round of prompts after `rounds`."""
         start = time.perf_counter()
         needed = self._ask(RefillRequest(node, task.key, rounds))
-        self.waited += time.perf_counter() - start
+        self.wait_seconds += time.perf_counter() - start
         return needed
 
     def walk(
@@ -218,11 +221,11 @@ class Client:
             with around(step):
                 walk.advance(pool, walker)
 
-    def whole(self, task: Task, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
+    def read_all_rows(self, task: Task, columns: Collection[str] | None = None) -> dict[str, ColumnRows]:
         """Return all rows of a task by column, ascending; `columns` limits the columns."""
         asked = [
             self._connection(warehouse).send("whole", task.key, columns)
-            for warehouse in range(len(self.way.warehouses))
+            for warehouse in range(len(self.dock_address.warehouses))
         ]
         parts: list[dict[str, ColumnRows]] = [answer.get() for answer in asked]
         rows_by_column = {}
@@ -231,7 +234,7 @@ class Client:
             rows_by_column[name] = merged.take(np.argsort(merged.rows))
         return rows_by_column
 
-    def put(self, node: str, task: Task, pieces: Mapping[str, ColumnRows], asks: bool = False) -> None:
+    def put_rows(self, node: str, task: Task, pieces: Mapping[str, ColumnRows], asks: bool = False) -> None:
         """Write the rows that a node made, by column, into the memory of this host.
 
         It announces them to the warehouse without waiting for an answer. `asks` means that this thread requests rows or
@@ -248,7 +251,7 @@ class Client:
                 self.pending.append(self._connection(warehouse).send("put", task.key, node, name, dict(segment_pieces)))
         for piece in pieces.values():
             self._count(f"{node} put", piece.column)
-        self.moving += time.perf_counter() - start
+        self.move_seconds += time.perf_counter() - start
         self._reach(f"after put of {node}", task)
 
     def _place_segments(
@@ -261,7 +264,7 @@ class Client:
         """
         self.written += 1
         name = f"{self.process.replace(' ', '-')}.{self.written:06}.{os.getpid()}"
-        if not self.way.capacity:
+        if not self.dock_address.capacity:
             yield self.home, name, pieces
             return
         single = len(pieces) == 1 and all(len(piece.rows) < 2 for piece in pieces.values())
@@ -274,10 +277,10 @@ class Client:
         for part in _split_pieces(pieces):
             yield from self._place_segments(node, task, part)
 
-    def did(self, node: str, task: Task, rows: int) -> None:
+    def report_rows_done(self, node: str, task: Task, rows: int) -> None:
         """Report that this process finished `rows` more rows of a node that writes none."""
         if self._local_segments() is not None and self.activity is not None:
-            self.activity.did(task.key, node, rows)
+            self.activity.add_done_rows(task.key, node, rows)
 
     def flush(self, task: Task, report: Report) -> None:
         """End a task and raise the errors of its writes.

@@ -95,7 +95,7 @@ class IterationState:
     task: Task
     progress: Progress
     shares: list[list[Share]]
-    had: list[float]
+    loads: list[float]
     tokens: float = 0.0
     mini_batches: MiniBatches | None = None  # of an update whose rows are all known
 
@@ -132,7 +132,7 @@ class Controller:
         return self._deal(self.states[task.key])
 
     def _begin(self, task: Task) -> None:
-        groups = len(self.reader.at)
+        groups = len(self.reader.group_warehouses)
         self.states[task.key] = IterationState(
             task, Progress(self.reader, task), [[] for _ in range(groups)], [0.0] * groups
         )
@@ -140,7 +140,7 @@ class Controller:
     def close(self, key: str) -> None:
         self.states.pop(key, None)
 
-    def heard(self, key: str, news: Iterable[RowsReady]) -> list[Round]:
+    def take_in_news(self, key: str, news: Iterable[RowsReady]) -> list[Round]:
         """Take in the news that a warehouse has new rows."""
         if (state := self.states.get(key)) is None or not self._record_news(state, news):
             return []
@@ -148,7 +148,7 @@ class Controller:
 
     def _record_news(self, state: IterationState, news: Iterable[RowsReady]) -> bool:
         """Record the news; return whether any of it concerns the node."""
-        relevant = [entry for entry in news if entry.column in self.reader.hears]
+        relevant = [entry for entry in news if entry.column in self.reader.needed_columns]
         for entry in relevant:
             state.progress.note(entry)
         return bool(relevant)
@@ -164,13 +164,13 @@ class Controller:
         for round in rounds:
             for group, part in enumerate(round.parts):
                 state.progress.deal(part.units)
-                state.had[group] += self._weigh_units(state, part.rows, part.sizes).load(range(len(part.units)))
+                state.loads[group] += self._weigh_units(state, part.rows, part.sizes).load(range(len(part.units)))
             if round.last:
                 state.progress.end()
-            self.hand(task.key, round)
+            self.hand_out(task.key, round)
         return self._deal(state)
 
-    def hand(self, key: str, round: Round) -> None:
+    def hand_out(self, key: str, round: Round) -> None:
         """Make the shares of a round, for `decided`; a closed iteration gets none."""
         if (state := self.states.get(key)) is None:
             return
@@ -179,10 +179,11 @@ class Controller:
         all_rows = np.concatenate([share_of_round.rows for share_of_round in round.parts])
         largest = max(len(share_of_round.rows) for share_of_round in round.parts)
         elements = {
-            column: int(progress.heard[column].get(progress.above(all_rows, rows)).sum()) for column, rows in columns
+            column: int(progress.heard[column].get(progress.rows_above(all_rows, rows)).sum())
+            for column, rows in columns
         }
         for shares, part in zip(state.shares, round.parts, strict=True):
-            above = {rows: np.unique(progress.above(part.rows, rows)) for rows in {rows for _, rows in columns}}
+            above = {rows: np.unique(progress.rows_above(part.rows, rows)) for rows in {rows for _, rows in columns}}
             places = {column: progress.where[column].get(above[rows]) for column, rows in columns}
             used_places = np.unique(np.concatenate([*places.values(), part.rows[:0]]))
             where = {column: np.searchsorted(used_places, column_places) for column, column_places in places.items()}
@@ -203,11 +204,11 @@ class Controller:
                 )
             )
 
-    def decided(self, key: str, group: int) -> list[Share]:
+    def decided_shares(self, key: str, group: int) -> list[Share]:
         """Return the group's shares so far."""
         return self.states[key].shares[group]
 
-    def again(self, key: str, rounds: int) -> bool | None:
+    def needs_refill(self, key: str, rounds: int) -> bool | None:
         """Return whether the refilling filter needs another round after `rounds` rounds.
 
         None while that is not known. Raises RunError when the maximum number of rounds is reached.
@@ -215,7 +216,7 @@ class Controller:
         state = self.states[key]
         filter = self.reader.refilling
         assert filter is not None
-        _, decided, count = state.progress.surviving(rounds)
+        _, decided, count = state.progress.find_surviving_prompts(rounds)
         if not decided.all():
             return None
         if count >= state.task.target:
@@ -232,25 +233,25 @@ class Controller:
             )
         return True
 
-    def counts(self, key: str) -> tuple[int, int]:
+    def count_rows(self, key: str) -> tuple[int, int]:
         """Return how many rows of a task were handed out, and how many are known to exist.
 
         Both count a row once per epoch.
         """
         state = self.states[key]
         handed = sum(len(share.rows) for shares in state.shares for share in shares)
-        return handed, max(handed, len(state.progress.every[0]) * self.reader.epochs)
+        return handed, max(handed, len(state.progress.rows_under_way[0]) * self.reader.epochs)
 
-    def missing(self, key: str) -> str:
+    def describe_missing_rows(self, key: str) -> str:
         """Describe what the node waits for."""
         progress = self.states[key].progress
         reader = self.reader
         parts = list[str]()
         if progress.ended and not reader.loops:  # later news does not concern the node
             return ALL
-        rows, known = progress.every
+        rows, known = progress.rows_under_way
         for read in reader.reads:
-            wanted = np.unique(progress.above(rows, read.rows))
+            wanted = np.unique(progress.rows_above(rows, read.rows))
             absent = wanted[progress.where[read.column].get(wanted) < 0]
             if len(absent):
                 first = ", ".join(map(str, absent[:5])) + (", ..." if len(absent) > 5 else "")
@@ -282,27 +283,27 @@ class Controller:
         """Cut batches from the ready units, until the units of the round are used up."""
         progress = state.progress
         rounds = list[Round]()
-        while progress.left or not progress.complete:
+        while progress.undealt_count or not progress.complete:
             if not (count := self._next_batch_size(state)):
                 return rounds
-            last = progress.complete and progress.left == count
-            units = progress.next(count)
+            last = progress.complete and progress.undealt_count == count
+            units = progress.deal_next(count)
             self._add_ready_tokens(state, units, -1)
             rounds.append(self._assign_round(state, 0, units, last))
         # The units that were handed out before may have been all of them.
-        return rounds or [self._assign_round(state, 0, progress.next(0), True)]
+        return rounds or [self._assign_round(state, 0, progress.deal_next(0), True)]
 
     def _next_batch_size(self, state: IterationState) -> int:
         """Return how many of the ready units make a batch; 0 if they do not make one yet."""
         progress = state.progress
         reader = self.reader
         counts = list[int]()
-        if 0 < reader.chunk <= progress.fresh:
+        if 0 < reader.chunk <= progress.ready_count:
             counts.append(reader.chunk)
         if 0 < reader.chunk_tokens <= state.tokens:
-            cumulative_tokens = np.cumsum(self._count_tokens(state, *progress.rows_of(progress.first)))
+            cumulative_tokens = np.cumsum(self._count_tokens(state, *progress.rows_of(progress.ready_units)))
             counts.append(int(np.searchsorted(cumulative_tokens, reader.chunk_tokens)) + 1)
-        rest = progress.fresh if progress.complete and progress.left == progress.fresh else 0
+        rest = progress.ready_count if progress.complete and progress.undealt_count == progress.ready_count else 0
         return min(counts, default=rest)
 
     def _add_ready_tokens(self, state: IterationState, units: Array, sign: int) -> None:
@@ -316,7 +317,7 @@ class Controller:
         if state.mini_batches is None:
             if not progress.complete:
                 return []
-            state.mini_batches = MiniBatches.cut(self.reader, state.task.number, np.sort(progress.every[0]))
+            state.mini_batches = MiniBatches.cut(self.reader, state.task.number, np.sort(progress.rows_under_way[0]))
             rows = np.concatenate([*progress.ready, rows[:0]])
         ready = state.mini_batches.ready(rows)
         last = 0 if state.mini_batches.todo else len(ready)
@@ -329,11 +330,13 @@ class Controller:
         starts = np.cumsum(sizes) - sizes
         parts = []
         weighted_units = self._weigh_units(state, rows, sizes)
-        for group, positions in enumerate(assign_units(weighted_units, reader.at, reader.imbalance, state.had)):
+        for group, positions in enumerate(
+            assign_units(weighted_units, reader.group_warehouses, reader.imbalance, state.loads)
+        ):
             unit_rows = [rows[starts[i] : starts[i] + sizes[i]] for i in positions]
             indices = np.array(positions, np.int64)
             parts.append(WorkShare(units[indices], sizes[indices], np.concatenate([*unit_rows, rows[:0]])))
-            state.had[group] += weighted_units.load(positions)
+            state.loads[group] += weighted_units.load(positions)
         return Round(epoch, tuple(parts), last)
 
     def _weigh_units(self, state: IterationState, rows: Array, sizes: Array) -> Units:
@@ -343,13 +346,13 @@ class Controller:
         unit = np.repeat(np.arange(len(sizes)), sizes)
         lengths = np.zeros((len(sizes), int(warehouses.max()) + 1))
         for read in self.reader.reads:
-            above = progress.above(rows, read.rows)
+            above = progress.rows_above(rows, read.rows)
             length = progress.heard[read.column].get(above)
             cell = unit * lengths.shape[1] + warehouses[progress.where[read.column].get(above)]
             lengths += np.bincount(cell, length, lengths.size).reshape(lengths.shape)
         first = np.cumsum(sizes) - sizes
         return Units(
-            progress.above(rows, 0)[first[first < len(rows)]].tolist(),
+            progress.rows_above(rows, 0)[first[first < len(rows)]].tolist(),
             lengths.argmax(1).tolist(),
             self._count_tokens(state, rows, sizes).tolist() if self.reader.balance else None,
             lengths.sum(1).tolist(),
@@ -362,7 +365,7 @@ class Controller:
         tokens = np.zeros(len(sizes))
         for read in self.reader.reads:
             if times := self.reader.tokens.get(read.column):
-                length = progress.heard[read.column].get(progress.above(rows, read.rows))
+                length = progress.heard[read.column].get(progress.rows_above(rows, read.rows))
                 tokens += times * np.bincount(unit, length, len(sizes))
         return tokens
 
@@ -379,14 +382,14 @@ class ControllerRequest(ABC, Generic[T_co]):
         """Return the answer, None while there is none."""
 
     @property
-    def of_group(self) -> int:
+    def group_index(self) -> int:
         """The group that asks; -1 if the answer does not depend on the group."""
         return -1
 
     @property
-    def who(self) -> str:
+    def waiter(self) -> str:
         """The name of the waiting process in messages."""
-        return f"`{self.node}`" + (f" (group {self.of_group})" if self.of_group >= 0 else "")
+        return f"`{self.node}`" + (f" (group {self.group_index})" if self.group_index >= 0 else "")
 
 
 @dataclass(frozen=True)
@@ -397,10 +400,10 @@ class ShareRequest(ControllerRequest[list[Share]]):
     index: int
 
     def answer(self, controller: Controller) -> list[Share] | None:
-        return controller.decided(self.key, self.group)[self.index :] or None
+        return controller.decided_shares(self.key, self.group)[self.index :] or None
 
     @property
-    def of_group(self) -> int:
+    def group_index(self) -> int:
         return self.group
 
 
@@ -411,4 +414,4 @@ class RefillRequest(ControllerRequest[bool]):
     rounds: int
 
     def answer(self, controller: Controller) -> bool | None:
-        return controller.again(self.key, self.rounds)
+        return controller.needs_refill(self.key, self.rounds)

@@ -27,7 +27,7 @@ def take_snapshot(
     rows: dict[str, dict[str, tuple[int, int]]] = {}
     for node, controller in controllers.items():
         for key in controller.states:
-            rows.setdefault(key, {})[node] = controller.counts(key)
+            rows.setdefault(key, {})[node] = controller.count_rows(key)
     done = {key: warehouse.written(key) for key in warehouse.tasks} if warehouse else {}
     for status in statuses.values():
         for node, row_count in status.done.items():
@@ -39,7 +39,7 @@ def take_snapshot(
         host,
         rows,
         done,
-        warehouse.segments.room.held() if warehouse else None,
+        warehouse.segments.room.stored_bytes() if warehouse else None,
         {name: size for name, pid in memory.items() if (size := _resident_size(pid))},
         host_memory.total - host_memory.available,
         host_memory.total,

@@ -82,11 +82,11 @@ class DockHost:
         self.deadline = deadline
         self.run_folder = folder  # on this host; empty if nobody watches the heartbeats
         if folder:
-            Heart(folder, self.process, Limits.of(deadline))
+            Heart(folder, self.process, Limits.for_deadline(deadline))
         self.controllers = {reader.node: Controller(reader) for reader in readers}
-        self.room = Room.made(room, size)
+        self.room = Room.create(room, size)
         self.warehouse = Warehouse(members[index].warehouse, Segments(self.room), dock_address.capacity)
-        self.hears = members[index].hears
+        self.hears = members[index].needed_columns
         self.others = [
             (member, AsyncRpcConnection(member.name, _look_up, self.host, dock_address.key))
             for i, member in enumerate(members)
@@ -135,7 +135,7 @@ class DockHost:
     def _announce_to_others(self, key: str, news: Sequence[RowsReady]) -> None:
         """Announce news to the other members."""
         for member, post in self.others:
-            if relevant := [entry for entry in news if entry.column in member.hears]:
+            if relevant := [entry for entry in news if entry.column in member.needed_columns]:
                 self.announcements.append(asyncio.ensure_future(post.send("heard", key, relevant)))
 
     def _hand_out(self, key: str, node: str, rounds: list[Round]) -> None:
@@ -143,7 +143,7 @@ class DockHost:
         if rounds and controller.keeps:
             self.warehouse.keep(key, node, rounds)
         for round in rounds:
-            controller.hand(key, round)
+            controller.hand_out(key, round)
 
     # What the driver calls.
 
@@ -180,10 +180,10 @@ class DockHost:
         statuses = self._collect_statuses()
         waits = tuple(
             self._describe_wait(request)
-            for request in sorted(self.waits, key=lambda request: (request.node, request.of_group, request.key))
+            for request in sorted(self.waits, key=lambda request: (request.node, request.group_index, request.key))
         )
         doing = {
-            process: CurrentActivity(status.what, now - status.since, status.progress(now))
+            process: CurrentActivity(status.activity, now - status.since, status.progress(now))
             for process, status in statuses.items()
         }
         has_warehouse = self.warehouse.index >= 0
@@ -269,7 +269,7 @@ class DockHost:
         self._record_move()
         label = f"{', '.join(entry.column for entry in news)} of {key}"
         fault_points.reach(self.process, f"told of {label}")
-        decided = {node: controller.heard(key, news) for node, controller in self.controllers.items()}
+        decided = {node: controller.take_in_news(key, news) for node, controller in self.controllers.items()}
         fault_points.reach(self.process, f"decided on {label}")
         for node, rounds in decided.items():
             self._hand_out(key, node, rounds)
@@ -320,9 +320,9 @@ class DockHost:
         """
         now = time.monotonic()
         statuses = self._collect_statuses()
-        last = max([self.moved, *(status.moved for status in statuses.values())])
+        last = max([self.moved, *(status.last_row_at for status in statuses.values())])
         rows = [
-            f"{name} in {status.what}: {progress}"
+            f"{name} in {status.activity}: {progress}"
             for name, status in sorted(statuses.items())
             if (progress := status.progress(now))
         ]
@@ -364,7 +364,7 @@ class DockHost:
         before = self.doing.get(process)
         since = before.since if total and before else now
         self.doing[process] = ProcessStatus(
-            activity, since, rows=rows, of=total, moved=now if rows else 0.0, where=where
+            activity, since, rows=rows, total_rows=total, last_row_at=now if rows else 0.0, where=where
         )
 
     async def folder(self) -> str:
@@ -380,15 +380,15 @@ class DockHost:
 
     def _collect_statuses(self) -> dict[str, ProcessStatus]:
         """Return the reported status of each process of this host."""
-        return self.doing | self.room.said()
+        return self.doing | self.room.read_statuses()
 
     def _record_move(self) -> None:
         self.moves += 1
         self.moved = time.monotonic()
 
     def _describe_wait(self, question: ControllerRequest[Any]) -> Wait:
-        missing = self.controllers[question.node].missing(question.key)
-        return Wait(question.who, question.key, time.monotonic() - self.waits[question], missing)
+        missing = self.controllers[question.node].describe_missing_rows(question.key)
+        return Wait(question.waiter, question.key, time.monotonic() - self.waits[question], missing)
 
 
 async def _look_up(name: str) -> Address:

@@ -24,7 +24,7 @@ class Member:
     name: str
     host: int
     warehouse: int
-    hears: frozenset[str]
+    needed_columns: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class RowsReady:
     verdicts: bool = False
 
     @classmethod
-    def of(cls, column: str, piece: ColumnRows, place: RowLocation) -> RowsReady:
+    def from_piece(cls, column: str, piece: ColumnRows, place: RowLocation) -> RowsReady:
         """Return the news that a piece makes."""
-        return cls(column, piece.rows, piece.told, place, isinstance(piece, Verdicts))
+        return cls(column, piece.rows, piece.reported_values, place, isinstance(piece, Verdicts))
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Share:
     rows: Array
     where: dict[str, Array]
     places: tuple[RowLocation, ...]
-    most: int
+    largest_share_rows: int
     round_units: int
     elements: dict[str, int]
     epoch: int
@@ -151,12 +151,12 @@ class CurrentActivity:
     `rows` is the progress in words, empty if the process does not count its rows.
     """
 
-    what: str
+    activity: str
     seconds: float
     rows: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what}{', ' * bool(self.rows)}{self.rows}"
+        return f"{self.activity}{', ' * bool(self.rows)}{self.rows}"
 
 
 class ProcessStatus(NamedTuple):
@@ -168,22 +168,22 @@ class ProcessStatus(NamedTuple):
       (time.monotonic; 0: none yet). `where`: more about the position, such as the turn.
     """
 
-    what: str
+    activity: str
     since: float
     pid: int = 0
     key: str = ""
     done: Mapping[str, int] = {}
     rows: int = 0
-    of: int = 0
-    moved: float = 0.0
+    total_rows: int = 0
+    last_row_at: float = 0.0
     where: str = ""
 
     def progress(self, now: float) -> str:
         """Describe the progress of its rows; empty if it does not count them."""
-        if not self.of:
+        if not self.total_rows:
             return self.where
-        last = f", the last {now - self.moved:.0f} s ago" if self.rows and self.moved else ""
-        return f"{self.rows} of {self.of} rows are done{last}{', ' * bool(self.where)}{self.where}"
+        last = f", the last {now - self.last_row_at:.0f} s ago" if self.rows and self.last_row_at else ""
+        return f"{self.rows} of {self.total_rows} rows are done{last}{', ' * bool(self.where)}{self.where}"
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class DockSnapshot:
     host: int
     rows: dict[str, dict[str, tuple[int, int]]]
     done: dict[str, dict[str, int]]
-    held: int | None
+    row_bytes: int | None
     memory: dict[str, int]
     used: int
     total: int
@@ -240,6 +240,6 @@ class Status:
     moves: int
     waits: tuple[Wait, ...]
     doing: dict[str, CurrentActivity]
-    seen: DockSnapshot | None = None  # if somebody watches the run
+    snapshot: DockSnapshot | None = None  # if somebody watches the run
     ended: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     bytes: int = 0

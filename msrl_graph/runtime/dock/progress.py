@@ -37,15 +37,15 @@ class Progress:
         self.numbers = reader.numbers(task)
         size = self.numbers.size
         prompts = self.numbers.size[0]
-        self.where = {column: RowTable(size[rows], -1) for column, rows in reader.hears.items()}
-        self.heard = {column: RowTable(size[rows], -1) for column, rows in reader.hears.items()}
+        self.where = {column: RowTable(size[rows], -1) for column, rows in reader.needed_columns.items()}
+        self.heard = {column: RowTable(size[rows], -1) for column, rows in reader.needed_columns.items()}
         self.places: list[RowLocation] = []
         self.warehouses = np.zeros(16, np.int64)
         self.place_index: dict[RowLocation, int] = {}
         self.opened = 1
         self.ended = 0
         self.ready: list[Array] = []
-        self.fresh = self.dealt = 0
+        self.ready_count = self.dealt = 0
         self._state = RowTable(size[reader.unit], WAITS)
         self._sieves = reader.passed if task.trains else reader.failing
         self._filter = reader.refilling if task.trains else None
@@ -72,16 +72,16 @@ class Progress:
                 self.warehouses = np.concatenate([self.warehouses, np.zeros_like(self.warehouses)])
             self.warehouses[place_index] = news.place.warehouse
         self.where[news.column].set(news.rows, place_index)
-        prompts = self.numbers.above(news.rows, self.reader.hears[news.column], 0)
+        prompts = self.numbers.above(news.rows, self.reader.needed_columns[news.column], 0)
         self._news[prompts] = self._unsifted[prompts] = True
         if len(news.rows) and self._filter is not None:
             self.opened = max(self.opened, int(prompts.max()) // self.task.prompts + 1)
 
-    def above(self, rows: Array, end: int) -> Array:
+    def rows_above(self, rows: Array, end: int) -> Array:
         """Return the row of set `end` that each row of the node came from."""
         return self.numbers.above(rows, self.reader.rows, end)
 
-    def surviving(self, rounds: int) -> tuple[Array, Array, int]:
+    def find_surviving_prompts(self, rounds: int) -> tuple[Array, Array, int]:
         """Return `first_prompts` of the filter that refills, after `rounds` rounds."""
         filter = self._filter
         prompt_count = rounds * self.task.prompts
@@ -89,8 +89,8 @@ class Progress:
         prompts = np.flatnonzero(self._unsifted[:prompt_count])
         if len(prompts):
             sieves = (*self.reader.before_refill, filter)
-            rows, known = enumerate_rows(self.numbers, filter.left, prompts, sieves, self.heard)
-            prompt_of_row = self.numbers.above(rows, filter.left, 0)
+            rows, known = enumerate_rows(self.numbers, filter.remaining, prompts, sieves, self.heard)
+            prompt_of_row = self.numbers.above(rows, filter.remaining, 0)
             self._alive[prompts] = self._open[prompts] = self._unsifted[prompts] = False
             self._alive[prompt_of_row[known]] = self._open[prompt_of_row[~known]] = True
         return first_prompts(self._alive[:prompt_count], self._open[:prompt_count], self.task.target)
@@ -115,17 +115,17 @@ class Progress:
         rows, known = self.rows(prompts)
         ready = known.copy()
         for read in reader.reads:
-            ready &= self.where[read.column].get(self.above(rows, read.rows)) >= 0
-        prompt_of_row = self.above(rows, 0)
+            ready &= self.where[read.column].get(self.rows_above(rows, read.rows)) >= 0
+        prompt_of_row = self.rows_above(rows, 0)
         self._settled[prompts] = self._all_present[prompts] = True
         self._settled[prompt_of_row[~known]] = self._all_present[prompt_of_row[~ready]] = False
         self._units[prompts] = 0
-        if reader.whole:
+        if reader.whole_batch:
             self._units += np.bincount(prompt_of_row, minlength=len(self._units))
             return self._mark_ready(
-                np.zeros(int(self.left > 0 and self.complete and self._all_present[window].all()), np.int64)
+                np.zeros(int(self.undealt_count > 0 and self.complete and self._all_present[window].all()), np.int64)
             )
-        units, unit_of_row = np.unique(self.above(rows, reader.unit), return_inverse=True)
+        units, unit_of_row = np.unique(self.rows_above(rows, reader.unit), return_inverse=True)
         self._units += np.bincount(self.numbers.above(units, reader.unit, 0), minlength=len(self._units))
         complete_units = self._state.get(units) == WAITS
         complete_units[unit_of_row[~ready]] = False
@@ -135,12 +135,12 @@ class Progress:
         if len(units):
             self._state.set(units, READY)
             self.ready.append(units)
-            self.fresh += len(units)
+            self.ready_count += len(units)
         return units
 
     def _apply_refill_filter(self, window: slice) -> None:
         """Update which prompts survive the refilling filter, and mark the changed ones."""
-        inside, decided, survivors = self.surviving(self.opened)
+        inside, decided, survivors = self.find_surviving_prompts(self.opened)
         self._enough = survivors >= self.task.target
         if self._filter in self.reader.passed:
             self._news[window] |= (inside != self._inside[window]) | (decided != self._decided[window])
@@ -156,10 +156,10 @@ class Progress:
         if chosen:
             prompts = prompts[self._inside[prompts] | ~self._decided[prompts]]
         rows, known = enumerate_rows(self.numbers, self.reader.rows, prompts, self._sieves, self.heard)
-        return rows, known & self._decided[self.above(rows, 0)] if chosen else known
+        return rows, known & self._decided[self.rows_above(rows, 0)] if chosen else known
 
     @property
-    def every(self) -> tuple[Array, Array]:
+    def rows_under_way(self) -> tuple[Array, Array]:
         """The `rows` of all prompts under way."""
         return self.rows(np.arange(self._window.start, self._window.stop))
 
@@ -169,22 +169,22 @@ class Progress:
         return self._enough and bool(self._settled[self._window].all())
 
     @property
-    def left(self) -> int:
+    def undealt_count(self) -> int:
         """The number of units counted so far that were not handed out."""
         units = int(self._units[self._window].sum())
-        return (min(units, 1) if self.reader.whole else units) - self.dealt
+        return (min(units, 1) if self.reader.whole_batch else units) - self.dealt
 
     @property
-    def first(self) -> Array:
+    def ready_units(self) -> Array:
         """The units that are ready and not handed out, sorted by number."""
         return np.sort(np.concatenate([*self.ready, np.zeros(0, np.int64)]))
 
-    def next(self, count: int) -> Array:
+    def deal_next(self, count: int) -> Array:
         """Hand out the first `count` of the ready units, by number."""
-        ready = self.first
+        ready = self.ready_units
         units = ready[:count]
         self.ready = [ready[count:]]
-        self.fresh -= len(units)
+        self.ready_count -= len(units)
         self.deal(units)
         return units
 
@@ -204,13 +204,13 @@ class Progress:
         Rows are ascending within a unit.
         """
         reader = self.reader
-        if reader.whole:
-            rows = np.sort(self.every[0]) if len(units) else units
+        if reader.whole_batch:
+            rows = np.sort(self.rows_under_way[0]) if len(units) else units
             return rows, np.full(len(units), len(rows))
         if reader.unit == reader.rows:
             return units, np.ones(len(units), np.int64)
         rows, _ = self.rows(np.unique(self.numbers.above(units, reader.unit, 0)))
-        unit_of_row = self.above(rows, reader.unit)
+        unit_of_row = self.rows_above(rows, reader.unit)
         order = np.lexsort((rows, unit_of_row))
         rows = rows[order]
         unit_of_row = unit_of_row[order]

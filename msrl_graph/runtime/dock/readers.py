@@ -50,8 +50,8 @@ class NodeReads:
     sets: tuple[Rowset, ...]
     rows: int
     unit: int
-    whole: bool  # per = batch: one unit has all rows
-    at: tuple[int, ...]
+    whole_batch: bool  # per = batch: one unit has all rows
+    group_warehouses: tuple[int, ...]
     chunk: int = 0
     chunk_tokens: int = 0
     tokens: Mapping[str, int] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class NodeReads:
     prompts: str = ""
 
     @cached_property
-    def hears(self) -> dict[str, int]:
+    def needed_columns(self) -> dict[str, int]:
         """The columns that the node needs news of, and the set of their rows.
 
         They include verdicts.
@@ -123,8 +123,8 @@ def list_node_reads(plan: Plan) -> list[NodeReads]:
                 sets=tuple(rows.sets),
                 rows=rows.nodes[node.name],
                 unit=rows.units[node.name],
-                whole=node.per == "batch",
-                at=tuple(warehouse_index.get(host, -1) for host in plan.group_hosts(node.name)),
+                whole_batch=node.per == "batch",
+                group_warehouses=tuple(warehouse_index.get(host, -1) for host in plan.group_hosts(node.name)),
                 chunk=controller.chunk,
                 chunk_tokens=controller.chunk_tokens,
                 tokens=length_columns(graph, node),
@@ -159,7 +159,10 @@ def list_members(plan: Plan, node_reads: Sequence[NodeReads], key: bytes = b"") 
     names = {host: f"dock of host {host}" for host in sorted({*controller_host.values(), *warehouse_index})}
     hears = {
         host_number: frozenset(
-            column for reads in node_reads if controller_host[reads.node] == host_number for column in reads.hears
+            column
+            for reads in node_reads
+            if controller_host[reads.node] == host_number
+            for column in reads.needed_columns
         )
         for host_number in names
     }

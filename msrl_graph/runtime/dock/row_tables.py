@@ -77,14 +77,14 @@ def enumerate_rows(
         # in the graph.
         for sieve in sorted(
             (candidate for candidate in sieves if candidate.rows == row_set),
-            key=lambda candidate: candidate.left != row_set,
+            key=lambda candidate: candidate.remaining != row_set,
         ):
             times = verdicts[sieve.column].get(rows)
-            if sieve.left == row_set:
+            if sieve.remaining == row_set:
                 stay = times != 0
                 rows = rows[stay]
                 known = (known & (times > 0))[stay]
-            elif sieve.left == next_set:
+            elif sieve.remaining == next_set:
                 # For a row without a verdict, one row represents all of its repeats.
                 count = np.where(times < 0, 1, times)
                 first = np.cumsum(count) - count
@@ -94,17 +94,17 @@ def enumerate_rows(
     for sieve in sieves:
         # A filter of rows that are not above these: a row stays if any row of the filter under the row above both
         # stays.
-        if sieve.left in path:
+        if sieve.remaining in path:
             continue
-        meeting = common(numbers.sets, sieve.left, end)
+        meeting = common(numbers.sets, sieve.remaining, end)
         filter_rows, filter_known = enumerate_rows(
             numbers,
-            sieve.left,
+            sieve.remaining,
             prompts,
-            [candidate for candidate in sieves if candidate.left in chain(numbers.sets, sieve.left)],
+            [candidate for candidate in sieves if candidate.remaining in chain(numbers.sets, sieve.remaining)],
             verdicts,
         )
-        above = numbers.above(filter_rows, sieve.left, meeting)
+        above = numbers.above(filter_rows, sieve.remaining, meeting)
         meeting_rows = numbers.above(rows, end, meeting)
         alive = np.isin(meeting_rows, above[filter_known])
         possible = np.isin(meeting_rows, above)

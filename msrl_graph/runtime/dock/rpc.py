@@ -296,7 +296,7 @@ class RpcConnections:
         self.key = key
         self._thread_local = threading.local()
 
-    def to(self, name: str) -> RpcConnection:
+    def connection_to(self, name: str) -> RpcConnection:
         known: dict[str, RpcConnection] = self._thread_local.__dict__.setdefault("lines", {})
         if name not in known:
             known[name] = RpcConnection(name, self.find, self.host, self.key, known)

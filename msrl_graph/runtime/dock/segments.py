@@ -64,7 +64,7 @@ class Room:
         self.path = path
 
     @classmethod
-    def made(cls, name: str, size: int) -> Room:
+    def create(cls, name: str, size: int) -> Room:
         """Make a room with space for `size` bytes, in memory if possible.
 
         If memory is too small, the room is among the temporary files. Nobody may be able to guess the name. A room of
@@ -86,7 +86,7 @@ class Room:
         remove_after(room.path / LOCK, room.path)
         return room
 
-    def said(self) -> dict[str, ProcessStatus]:
+    def read_statuses(self) -> dict[str, ProcessStatus]:
         """Return the last status of each process, dead ones included."""
         statuses = {}
         for path in self.path.glob(f"{_STATUS_PREFIX}*"):
@@ -98,7 +98,7 @@ class Room:
                     statuses[process] = ProcessStatus(*fields)
         return statuses
 
-    def held(self) -> int:
+    def stored_bytes(self) -> int:
         """Return the bytes of the rows in this room."""
         total_bytes = 0
         for path in self.path.glob("*/[!.]*"):
@@ -147,13 +147,13 @@ class Activity:
         self._written_at = 0.0
         self._done: dict[str, int] = {}  # by node, in the task of this key
 
-    def say(self, activity: str) -> None:
+    def set_activity(self, activity: str) -> None:
         self._activity = activity[:500]
         self._since = time.monotonic()
         self._rows = (0, 0, self._rows[2], "")
         self._write()
 
-    def computed(self, rows: int, total: int, where: str = "") -> None:
+    def set_computed_rows(self, rows: int, total: int, where: str = "") -> None:
         """Record the computed rows; written at most every _STATUS_INTERVAL seconds."""
         now = time.monotonic()
         before, _, moved, _ = self._rows
@@ -161,7 +161,7 @@ class Activity:
         if rows == 0 or now - self._written_at >= _STATUS_INTERVAL:
             self._write()
 
-    def did(self, key: str, node: str, rows: int) -> None:
+    def add_done_rows(self, key: str, node: str, rows: int) -> None:
         """Add finished rows of a node that writes none."""
         if key != self._key:
             self._key = key
@@ -301,7 +301,7 @@ class Segments:
         node: str = self._open[key][name].node
         return node
 
-    def note(self, key: str, name: str, value: Any) -> None:
+    def write_note(self, key: str, name: str, value: Any) -> None:
         """Store something small for the replacement of this process."""
         folder = self._folder(key)
         folder.mkdir(exist_ok=True)
@@ -309,12 +309,12 @@ class Segments:
         part.write_bytes(encoding.encode(value))
         part.rename(folder / f".{name}")
 
-    def notes(self, key: str) -> list[str]:
+    def list_notes(self, key: str) -> list[str]:
         """Return the names of the notes, in order."""
         file_names = (path.name for path in self._folder(key).iterdir())
         return sorted(name[1:] for name in file_names if name.startswith(".") and not name.endswith(".part"))
 
-    def noted(self, key: str, name: str, type: type[T]) -> T:
+    def read_note(self, key: str, name: str, type: type[T]) -> T:
         """Return a note, which was a value of this type.
 
         Raises RunError for a damaged one.

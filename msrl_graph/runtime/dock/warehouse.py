@@ -39,18 +39,18 @@ class Warehouse:
         self._names: dict[str, dict[str, None]] = {}  # by key, in the order of the puts
         self._rounds: dict[str, dict[str, list[Round]]] = {}  # by key, then by node
         for key in segments.tasks():
-            notes = segments.notes(key)
+            notes = segments.list_notes(key)
             if _TASK in notes:
-                self.tasks[key] = segments.noted(key, _TASK, Task)
+                self.tasks[key] = segments.read_note(key, _TASK, Task)
                 self._names[key] = dict.fromkeys(segments.names(key))
                 for name in (note for note in notes if note != _TASK):
-                    node, rounds = segments.noted(key, name, tuple[str, list[Round]])
+                    node, rounds = segments.read_note(key, name, tuple[str, list[Round]])
                     self._rounds.setdefault(key, {}).setdefault(node, []).extend(rounds)
                 for name in self._names[key] if capacity else ():
                     self._promised.setdefault(key, {})[_without_process(name)] = payload_bytes(segments.read(key, name))
 
     def open(self, task: Task) -> None:
-        self.segments.note(task.key, _TASK, task)
+        self.segments.write_note(task.key, _TASK, task)
         self.tasks[task.key] = task
 
     @property
@@ -75,12 +75,12 @@ class Warehouse:
 
     def _news(self, key: str, name: str) -> list[RowsReady]:
         place = RowLocation(self.index, name)
-        return [RowsReady.of(column, piece, place) for column, piece in self.segments.read(key, name).items()]
+        return [RowsReady.from_piece(column, piece, place) for column, piece in self.segments.read(key, name).items()]
 
     def keep(self, key: str, node: str, rounds: Sequence[Round]) -> None:
         """Store decisions of a node's controller."""
         stored_rounds = self._rounds.setdefault(key, {}).setdefault(node, [])
-        self.segments.note(key, f"{node}.{len(stored_rounds):06}", (node, rounds))
+        self.segments.write_note(key, f"{node}.{len(stored_rounds):06}", (node, rounds))
         stored_rounds.extend(rounds)
 
     def known(self, task: Task) -> WarehouseInventory:

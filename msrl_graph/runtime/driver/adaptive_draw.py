@@ -31,7 +31,7 @@ class RefillSize:
         filter = next((CallAttributes.of(node) for node in graph.nodes if CallAttributes.of(node).refill), None)
         self.adapts = filter is not None and filter.adaptive
         self.target = graph.rows[0]
-        self.most = self.target * (1 + filter.refill) if filter else self.target
+        self.max_prompts = self.target * (1 + filter.refill) if filter else self.target
         self.passed = 0.0
         self.drawn = 0.0
         self._sizes: dict[int, int] = {}  # by begun iteration
@@ -44,16 +44,16 @@ class RefillSize:
         """
         return min(1.0, self.passed / self.drawn) if self.drawn else 1.0
 
-    def of(self, number: int) -> int:
+    def draw_size(self, number: int) -> int:
         """Return the number of prompts that iteration `number` draws at once."""
-        return self._sizes.setdefault(number, prompts_for(self.target, self.share, self.most))
+        return self._sizes.setdefault(number, prompts_for(self.target, self.share, self.max_prompts))
 
     def count(self, number: int, report: Report) -> None:
         """Add the draw size of an iteration to its report."""
         if self.adapts:
-            report.count("refill/prompts", self.of(number), 1)
+            report.count("refill/prompts", self.draw_size(number), 1)
 
-    def ended(self, number: int, reports: Sequence[Report]) -> None:
+    def learn(self, number: int, reports: Sequence[Report]) -> None:
         """Learn from an iteration that has ended."""
         if not self.adapts:
             return
@@ -65,7 +65,7 @@ class RefillSize:
         self.drawn = _FADES * self.drawn + drawn
         self._sizes = {iteration: size for iteration, size in self._sizes.items() if iteration > number}
 
-    def saved(self) -> dict[str, Array]:
+    def to_arrays(self) -> dict[str, Array]:
         return {KEY: np.array([self.passed, self.drawn])} if self.adapts else {}
 
     def restore(self, arrays: Mapping[str, Array]) -> None:

@@ -38,13 +38,15 @@ class AsyncPools(PoolProgress):
         self.others = [pool for pool in self.leads if pool not in self.pipelined]  # with devices of their own
         own_devices = {device for pool in self.others for device in pool_devices[pool]}
         self.in_step = [rank for device, rank in enumerate(ranks) if device not in own_devices]
-        self.names = {(edge.src, edge.dst): edge.name for edge in plan.reshards if (edge.src, edge.dst) in self.behind}
+        self.names = {
+            (edge.src, edge.dst): edge.name for edge in plan.reshards if (edge.src, edge.dst) in self.staleness_of
+        }
         # By pool and task, the edges whose weights the task fetches.
         self.edges = {
             (stream.pool, stream.task): [
                 (instruction.node, instruction.other)
                 for instruction in stream.instructions
-                if (instruction.node, instruction.other) in self.behind
+                if (instruction.node, instruction.other) in self.staleness_of
             ]
             for stream in plan.schedule
             if stream.pool in self.leads
@@ -66,8 +68,8 @@ class AsyncPools(PoolProgress):
         for edge in self.edges[pool, task.name]:
             name = self.names[edge]
             version = self.newest(edge, now) if task.trains else now
-            fetched = self.fetches[name].told if name in self.fetches else 0
-            self.fetches[name] = WeightFetch(version, fetched + self.takes(edge, version))
+            fetched = self.fetches[name].fetch_count if name in self.fetches else 0
+            self.fetches[name] = WeightFetch(version, fetched + self.use_version(edge, version))
             if task.trains:
                 self.drawn[name, task.number] = version
         request = replace(task, fetches=dict(self.fetches), part="opening" if pool in self.pipelined else "whole")
@@ -77,7 +79,7 @@ class AsyncPools(PoolProgress):
         self.running[pool] |= dict.fromkeys(references, task)
         self.reports.setdefault(task.key, []).extend(references)
 
-    def told(self, task: Task) -> Task:
+    def task_for_ranks(self, task: Task) -> Task:
         """Return a task in the form in which the pools in step begin it.
 
         It has the edges that they send, the number of fetches so far, and the version that its own rows are drawn with.
@@ -89,7 +91,7 @@ class AsyncPools(PoolProgress):
         fetches = {
             name: WeightFetch(
                 self.drawn.get((name, number if task.trains else -1), self.newest(edge, number)),
-                self.fetches[name].told,
+                self.fetches[name].fetch_count,
             )
             for edge, name in self.names.items()
             if name in self.fetches
@@ -97,11 +99,11 @@ class AsyncPools(PoolProgress):
         part: Part = "rest" if task.trains and self.pipelined else "whole"
         return replace(task, fetches=fetches, sends=tuple(self.names[edge] for edge in sent_edges), part=part)
 
-    def under_way(self) -> list[Any]:
+    def pending_references(self) -> list[Any]:
         """Return references to tasks that are not known to have ended."""
         return [reference for tasks in self.running.values() for reference in tasks]
 
-    def ended(self, ray: Any, references: Collection[Any]) -> Iterator[tuple[Task, Report]]:
+    def take_ended(self, ray: Any, references: Collection[Any]) -> Iterator[tuple[Task, Report]]:
         """Yield the training tasks among ended references, with their reports.
 
         Raises the error of a task that failed.

@@ -75,7 +75,7 @@ class PreparedRun:
             shutil.rmtree(copy, ignore_errors=True)
 
     @property
-    def goes_on(self) -> bool:
+    def continues_in_place(self) -> bool:
         """Whether the results are added to those of the resumed run."""
         return self.begin is not None and self.folder == self.begin.parent.parent
 
@@ -100,7 +100,7 @@ class PreparedRun:
                 f"evaluates {' and '.join(evaluation.data for evaluation in plan.deploy.evaluations)}, trains nothing,"
             )
             saved = ""
-        left_out = [f"{name}: {preview}" for name, preview in self.rows.items() if preview.out]
+        left_out = [f"{name}: {preview}" for name, preview in self.rows.items() if preview.left_out]
         return [
             f"{plan.deploy.name}: {trains} {begin}, seed {run.seed}",
             f"on {plural(plan.cluster.nodes, 'host')} of "
@@ -151,7 +151,7 @@ def _prepare_run(
     if any(diagnostic.severity == "error" for diagnostic in warnings):
         raise Fault(*warnings)
     for name, preview in sizes.items():
-        warnings += preview.doubts(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
+        warnings += preview.warnings(plan.deploy.data[name], plan.graph.rows[0] if name == "source" else 0)
     plan = make_absolute(plan)
     local_plan = make_absolute(local_plan)
     inputs = run_inputs.collect_inputs(local_plan, options.replay)

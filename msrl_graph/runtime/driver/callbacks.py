@@ -37,7 +37,7 @@ class MetricsFollower:
         self.offset = 0  # bytes read so far
         self.stale = 0  # size of a file with lines that the attempt is about to remove
 
-    def attempt(self, lines: int) -> None:
+    def begin_attempt(self, lines: int) -> None:
         """Prepare for an attempt that continues after the first `lines` lines."""
         texts, _ = read_valid_lines(self.metrics)
         self.start = self.offset = sum(map(len, texts[:lines]))
@@ -66,7 +66,7 @@ class MetricsFollower:
             if self.error is not None:
                 return
 
-    def has(self, iteration: int) -> bool:
+    def has_iteration(self, iteration: int) -> bool:
         """Return whether the metrics of an iteration are written."""
         lines, _ = read_valid_lines(self.metrics)
         return any(parse_line(line).get("iteration") == iteration for line in lines)

@@ -37,7 +37,7 @@ class ChangedFiles:
             yield f"{path} {event} after the run began; {consequence}"
 
     @staticmethod
-    def told(folder: Path, before: Sequence[str]) -> tuple[str, ...]:
+    def list_reported(folder: Path, before: Sequence[str]) -> tuple[str, ...]:
         """Return the files that an ended attempt, or one before it, has reported."""
         path = folder / _REPORTED
         new = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines() if path.is_file() else []

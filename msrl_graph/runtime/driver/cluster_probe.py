@@ -337,7 +337,8 @@ def probe(
             )
 
         until = time.monotonic() + PROBE
-        actors += [actor_class.options(scheduling_strategy=reserved.on(i)).remote() for i in range(plan.cluster.nodes)]
+        strategies = map(reserved.strategy_for, range(plan.cluster.nodes))
+        actors += [actor_class.options(scheduling_strategy=strategy).remote() for strategy in strategies]
         answers = [
             actor.look.remote(package_query(*query_arguments))
             for actor, query_arguments in zip(actors, zip(addresses, files, strict=True), strict=True)

@@ -34,7 +34,7 @@ class DeviceReservation(NamedTuple):
     nodes: list[str]
     addresses: list[str]
 
-    def on(self, host: int) -> Any:
+    def strategy_for(self, host: int) -> Any:
         """Return the scheduling strategy that puts an actor on a host."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -49,8 +49,8 @@ class DistributedCheckpoint:
         self.plan = plan
         self.ranks = ranks
         self.wait = wait
-        self.apart: list[int] = []
-        self.unseen: list[int] = []
+        self.separate_hosts: list[int] = []
+        self.hosts_with_parts: list[int] = []
         self.written_files: dict[int, list[str]] = {}  # by place, its files of the newest checkpoint
         self.holders: dict[str, list[int]] = {}  # by file of the checkpoint to resume from, the places that have it
 
@@ -80,7 +80,7 @@ class DistributedCheckpoint:
             inputs = run_inputs.read(out)
             manifest = self._with_hosts(checkpoint.Manifest(checkpoint.FORMAT, *fields, inputs=inputs), of_ranks)
             fault_points.reach("driver", f"written checkpoint {iteration}")
-            for host in self.apart:  # one after the other, since hosts may share a disk
+            for host in self.separate_hosts:  # one after the other, since hosts may share a disk
                 _raise_first([self._result(self._ask(host, "name", str(written)))])
             fault_points.reach("driver", f"placed checkpoint {iteration}")
             best = {best.iteration for best in recorder.bests}
@@ -88,14 +88,14 @@ class DistributedCheckpoint:
             fault_points.reach("driver", f"kept checkpoint {iteration}")
         except OSError:
             if written is not None:
-                for place in (HERE, *self.apart):
+                for place in (HERE, *self.separate_hosts):
                     self._result(self._ask(place, "forget", str(written)))
             raise
         # The checkpoint is complete already: a host that fails now keeps old ones, and has its part without a manifest.
         # The manifest comes last, since it turns a folder into a checkpoint.
         content = {name: (target / name).read_bytes() for name in (checkpoint.DIGEST, checkpoint.MANIFEST)}
         names = [path.name for path in checkpoint.list_up_to(target)]
-        for answer in [self._ask(host, "keep", str(out.absolute()), names, content) for host in self.apart]:
+        for answer in [self._ask(host, "keep", str(out.absolute()), names, content) for host in self.separate_hosts]:
             self._result(answer)
         return target
 
@@ -107,9 +107,9 @@ class DistributedCheckpoint:
         names: dict[int, list[str]] = {}
         for file in manifest.files:
             host = written_files.get(file.name, HERE)
-            names.setdefault(host if host in self.apart else HERE, []).append(file.name)
+            names.setdefault(host if host in self.separate_hosts else HERE, []).append(file.name)
         self.written_files = names
-        if not self.apart:
+        if not self.separate_hosts:
             return manifest
         locations = {host: self._result(self._ask_location(host)) for host in sorted(names)}
         hosts = tuple(CheckpointHost(address, node, tuple(names[host])) for host, (address, node) in locations.items())
@@ -142,7 +142,7 @@ class DistributedCheckpoint:
             ]
         urls.remove(below, [*(f"{name}/{checkpoint.MANIFEST}" for name in old), *old])
 
-    def leave(self, run: Path, url: str) -> None:
+    def upload_rest(self, run: Path, url: str) -> None:
         """Upload the remaining files of hosts after a run, and remove their parts.
 
         Raises OSError.
@@ -152,18 +152,21 @@ class DistributedCheckpoint:
 
     # Resuming
 
-    def check(self, folder: Path) -> None:
+    def check_files(self, folder: Path) -> None:
         """Check that some host has each file of the checkpoint to resume from.
 
         Raises Fault with the files that each host lacks.
         """
-        if not self.unseen:
+        if not self.hosts_with_parts:
             return
         manifest = checkpoint.read_manifest(folder)
         self.holders, errors = self._find_files(folder, manifest)
         if all(self.holders.values()):
             return
-        places = {self._result(self._ask_location(known_place))[0]: known_place for known_place in (HERE, *self.unseen)}
+        places = {
+            self._result(self._ask_location(known_place))[0]: known_place
+            for known_place in (HERE, *self.hosts_with_parts)
+        }
         losses = []
         for host in manifest.hosts:
             lost_files = [name for name in host.files if not self.holders[name]]
@@ -193,12 +196,12 @@ class DistributedCheckpoint:
 
         Raises OSError.
         """
-        if not self.unseen:
+        if not self.hosts_with_parts:
             return
         wanted: dict[int, set[str]] = {HERE: {STATES, checkpoint.METRICS}}
         for rank, names in enumerate(wait([handle.wants.remote(manifest) for handle in self.ranks])):
             host = self.plan.cluster.host(rank)
-            wanted.setdefault(host if host in self.unseen else HERE, set()).update(names)
+            wanted.setdefault(host if host in self.hosts_with_parts else HERE, set()).update(names)
         lacking = {
             place: [file for file in manifest.files if file.name in names and place not in self.holders[file.name]]
             for place, names in wanted.items()
@@ -215,7 +218,7 @@ class DistributedCheckpoint:
 
         Raises OSError.
         """
-        if (source := self.plan.cluster.host(0)) not in self.apart:
+        if (source := self.plan.cluster.host(0)) not in self.separate_hosts:
             return
         shutil.rmtree(folder, ignore_errors=True)
         for file in self._result(self._ask(source, "listed", str(folder))):
@@ -234,7 +237,9 @@ class DistributedCheckpoint:
 
     def _find_files(self, folder: Path, manifest: Manifest) -> tuple[dict[str, list[int]], dict[int, dict[str, str]]]:
         """Return the places that have each file intact, and the errors at each place."""
-        requests = {place: self._ask(place, "amiss", str(folder), manifest.files) for place in (*self.unseen, HERE)}
+        requests = {
+            place: self._ask(place, "amiss", str(folder), manifest.files) for place in (*self.hosts_with_parts, HERE)
+        }
         errors = {place: self._result(answer) for place, answer in requests.items()}
         return {
             file.name: [place for place, place_errors in errors.items() if not place_errors[file.name]]
@@ -250,7 +255,7 @@ class DistributedCheckpoint:
     # Requests
 
     def _ask_hosts(self, act: str, *arguments: Any) -> None:
-        answers = [self._ask(host, act, *arguments) for host in self.apart]
+        answers = [self._ask(host, act, *arguments) for host in self.separate_hosts]
         _raise_first([self._result(answer) for answer in answers])
 
     def _ask(self, place: int, act: str, *arguments: Any) -> Any:

@@ -54,7 +54,7 @@ class DockMonitor:
             else:
                 self._asked[i] = (question, since, looks + 1)
 
-    def silent(self, seconds: float) -> list[int]:
+    def silent_docks(self, seconds: float) -> list[int]:
         """Return the docks that owe an answer for more than `seconds`.
 
         Only docks that were looked at LOOKS times count.
@@ -62,7 +62,7 @@ class DockMonitor:
         now = time.monotonic()
         return [i for i, (_, since, looks) in self._asked.items() if looks >= LOOKS and now - since > seconds]
 
-    def lost(self, nodes: Sequence[str]) -> list[str]:
+    def lost_hosts(self, nodes: Sequence[str]) -> list[str]:
         """Return the addresses of hosts that are silent and out of reach.
 
         `nodes` are the node ids of the hosts in Ray.

@@ -54,7 +54,7 @@ def main(folder: str) -> int:
     if attempt.parent >= 0:
         os.set_inheritable(attempt.lock, False)
         threading.Thread(target=exit_with_supervisor, args=(attempt,), daemon=True).start()
-    Heart(folder, DRIVER, Limits.of(attempt.plan.docks.deadline), pool.of_ray)
+    Heart(folder, DRIVER, Limits.for_deadline(attempt.plan.docks.deadline), pool.ray_process_ids)
     finished = threading.Event()
     threading.Thread(target=watch_ray_servers, args=(attempt, pool, finished), daemon=True).start()
     tail = Tail(Path(attempt.out) / "logs", display.say) if attempt.options.verbose else None
@@ -86,7 +86,7 @@ def _run_attempt(attempt: Attempt, pool: ProcessPool, display: Display, signals:
 
     driver = Driver(attempt, pool, display, signals)
     try:
-        return driver.whole()
+        return driver.run()
     # RayError first: Ray wraps the Fault or RunError of a process in an error of both classes, with its own text.
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None)
@@ -100,17 +100,17 @@ def _run_attempt(attempt: Attempt, pool: ProcessPool, display: Display, signals:
             and not joint
         ):
             return Result("failed", str(cause))
-        waits = driver.words(str(cause))
+        waits = driver.describe_waits(str(cause))
         if isinstance(cause, DockTimeout):
-            return Result("failed" if driver.at_fault() else "died", f"{cause}{waits}")
+            return Result("failed" if driver.processes_in_user_code() else "died", f"{cause}{waits}")
         if isinstance(cause, ProcessLost):
             return Result("died", f"{cause}{waits}")
         # A rank notices a lost partner before Ray does, and long before if a whole host is lost.
-        dead = pool.dead(20.0 if joint or isinstance(cause, RuntimeError | RanksNotJoined) else 2.0)
+        dead = pool.dead_processes(20.0 if joint or isinstance(cause, RuntimeError | RanksNotJoined) else 2.0)
         if dead or isinstance(error, ray.exceptions.RayActorError):
-            gone = pool.gone()
+            gone = pool.unreachable_hosts()
             lost = f"; {wait_report.describe_lost_hosts(gone)}" if gone else ""
-            return Result("died", f"{driver.fate(dead) if dead else 'a process of Ray died'}{lost}{waits}")
+            return Result("died", f"{driver.describe_deaths(dead) if dead else 'a process of Ray died'}{lost}{waits}")
         if isinstance(cause, RanksNotJoined):
             return Result("died", str(cause))
         if joint:
@@ -126,7 +126,7 @@ def _run_attempt(attempt: Attempt, pool: ProcessPool, display: Display, signals:
     except ProcessStuck as error:
         return Result("died", str(error))
     except HostLost as error:
-        return Result("died", f"{error}{driver.words()}")
+        return Result("died", f"{error}{driver.describe_waits()}")
     except (RunError, OSError, checkpoint.CorruptCheckpoint) as error:
         # Descriptors are limited, and any connection to Ray's ports takes one.
         if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):

@@ -55,5 +55,5 @@ def watch_ray_servers(attempt: Attempt, pool: ProcessPool, finished: threading.E
         if (gone := pool.look()) and not finished.is_set():
             fates = DeathReports(attempt.folder)
             fates.hear(())
-            reasons = fates.of(gone)
+            reasons = fates.take_reasons(gone)
             leave(attempt, Result("died", "; ".join(reasons.values()) or f"{' and '.join(gone)} died"))

@@ -44,4 +44,4 @@ def wanted_settings(plan: Plan, host: int | None = None) -> list[Setting]:
     devices = (
         range(plan.cluster.devices) if host is None else range(host * devices_per_node, (host + 1) * devices_per_node)
     )
-    return [*dict.fromkeys(setting for device in devices for setting in plan.around(device).settings)]
+    return [*dict.fromkeys(setting for device in devices for setting in plan.environment_of(device).settings)]

@@ -85,7 +85,7 @@ def _select_workers(path: Path, manifest: Manifest, plan: Plan, worker: str) -> 
     if worker and worker not in saved:
         message = f"the checkpoint {path} holds no weights of `{worker}`, but of {has}"
         raise _refuse(message, nearest(worker, saved) or f"export one of them: --worker {saved[0]}", "unknown-name")
-    if other := [name for name in saved if name not in plan.graph.weighty]:
+    if other := [name for name in saved if name not in plan.graph.changing_workers]:
         message = f"the checkpoint {path} holds weights of `{other[0]}`, which `{plan.graph.name}` does not train"
         raise _refuse(message, "name the program of the run: msrl-run PROGRAM --export CHECKPOINT")
     return [worker] if worker else saved

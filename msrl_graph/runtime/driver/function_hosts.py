@@ -50,28 +50,28 @@ class FunctionHosts:
         self.lanes = lanes
         self.places = [(host, lane) for lane in range(lanes) for host in range(hosts)]
         self.restarts_left = [restarts for _ in self.places]
-        self.open: list[list[ActorCall]] = [[] for _ in self.places]
+        self.open_calls: list[list[ActorCall]] = [[] for _ in self.places]
         self.actors = [start(host, lane, False) for host, lane in self.places]
 
     def ask(self, host: int, method: str, *arguments: Any, lane: int = 0) -> ActorCall:
         """Request a call, after all earlier requests of its lane."""
         call = ActorCall(self.places.index((host, lane % self.lanes)), method, arguments)
-        self.open[call.process].append(call)
+        self.open_calls[call.process].append(call)
         self._send(call)
         return call
 
-    def every(self, method: str) -> list[ActorCall]:
+    def ask_all(self, method: str) -> list[ActorCall]:
         """Request a call from all processes, the first lane's first."""
         return [self.ask(host, method, lane=lane) for host, lane in self.places]
 
-    def mend(self) -> list[str]:
+    def replace_dead(self) -> list[str]:
         """Replace processes that died, and return their names.
 
         Raises Ray's error for a process that died once too often.
         """
         replaced = []
-        outcomes = self.ended([call.reference for calls in self.open for call in calls])
-        for process, calls in enumerate(self.open):
+        outcomes = self.ended([call.reference for calls in self.open_calls for call in calls])
+        for process, calls in enumerate(self.open_calls):
             died = next((error for call in calls if (error := outcomes.get(call.reference)) is not None), None)
             calls[:] = [
                 call for call in calls if call.reference not in outcomes or outcomes[call.reference] is not None

@@ -37,9 +37,9 @@ class FunctionTasks:
         if part == "opening":
             self.openings[task.number] = task
 
-    def take(self, task: Task) -> list[ActorCall]:
+    def calls_of(self, task: Task) -> list[ActorCall]:
         """Return the calls of a task whose turn has come, all of which are requested."""
-        self.go_on()
+        self.request_ready()
         if task.number in self.openings and task.trains:
             raise RuntimeError(f"{task.key} was taken before all of it was requested")
         return self.calls[task.key]
@@ -48,20 +48,20 @@ class FunctionTasks:
         """Forget a task that has ended."""
         self.ended -= {*map(reference, self.calls.pop(task.key))}
 
-    def watched(self) -> list[Any]:
+    def awaited_references(self) -> list[Any]:
         """Return references to calls that the rest of a later iteration waits for."""
         before = self.calls[f"train/{min(self.openings) - 1}"] if self.openings else []
         return [call_reference for call_reference in map(reference, before) if call_reference not in self.ended]
 
-    def heard(self, ended: Collection[Any]) -> None:
+    def record_ended(self, ended: Collection[Any]) -> None:
         """Record ended calls, only some of which may be of functions.
 
         Raises the error of a call that failed.
         """
         self.ended |= {*ended} & {reference(call) for calls in self.calls.values() for call in calls}
-        self.go_on()
+        self.request_ready()
 
-    def go_on(self) -> None:
+    def request_ready(self) -> None:
         """Request everything that can begin now."""
         while self.openings:
             number = min(self.openings)

@@ -70,7 +70,7 @@ class Driver:
         self.plan: Plan = copy_to_host(attempt.plan)
         self.docks = DockMonitor()
         self.fates = DeathReports(attempt.folder)
-        self.limits = Limits.of(self.plan.docks.deadline)
+        self.limits = Limits.for_deadline(self.plan.docks.deadline)
         self.looked = 0.0  # when the docks were last asked (time.monotonic)
         self.longest = 0.0  # seconds of the longest iteration
         self.unsaved = ""  # why the last requested checkpoint is missing
@@ -81,12 +81,12 @@ class Driver:
         assert self.pool.functions is not None
         return self.pool.functions
 
-    def whole(self) -> Result:
+    def run(self) -> Result:
         pool = self.pool
         display = self.display
         out = Path(self.attempt.out)
         pool.connect()
-        self.signals.heed()
+        self.signals.install()
         pool.start()
         loaded: dict[str, Loaded] = self._wait(pool.started, LOADING)[0]
         (out / "plan.json").write_text(self.attempt.plan.to_json(), encoding="utf-8")
@@ -95,7 +95,7 @@ class Driver:
                 display.say(f"{name}: {data.left_out}")
         resumed = self._bring(out) if self.attempt.resume else None
         self.recorder = Recorder(out, self.plan, self.attempt.lines, self.attempt.changed)
-        display.knows(self.recorder.lines, self.recorder.evaluations)
+        display.set_metrics(self.recorder.lines, self.recorder.evaluations)
         try:
             result = self._train({name: data.rows for name, data in loaded.items()}, out, resumed)
         except KeyboardInterrupt:
@@ -113,7 +113,7 @@ class Driver:
         """Fetch the checkpoint's missing files and metrics lines; return its manifest."""
         folder = Path(self.attempt.resume)
         manifest = checkpoint.read_manifest(folder)
-        self.pool.parted.bring(folder, manifest, self._wait_for_disk)
+        self.pool.checkpoints.bring(folder, manifest, self._wait_for_disk)
         if self.attempt.options.evaluate:
             return manifest
         copy = checkpoint.read_metrics_copy(folder, manifest)
@@ -124,14 +124,12 @@ class Driver:
     def _train(self, sizes: dict[str, int], out: Path, resumed: checkpoint.Manifest | None) -> Result:
         plan = self.plan
         run = plan.deploy.run
-        begin = 0
-        self.carried = RunState(plan, sizes["source"])
-        self.tasks = FunctionTasks(self.ray, plan, self.functions, self.carried)
+        begin = resumed.iteration if resumed is not None else 0
+        self.run_state = RunState(plan, sizes["source"])
+        self.tasks = FunctionTasks(self.ray, plan, self.functions, self.run_state)
         if resumed is not None:
-            saved = self.attempt.resume
-            self.carried.restore(Path(saved), resumed)
-            begin = resumed.iteration
-            self._wait_for_disk([rank.resume.remote(saved, resumed) for rank in self.pool.ranks])
+            self.run_state.restore(Path(self.attempt.resume), resumed)
+            self._wait_for_disk([rank.resume.remote(self.attempt.resume, resumed) for rank in self.pool.ranks])
             self.display.resume(begin)
         if folder := self.attempt.options.replay:
             self._wait([rank.replay.remote(str(Path(folder).absolute())) for rank in self.pool.ranks])
@@ -150,29 +148,28 @@ class Driver:
         end = begin
         end_reason = early_stop_reason(self.recorder.bests)
         for i in range(begin, begin if end_reason else run.iterations):
-            running = running or self._begin(self.carried.task(i), self._measured(i))
-            current = running
+            current = running or self._begin(self.run_state.task(i), self._measured(i))
             last = i + 1 == run.iterations
             saves = bool(plan.deploy.saves) and (last or bool(run.save and (i + 1) % run.save == 0))
             evaluations = [e for e in plan.deploy.evaluations if e.every and (i + 1) % e.every == 0]
             # The ranks continue while this iteration's metrics are written, unless something else comes first.
             continues = not (last or saves or evaluations or self.attempt.options.record)
             # If the dock's capacity is bounded, rows of a later iteration must not take the space that this one needs.
-            if continues and self.carried.known and not plan.docks.capacity:
-                self._prepare(self.carried.task(i + 1))
+            if continues and self.run_state.known_early and not plan.docks.capacity:
+                self._prepare(self.run_state.task(i + 1))
             seconds, reports = self._end(current)
             self.longest = max(self.longest, seconds)
-            self.carried.count(i, reports)
-            self.carried.after(current.task, reports)
+            self.run_state.count(i, reports)
+            self.run_state.end_iteration(current.task, reports)
             continues = continues and not self.signals.asked
-            running = self._begin(self.carried.task(i + 1), self._measured(i + 1)) if continues else None
+            running = self._begin(self.run_state.task(i + 1), self._measured(i + 1)) if continues else None
             if self._measured(i):
                 self.recorder.memory(reports)
             line = self.recorder.training(i, seconds, reports, *self._clear(current.task, reports))
             self.display.iteration(line, scalars, reports)
             for remark in (*self.edited.look(), *health.look(line)):
                 self.display.say(remark)
-            if ends := health.ends(line):
+            if ends := health.end_reason(line):
                 raise RunError(ends)
             for evaluation in evaluations:
                 self._evaluate(evaluation, i + 1, sizes)
@@ -195,30 +192,31 @@ class Driver:
         for evaluation in plan.deploy.evaluations if end else ():
             if not evaluation.every or end % evaluation.every:
                 self._evaluate(evaluation, end, sizes)
-        for worker in plan.graph.weighty:
+        for worker in plan.graph.changing_workers:
             weights_folder = (out / "weights" / worker).absolute()
             self._wait_for_disk([rank.save.remote(worker, str(weights_folder)) for rank in self.pool.ranks])
-            self.pool.parted.collect(weights_folder)
+            self.pool.checkpoints.collect(weights_folder)
         return self._done()
 
     def _done(self) -> Result:
         if self.attempt.url:
-            self.pool.parted.leave(Path(self.attempt.out).absolute(), self.attempt.url)
+            self.pool.checkpoints.upload_rest(Path(self.attempt.out).absolute(), self.attempt.url)
         # All else is done, but a user who asked for checkpoints must learn that the last one is missing.
         return Result("failed", self.unsaved) if self.unsaved else Result("done")
 
     def _checkpoint(self, iteration: int, out: Path) -> None:
         """Write a checkpoint; if the disk fails, the run continues with the last one."""
-        self.display.phase(f"saving after {plural(iteration, 'iteration')}")
+        after = plural(iteration, "iteration")
+        self.display.phase(f"saving after {after}")
+        store = self.pool.checkpoints
+        decides = program(self.plan)
         try:
             self.signals.saving = True
-            decides = program(self.plan)
-            saved = self.pool.parted.save(out, iteration, self.recorder, decides, self.carried, self._wait_for_disk)
+            saved = store.save(out, iteration, self.recorder, decides, self.run_state, self._wait_for_disk)
             self.unsaved = ""
         except OSError as error:
             checkpoints = checkpoint.list_checkpoints(out)
             older = f"{checkpoints[-1]} stays the last one" if checkpoints else "there is none yet"
-            after = plural(iteration, "iteration")
             self.unsaved = f"the checkpoint after {after} could not be written: {error}; {older}"
             self.display.say(self.unsaved)
             return
@@ -226,10 +224,10 @@ class Driver:
             self.signals.saving = False
         try:
             if self.attempt.url:
-                self.display.phase(f"sending what was saved after {plural(iteration, 'iteration')}")
-                self.pool.parted.send(saved, self.attempt.url)
+                self.display.phase(f"sending what was saved after {after}")
+                store.send(saved, self.attempt.url)
         except (OSError, Fault) as error:
-            self.unsaved = f"the checkpoint after {plural(iteration, 'iteration')} is only in {saved}: {error}"
+            self.unsaved = f"the checkpoint after {after} is only in {saved}: {error}"
             self.display.say(self.unsaved)
 
     def _wait_for_disk(self, calls: Sequence[Any]) -> list[Any]:
@@ -248,7 +246,7 @@ class Driver:
         self._prepare(task)
         if task.trains:
             self._go_ahead(task.number, self.async_pools.pipelined)
-        request = self.async_pools.told(task)
+        request = self.async_pools.task_for_ranks(task)
         ranks = [rank.run.remote(request, measure) for rank in self.async_pools.in_step]
         if task.trains:
             self._go_ahead(task.number, self.async_pools.others)
@@ -256,13 +254,13 @@ class Driver:
             for pool in self.async_pools.others:
                 self.async_pools.begin(pool, task, task.number, measure)
         fault_points.reach("driver", f"begun {task.key}")
-        return _Running(task, start, [*ranks, *self.async_pools.reports.pop(task.key, ()), *self.tasks.take(task)])
+        return _Running(task, start, [*ranks, *self.async_pools.reports.pop(task.key, ()), *self.tasks.calls_of(task)])
 
     def _go_ahead(self, now: int, pools: Sequence[str]) -> None:
         """Start due tasks of `pools` while the updates are in iteration `now`."""
         last = now + 1 if self.signals.asked else self.plan.deploy.run.iterations
-        for pool, number in self.async_pools.due(now, last, self.carried.foreseen, pools):
-            task = self.carried.task(number)
+        for pool, number in self.async_pools.due(now, last, self.run_state.knows_data, pools):
+            task = self.run_state.task(number)
             if number > now:
                 self._prepare(task)
             self.async_pools.begin(pool, task, now, self._measured(number))
@@ -278,8 +276,9 @@ class Driver:
         self.display.begin(running.task)
         reports = self._wait(running.streams, training=running.task.number if running.task.trains else -1)
         number = running.task.number
-        while running.task.trains and not self.signals.asked and self.async_pools.late(number, self.async_pools.others):
-            if not (under_way := self.async_pools.under_way()):
+        pools = self.async_pools
+        while running.task.trains and not self.signals.asked and pools.must_begin(number, pools.others):
+            if not (under_way := pools.pending_references()):
                 break
             self._wait(under_way, training=number)
         self.tasks.end(running.task)
@@ -288,7 +287,6 @@ class Driver:
 
     def _clear(self, task: Task, reports: list[Report]) -> tuple[dict[str, int], int]:
         """Drop the rows of an ended task; return bytes moved and number of messages."""
-        pool = self.pool
         fault_points.reach("driver", f"clear {task.key}")
         for remark in [*(text for report in reports for text in report.remarks), *failures(self.plan, task, reports)]:
             self.display.say(remark)
@@ -301,7 +299,7 @@ class Driver:
         for report in reports:
             for action, size in report.moved.items():
                 moved[action] = moved.get(action, 0) + size
-        messages = sum(self._wait([dock.drop.remote(task.key) for dock in pool.docks]))
+        messages = sum(self._wait([dock.drop.remote(task.key) for dock in self.pool.docks]))
         fault_points.reach("driver", f"cleared {task.key}")
         return moved, messages
 
@@ -316,28 +314,28 @@ class Driver:
         deadline = deadline or self.plan.docks.deadline
         often = min(LOOK / 5 if self.attempt.ports.open else LOOK, deadline)
         while pending:
-            others = [*self.async_pools.under_way(), *self.tasks.watched()] if training >= 0 else []
+            others = [*self.async_pools.pending_references(), *self.tasks.awaited_references()] if training >= 0 else []
             watched = list(dict.fromkeys([*map(reference, pending), *others]))
             ended, _ = self.ray.wait(watched, num_returns=1, timeout=often)
-            for name in self.functions.mend():  # calls of a replaced process have new references now
-                self.display.say(f"{self.fate([name])}; started again")
+            for name in self.functions.replace_dead():  # calls of a replaced process have new references now
+                self.display.say(f"{self.describe_deaths([name])}; started again")
                 self.display.restarted(name)
-                stall.moved()
+                stall.note_progress()
             done = [call for call in pending if reference(call) in ended]
             self.ray.get([reference(call) for call in done])
             if training >= 0:
-                for task, report in self.async_pools.ended(self.ray, ended):
-                    self.carried.heard(task, report)
-                self.tasks.heard(ended)
+                for task, report in self.async_pools.take_ended(self.ray, ended):
+                    self.run_state.take_report(task, report)
+                self.tasks.record_ended(ended)
                 self._go_ahead(training, self.async_pools.others)
             pending = [call for call in pending if call not in done]
             if self._look(not done):
                 stall.hear(self.docks.statuses)
             if done:
-                stall.moved()
+                stall.note_progress()
             progress = "byte was read or written" if disk else "row has moved"
             if counted and self.signals.asked and (seconds := stall.seconds(self.signals.since)) > self._patience(disk):
-                self.display.say(f"for {seconds:.0f} s no {progress}: ending at once{self.words()}")
+                self.display.say(f"for {seconds:.0f} s no {progress}: ending at once{self.describe_waits()}")
                 raise KeyboardInterrupt
             if stall.seconds() > deadline + AFTER:
                 # The dock would have reported a wait by now: this is work that does not end.
@@ -346,15 +344,16 @@ class Driver:
 
     def _stuck_error(self, message: str, pending: Sequence[Any]) -> RunError:
         """Return the error for endless work: the user's ends the run, other is retried."""
+        waits = self.describe_waits()
         last = ", ".join(f"`{status.last}`" for status in self.docks.statuses if status.last)
-        if self.at_fault():
-            return RunError(f"{message}; {last or 'a function'} took rows last and has not returned{self.words()}")
-        busy = self.pool.asked([reference(call) for call in pending])
-        return ProcessStuck(f"{message}; {' and '.join(busy) or 'a process'} has not returned{self.words()}")
+        if self.processes_in_user_code():
+            return RunError(f"{message}; {last or 'a function'} took rows last and has not returned{waits}")
+        busy = self.pool.owners_of([reference(call) for call in pending])
+        return ProcessStuck(f"{message}; {' and '.join(busy) or 'a process'} has not returned{waits}")
 
-    def at_fault(self) -> list[str]:
+    def processes_in_user_code(self) -> list[str]:
         """Return the processes in the user's code that others wait for."""
-        calls = self.functions.open if self.pool.functions else []
+        calls = self.functions.open_calls if self.pool.functions else []
         busy = {function_hosts.name(*self.functions.places[i]) for i, pending in enumerate(calls) if pending}
         busy |= {f"rank {rank}" for rank in range(len(self.pool.ranks))}
         return processes_in_user_code(self.plan, self.docks.statuses, busy)
@@ -374,27 +373,28 @@ class Driver:
             self.display.phase(statuses[0].last)
             self.display.look(statuses)
         self.fates.hear(self.docks.statuses)
-        for reason in self.fates.beginning("dock", "a process of").values():
+        for reason in self.fates.take_reasons_by_prefix("dock", "a process of").values():
             self.display.say(f"{reason}; started again" if reason.startswith("dock") else reason)
-        if lost := self.docks.lost(self.pool.nodes):
+        if lost := self.docks.lost_hosts(self.pool.nodes):
             raise HostLost(wait_report.describe_lost_hosts(lost))
-        for dock in self.docks.silent(self.limits.stopped):
+        for dock in self.docks.silent_docks(self.limits.stopped):
             self.pool.examine(dock, self.limits)
         return True
 
-    def fate(self, names: Sequence[str]) -> str:
+    def describe_deaths(self, names: Sequence[str]) -> str:
         """Describe how processes died: first those killed because they did not move."""
         self.fates.hear(self.docks.statuses)
-        killed = self.fates.of(names)
+        killed = self.fates.take_reasons(names)
         others = [name for name in names if name not in killed]
-        return "; ".join([*killed.values(), *([f"{' and '.join(others)} died{self.place(others)}"] if others else [])])
+        died = [f"{' and '.join(others)} died{self.describe_places(others)}"] if others else []
+        return "; ".join([*killed.values(), *died])
 
-    def place(self, names: list[str]) -> str:
+    def describe_places(self, names: list[str]) -> str:
         """Describe what processes did when they were last heard of."""
         places = wait_report.places(self._ask_docks(), names)
         return f" {' and '.join(places)}" if places else f", after {self.display.last}" if self.display.last else ""
 
-    def words(self, reported: str = "") -> str:
+    def describe_waits(self, reported: str = "") -> str:
         """Describe who waits for what, a wait a line, without the `reported` one."""
         return "".join(f"\n  {line}" for line in wait_report.waits(self._ask_docks(), reported))
 
@@ -409,7 +409,7 @@ class Driver:
 
     def _evaluate(self, evaluation: Evaluation, iteration: int, sizes: dict[str, int]) -> None:
         self.display.phase(f"evaluating {evaluation.task}")
-        task = self.carried.evaluation(evaluation, iteration, sizes[evaluation.data])
+        task = self.run_state.evaluation(evaluation, iteration, sizes[evaluation.data])
         seconds, reports = self._end(self._begin(task))
         figures: dict[str, float] = {}
         if evaluation.needs_rows:

@@ -61,7 +61,7 @@ class Outcome:
         places = self.best
         for best in self.bests:
             note = ", whose checkpoint is not in this folder" if best.iteration else ""
-            means.append(f"best: {best.words}" + (f": {places[best.name]}" if best.name in places else note))
+            means.append(f"best: {best.description}" + (f": {places[best.name]}" if best.name in places else note))
         return means
 
     @property

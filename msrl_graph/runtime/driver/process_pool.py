@@ -64,7 +64,7 @@ class ProcessPool:
         self.folder = attempt.folder
         self.out = Path(attempt.out).absolute()
         self.ranks: list[Any] = []
-        self.parted = DistributedCheckpoint(self.plan, self.ranks, self.results)
+        self.checkpoints = DistributedCheckpoint(self.plan, self.ranks, self.results)
         self.functions: FunctionHosts | None = None
         self.docks: list[Any] = []
         self.dock_hosts: list[int] = []  # hosts of the docks
@@ -125,7 +125,7 @@ class ProcessPool:
         hosts = (
             self._prepare_hosts(reservation)
             if self.attached
-            else [HostFolder(self.folder, HOST.here())] * cluster.nodes
+            else [HostFolder(self.folder, HOST.visible_count())] * cluster.nodes
         )
         self.hosts = hosts
         from ..dock import host as dock
@@ -139,7 +139,7 @@ class ProcessPool:
         restarts = plan.deploy.run.restarts
 
         def start(kind: Any, label: str, host: int, *arguments: Any, **options: Any) -> Any:
-            actor = kind.options(**{"name": label, "scheduling_strategy": reservation.on(host), **options})
+            actor = kind.options(**{"name": label, "scheduling_strategy": reservation.strategy_for(host), **options})
             handle = actor.remote(*arguments)
             self.names[handle._actor_id.hex()] = label
             return handle
@@ -149,7 +149,7 @@ class ProcessPool:
         logs = str(self.out / "logs")
         for rank in range(cluster.devices):
             host_index = cluster.host(rank)
-            environment = plan.around(rank)
+            environment = plan.environment_of(rank)
             resources = cluster.device.kind.ray()
             threads = max(1, hosts[host_index].cores // cluster.devices_per_node)
             rank_arguments = (
@@ -209,8 +209,8 @@ class ProcessPool:
         if self.attached:
             self._fetch(self.functions.actors[: cluster.nodes])
             if self.attempt.resume:
-                self.parted.check(Path(self.attempt.resume))
-        self.started = self.functions.every("start")
+                self.checkpoints.check_files(Path(self.attempt.resume))
+        self.started = self.functions.ask_all("start")
         wait_until_begun(ray, first_answers, self._nodes())
         (address,) = self.results([self.ranks[0].address.remote()])
         self.results([handle.start.remote(address, routes) for handle in self.ranks])
@@ -226,8 +226,8 @@ class ProcessPool:
         also = {"the rows to replay": str(rows[0])} if rows else {}
         files = ray.put(shipped_files.read_shipped(Path(self.folder)))
         hosts = probe(self.plan, reservation, [self.out, *([Path(resume)] if resume else [])], also, self.probes)
-        self.parted.apart = hosts.blind[0]
-        self.parted.unseen = hosts.blind[-1] if resume else []
+        self.checkpoints.separate_hosts = hosts.blind[0]
+        self.checkpoints.hosts_with_parts = hosts.blind[-1] if resume else []
         for text in hosts.judge(self.attempt.options.verbose):
             self.say(text)
         folders = self.results([actor.keep.remote(files) for actor in hosts.actors])
@@ -270,11 +270,11 @@ class ProcessPool:
                         self.servers[process.pid] = process.name()
         return [f"Ray's {name}" for pid, name in self.servers.items() if not is_alive(pid)]
 
-    def of_ray(self) -> dict[str, int]:
+    def ray_process_ids(self) -> dict[str, int]:
         """Return the ids of Ray's own processes on this machine, by name."""
         return {f"Ray's {name}": pid for pid, name in [*self.servers.items()]}
 
-    def dead(self, patience: float = 2.0) -> list[str]:
+    def dead_processes(self, patience: float = 2.0) -> list[str]:
         """Return the names of processes that died for good.
 
         Only deaths that Ray notices within `patience` seconds count.
@@ -302,7 +302,7 @@ class ProcessPool:
                 break
         return dead
 
-    def asked(self, references: Sequence[Any]) -> list[str]:
+    def owners_of(self, references: Sequence[Any]) -> list[str]:
         """Return the names of the processes that still owe these results."""
         return list(
             dict.fromkeys(self.names.get(reference.task_id().actor_id().hex(), "a process") for reference in references)
@@ -320,7 +320,7 @@ class ProcessPool:
             return
         host = self.dock_hosts[dock]
         look = ray.remote(num_cpus=0, max_retries=0)(heartbeat.watch_host)
-        reference = look.options(scheduling_strategy=self.reserved.on(host)).remote(
+        reference = look.options(scheduling_strategy=self.reserved.strategy_for(host)).remote(
             self.hosts[host].folder, (min(SOON, limits.stopped), limits.silent), seconds
         )
         self.examined[dock] = reference, time.monotonic() + seconds
@@ -330,7 +330,7 @@ class ProcessPool:
         """Node ids of the docks' hosts in Ray."""
         return [self.reserved.nodes[host] for host in self.dock_hosts] if self.reserved is not None else []
 
-    def gone(self) -> list[str]:
+    def unreachable_hosts(self) -> list[str]:
         """Return the hosts of a cluster that are out of reach."""
         return sorted(unreachable_hosts(self.reserved.nodes)) if self.attached and self.reserved is not None else []
 
@@ -354,14 +354,15 @@ def check_machine(plan: Plan) -> None:
     """Refuse a plan that needs more than this machine has, before anything starts."""
     cluster = plan.cluster
     kind = cluster.device.kind
-    cores = HOST.here()
+    cores = HOST.visible_count()
     request = f"the plan asks for {plural(cluster.nodes, 'host')} of {cluster.devices_per_node} {kind.resource}"
-    machine = f"this machine is 1 host of {cores} cores{'' if kind.is_host else f' and {kind.here()} {kind.resource}'}"
+    devices = "" if kind.is_host else f" and {kind.visible_count()} {kind.resource}"
+    machine = f"this machine is 1 host of {cores} cores{devices}"
     help = ""
-    if hidden := visibility_masks.describe_problem(kind, os.environ.get(kind.visible), kind.there()):
+    if hidden := visibility_masks.describe_problem(kind, os.environ.get(kind.visible), kind.total_count()):
         machine = hidden
         help = f"unset {kind.visible}, or list the machine's own numbers, rising from 0"
-    elif not kind.is_host and cluster.devices_per_node > kind.here():
+    elif not kind.is_host and cluster.devices_per_node > kind.visible_count():
         help = 'set RAY_ADDRESS to a Ray cluster that has them, or deploy on `device = "cpu"`'
     elif cluster.nodes > 1:
         help = "set RAY_ADDRESS to a Ray cluster of that many hosts, or use one host"

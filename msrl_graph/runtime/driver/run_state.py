@@ -60,7 +60,7 @@ class RunState:
         self.draws: dict[int, tuple[int, dict[str, Array]]] = {}
         self.drawing = late_states(plan)
         # Whether all that the next iteration begins with is known before this one has ended.
-        self.known = not firsts and not self.refills and not self.groups
+        self.known_early = not firsts and not self.refills and not self.groups
 
     def task(self, number: int) -> Task:
         """Return the training task `number`, which is `foreseen`, as far as it is known.
@@ -72,7 +72,9 @@ class RunState:
         _, draws = self.draws.setdefault(number, (now, self.states[now]))
         states = self.states.get(number, {})
         position = self._position(number)
-        prompts, wanted = (self.refill.of(number), self.refill.target) if self.refill.adapts else (self.prompts, 0)
+        prompts, wanted = (
+            (self.refill.draw_size(number), self.refill.target) if self.refill.adapts else (self.prompts, 0)
+        )
         own = (_run_states(states), _run_states(draws))
         return Task("train", number, prompts, {}, position, own[0], cut=cut, draws=own[1], wanted=wanted)
 
@@ -85,7 +87,7 @@ class RunState:
         """Return whether the states that the previous iteration leaves are known."""
         return number in self.states
 
-    def foreseen(self, number: int) -> bool:
+    def knows_data(self, number: int) -> bool:
         """Return whether the data that an iteration begins with is known."""
         return (not self.refills or number in self.positions) and (not self.groups or number in self.cut)
 
@@ -93,7 +95,7 @@ class RunState:
         last = number if self.refills or self.groups else min(number, max(self.positions))
         return self.positions[last] + (number - last) * self.graph.rows[0]
 
-    def heard(self, task: Task, report: Report) -> None:
+    def take_report(self, task: Task, report: Report) -> None:
         """Take what a process that has ended an iteration knows of the next one's data."""
         if report.rounds:
             self._advance(task, report.rounds * task.prompts)
@@ -119,14 +121,14 @@ class RunState:
         """Return the per-row states of an iteration that has begun."""
         return Tables(_row_states(self.draws[number][1]), _row_states(self.states.get(number, {})))
 
-    def after(self, task: Task, reports: list[Report]) -> None:
+    def end_iteration(self, task: Task, reports: list[Report]) -> None:
         """Take the results of a training iteration."""
         drawn = sum(int(report.sums["prompts_drawn"][0]) for report in reports if "prompts_drawn" in report.sums)
         self._advance(task, drawn or task.prompts - len(task.cut))
         for report in reports:
-            self.heard(task, report)
+            self.take_report(task, report)
         self.learn(task.number, reports)
-        self.refill.ended(task.number, reports)
+        self.refill.learn(task.number, reports)
         self.states = {number: states for number, states in self.states.items() if number > task.number}
         self.draws = {number: draw for number, draw in self.draws.items() if number > task.number}
         self.positions = {number: place for number, place in self.positions.items() if number > task.number}
@@ -140,7 +142,7 @@ class RunState:
         if number + 1 in self.states:
             return
         states = dict(self.states[number])
-        rows = next((report.drawn for report in reports if len(report.drawn)), np.zeros(0, np.int64))
+        rows = next((report.prompt_rows for report in reports if len(report.prompt_rows)), np.zeros(0, np.int64))
         updates: dict[str, list[tuple[int, float]]] = {}
         for report in reports:
             for name, update in report.states.items():
@@ -156,8 +158,8 @@ class RunState:
 
         They are the mean values over these rows, and the age in iterations of the states that drew them.
         """
-        report = next(candidate for candidate in reports if len(candidate.drawn))
-        rows = report.drawn
+        report = next(candidate for candidate in reports if len(candidate.prompt_rows))
+        rows = report.prompt_rows
         for name, value in self.states[number].items():
             row_values = value[rows] if value.ndim else np.atleast_1d(value)
             report.count(name, float(row_values.sum()), len(row_values))
@@ -168,7 +170,7 @@ class RunState:
     def save(self, folder: Path, metadata: Mapping[str, str]) -> list[checkpoint.CheckpointFile]:
         """Write the states as a file of a checkpoint, if there are any."""
         arrays = {**self.states[min(self.states)], **(_to_arrays(self.cut[min(self.cut)]) if self.groups else {})}
-        arrays |= self.refill.saved()
+        arrays |= self.refill.to_arrays()
         return [checkpoint.write_arrays(folder, FILE, arrays, metadata)] if arrays else []
 
     def restore(self, folder: Path, manifest: checkpoint.Manifest) -> None:

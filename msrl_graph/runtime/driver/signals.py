@@ -29,9 +29,9 @@ class Signals:
         self.last = 0
         self.training = False
         self.saving = False  # a checkpoint is being written
-        self.heed()
+        self.install()
 
-    def heed(self) -> None:
+    def install(self) -> None:
         """Install the handlers, again after Ray was started, which has its own."""
         for number in HANDLED:
             signal.signal(number, self._handle)

@@ -32,7 +32,7 @@ class StallClock:
         self._bytes = -1
         self._bytes_time = self.since
 
-    def moved(self) -> None:
+    def note_progress(self) -> None:
         """Record that something has ended, or was replaced."""
         self.since = time.monotonic()
 
@@ -73,7 +73,7 @@ class DeathReports:
         ):
             self._heard |= {(host, pid): fate for pid, fate in ended.items()}
 
-    def of(self, names: Iterable[str]) -> dict[str, str]:
+    def take_reasons(self, names: Iterable[str]) -> dict[str, str]:
         """Return why processes were killed for not moving, by name.
 
         Reasons that were returned before are left out.
@@ -85,9 +85,9 @@ class DeathReports:
         self._reported |= {(str(pid), name) for (_, pid), (name, _) in self._heard.items() if name in reasons}
         return reasons
 
-    def beginning(self, *words: str) -> dict[str, str]:
+    def take_reasons_by_prefix(self, *words: str) -> dict[str, str]:
         """Return the same for processes whose names begin with one of these words."""
-        return self.of([name for name, _ in self._heard.values() if name.startswith(words)])
+        return self.take_reasons([name for name, _ in self._heard.values() if name.startswith(words)])
 
 
 def processes_in_user_code(plan: Plan, statuses: Sequence[Status], busy: Collection[str]) -> list[str]:
@@ -96,7 +96,7 @@ def processes_in_user_code(plan: Plan, statuses: Sequence[Status], busy: Collect
     processes = []
     for status in statuses:
         for process, activity in status.doing.items():
-            words = activity.what.split(" in ")[0].split()
+            words = activity.activity.split(" in ")[0].split()
             node = next((candidate for candidate in plan.graph.nodes if words and candidate.name == words[-1]), None)
             if process not in busy or node is None or node.name == "source":
                 continue

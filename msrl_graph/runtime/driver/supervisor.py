@@ -71,7 +71,7 @@ def run(
     `on_iteration` raised.
     """
     prepared = prepare(plan, out, resume, options)
-    return Supervisor(prepared, options, stderr, on_iteration=on_iteration).whole()
+    return Supervisor(prepared, options, stderr, on_iteration=on_iteration).run()
 
 
 class Supervisor:
@@ -93,7 +93,7 @@ class Supervisor:
         self.console = Screen(file=stderr or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.child: subprocess.Popen[bytes] | None = None
         self.lock = -1  # on the results' folder
-        self.limits = Limits.of(prepared.plan.docks.deadline)
+        self.limits = Limits.for_deadline(prepared.plan.docks.deadline)
         self.ready = Path()  # exists once the driver handles signals
         self.asked: list[int] = []  # signals so far
         self.killer: threading.Timer | None = None
@@ -104,7 +104,7 @@ class Supervisor:
             MetricsFollower(prepared.folder.absolute() / METRICS, on_iteration, self.first) if on_iteration else None
         )
 
-    def whole(self) -> Outcome:
+    def run(self) -> Outcome:
         with closing(ListeningSockets(self.options.watch, self.options.metrics)) as self.sockets:
             return self._run()
 
@@ -112,7 +112,7 @@ class Supervisor:
         fresh = not self.prepared.folder.exists()
         out = (
             self.prepared.folder
-            if self.prepared.goes_on
+            if self.prepared.continues_in_place
             else make_folder(self.plan, self.prepared.folder, self.prepared.stated)
         )
         for warning in self.prepared.warnings:
@@ -122,13 +122,13 @@ class Supervisor:
         check_own(out)
         with lock_folder(out) as self.lock, self._signals():
             check_links(out)
-            if not (self.prepared.goes_on or self.options.overwrite):
+            if not (self.prepared.continues_in_place or self.options.overwrite):
                 check_free(out)
             try:
-                if self.options.overwrite and self.prepared.url and not self.prepared.goes_on:
+                if self.options.overwrite and self.prepared.url and not self.prepared.continues_in_place:
                     remote_folder.clear(self.prepared.url)
                 elif self.options.overwrite:
-                    clear_results(out, self.prepared.begin if self.prepared.goes_on else None)
+                    clear_results(out, self.prepared.begin if self.prepared.continues_in_place else None)
                 self._copy_lines(out)
                 self.files = shipping.files(self.plan, shipped=bool(os.environ.get("RAY_ADDRESS")))
                 with suppress(OSError):  # a full disk: checkpoints have no room either
@@ -174,7 +174,7 @@ class Supervisor:
         """Copy the lines so far if a run continues in another folder."""
         begin = self.prepared.begin
         manifest = self.prepared.manifest
-        if begin is None or manifest is None or self.prepared.goes_on or self.options.evaluate:
+        if begin is None or manifest is None or self.prepared.continues_in_place or self.options.evaluate:
             return
         lines, _ = read_valid_lines(begin.parent.parent / METRICS)
         (out / METRICS).write_bytes(b"".join(lines[: manifest.lines]))
@@ -288,12 +288,12 @@ class Supervisor:
             )
             private.write(folder / "attempt.json", msgspec.json.encode(attempt))  # it has the page's token
             if self.follower is not None:
-                self.follower.attempt(lines)
+                self.follower.begin_attempt(lines)
             try:
                 reason = self._drive(attempt, out / "logs", temporary)
             finally:
                 self.child = None
-                self.edited = ChangedFiles.told(folder, self.edited)
+                self.edited = ChangedFiles.list_reported(folder, self.edited)
                 if self.killer is not None:
                     self.killer.cancel()
                 if self.console.is_terminal:
@@ -329,7 +329,7 @@ class Supervisor:
                 pass_fds=(attempt.answer, *attempt.ports.open, attempt.parent, attempt.lock),
                 start_new_session=True,
             )
-        temporary.ends(child.pid)
+        temporary.end_session_too(child.pid)
         if self.asked:
             child.send_signal(signal.SIGTERM)
         with watchdog.watch_driver(child.pid, temporary, self.limits, self.console.print):
@@ -346,7 +346,7 @@ class Supervisor:
         if (
             follower.error is not None
             and self.child is not None
-            and not follower.has(self.plan.deploy.run.iterations - 1)
+            and not follower.has_iteration(self.plan.deploy.run.iterations - 1)
         ):
             with suppress(ProcessLookupError):
                 self.child.send_signal(signal.SIGTERM)

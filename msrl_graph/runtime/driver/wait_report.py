@@ -23,9 +23,9 @@ def waits(statuses: Sequence[Status], reported: str) -> list[str]:
         str(wait) for status in statuses for wait in status.waits if str(wait).split(" has waited ")[0] not in reported
     ]
     return lines + [
-        f"{name} has been in {activity.what} for {activity.seconds:.0f} s{': ' * bool(activity.rows)}{activity.rows}"
+        f"{name} has been in {current.activity} for {current.seconds:.0f} s{': ' * bool(current.rows)}{current.rows}"
         for status in statuses
-        for name, activity in sorted(status.doing.items())
+        for name, current in sorted(status.doing.items())
     ]
 
 

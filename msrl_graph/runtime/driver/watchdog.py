@@ -30,7 +30,7 @@ def watch_driver(driver: int, temporary: Temporary, limits: Limits, say: Callabl
         while not finished.wait(watch.often):
             with suppress(OSError):
                 watch.look(watch.often)
-            if message := temporary.tend(watch.often, limits.stopped):
+            if message := temporary.replace_keeper(watch.often, limits.stopped):
                 say(message)
 
     thread = threading.Thread(target=look, daemon=True)

@@ -37,7 +37,7 @@ class AsyncCaller:
         node = self.function.node
         where = f"one of {len(all_units)} calls in progress"
         try:
-            with self.function.note.at(f"{node.name}: {where} of {task.key}"):
+            with self.function.note.record_call(f"{node.name}: {where} of {task.key}"):
                 yield from self._map(all_units, task)
         except ProcessDied as died:
             raise RunError(describe_failure(node, died, f"{where} of iteration {task.number}")) from died

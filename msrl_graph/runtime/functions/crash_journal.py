@@ -80,7 +80,7 @@ class CrashJournal:
             os._exit = self._exit
 
     @contextmanager
-    def at(self, call: str) -> Iterator[None]:
+    def record_call(self, call: str) -> Iterator[None]:
         """Record a call while this process makes it.
 
         Raises ProcessDied if the call must not be repeated.

@@ -44,10 +44,10 @@ class DrawWeights:
         self.filled = InjectedArguments(signature, source, plan)
         self.data = data
         self.rows = len(data)
-        self.bound = [(argument, renamed.get(argument, argument)) for argument in signature.columns]
+        self.parameters = [(argument, renamed.get(argument, argument)) for argument in signature.columns]
         self.columns: dict[str, Callable[[], Any]] = {}  # of the data, by parameter: each call gets its own values
-        for parameter, name in self.bound:
-            if name in source.weighs:
+        for parameter, name in self.parameters:
+            if name in source.weight_columns:
                 text = parameter in signature.text
                 tokens = data.tokens if text and is_tokens(plan.graph, name) else None
                 column = data.columns[name].take(data.usable)
@@ -67,7 +67,7 @@ class DrawWeights:
         `tables` are the states of each row.
         """
         states = {**task.draws, **{name: np.array(table) for name, table in tables.items()}}
-        arguments = {argument: states[name] for argument, name in self.bound if name in states}
+        arguments = {argument: states[name] for argument, name in self.parameters if name in states}
         arguments |= {parameter: values() for parameter, values in self.columns.items()}
         try:
             result = self.call(**arguments, **self.options, **self.filled(task.name, task.number, 0))
@@ -84,7 +84,7 @@ class DrawWeights:
                 f"{self.rows} rows of the data"
             )
         if len(bad_rows := np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))):
-            row = self.data.where(int(bad_rows[0]))
+            row = self.data.locate(int(bad_rows[0]))
             more = f" (and for {len(bad_rows) - 1} more of {self.rows} rows)" if len(bad_rows) > 1 else ""
             raise RunError(
                 f"{label} returned {weights[bad_rows[0]]:g} for {row}{more}, where a finite number of 0 or more belongs"

@@ -69,13 +69,13 @@ class EnvironmentClass:
             for column in self.reads
             if column in self.text and is_tokens(plan.graph, column)
         }
-        self.filled = InjectedArguments(self.signature, node, plan)
+        self.injected_arguments = InjectedArguments(self.signature, node, plan)
         own_columns = {
             *numerics.sampled_columns(plan.graph, node),
             *(find_response_column(plan.graph, node, element) for element in ("bool", "i32")),
         }
         self.columns = tuple(column for column in node.writes if column not in own_columns)
-        self.returned = ReturnChecker(plan, self.columns)
+        self.return_checker = ReturnChecker(plan, self.columns)
         self.timeout = attributes.timeout
         self.on_failure = attributes.on_failure
         self.memory = attributes.memory
@@ -88,12 +88,12 @@ class EnvironmentClass:
         """Import the user's file: in this process, or in one that it cannot harm."""
         if self.verdicts:
             folder = shipped_files.shipped_folder()
-            settings = (self.filled, self.columns, self.timeout, self.gym)
+            settings = (self.injected_arguments, self.columns, self.timeout, self.gym)
             self.nest = Nest(EnvironmentSpec(folder, self.path, self.name, self.call, *settings))
         else:
             guard_exit()  # before the import: the file may copy functions of `os`
             make = getattr(import_user_file(self.path, self.call), self.name)
-            self.called = ClassSignature(make, self.filled, self.columns, self.timeout, self.gym)
+            self.called = ClassSignature(make, self.injected_arguments, self.columns, self.timeout, self.gym)
 
     def instances(self, rows: int, fan: int) -> Instances | IsolatedInstances:
         """Make the instances for `rows` rows, `fan` of which belong together."""
@@ -110,7 +110,7 @@ class EnvironmentClass:
         """
         return Episodes(self, batch, rows, task)
 
-    def given(self, batch: Batch, fan: int) -> list[dict[str, Any]]:
+    def reset_arguments(self, batch: Batch, fan: int) -> list[dict[str, Any]]:
         """Return the arguments of `reset` for each episode; each row of a batch has `fan`.
 
         Each episode has its own values, which an environment may change.
@@ -144,13 +144,13 @@ class Episodes:
         self.fan = len(rows) // len(batch.rows)
         self.values: list[tuple[Any, ...]] = [()] * len(rows)  # of the additional columns, from the last step
         self.checked: dict[str, list[Any]] = {}
-        self.standing = SurvivingRows(environment.node, environment.plan, rows, self.fan, task.number)
+        self.surviving_rows = SurvivingRows(environment.node, environment.plan, rows, self.fan, task.number)
         self.instances: Instances | IsolatedInstances | None = None  # until the first rank of its group begins
 
     def reset(self) -> list[tuple[Utterance, bool]]:
         """Return the environment's first text in each row, and whether the row is over."""
         self.instances = self.environment.instances(len(self.rows), self.fan)
-        arguments = self.environment.given(self.batch, self.fan)
+        arguments = self.environment.reset_arguments(self.batch, self.fan)
         task = self.task
         requests: dict[int, Ask] = {
             i: EpisodeStart(task.name, task.number, int(row), arguments[i]) for i, row in enumerate(self.rows)
@@ -166,7 +166,7 @@ class Episodes:
 
     def refuse(self, position: int, reason: str, when: str) -> None:
         """Fail a row whose environment returned something unusable."""
-        self._fail(position, Failure.of(BadResult(reason)), when)
+        self._fail(position, Failure.from_error(BadResult(reason)), when)
 
     def end(self, lengths: Mapping[str, Array]) -> Array:
         """End the instances; return which rows stay (True).
@@ -181,22 +181,22 @@ class Episodes:
 
     def _check_values(self, lengths: Mapping[str, Array]) -> Array:
         """Return which rows have values that fit their columns."""
-        returned = self.environment.returned
+        returned = self.environment.return_checker
         for index, name in enumerate(self.environment.columns):
             values = self.checked[name] = [None] * len(self.rows)
-            for i in np.flatnonzero(~self.standing.lost).tolist():
+            for i in np.flatnonzero(~self.surviving_rows.lost).tolist():
                 try:
                     own_lengths = {column: int(length[i]) for column, length in lengths.items()}
-                    values[i] = returned.checked(name, self.values[i][index], own_lengths)
+                    values[i] = returned.check(name, self.values[i][index], own_lengths)
                 except (BadResult, TypeError, ValueError) as error:
-                    self._fail(i, Failure("rubbish", Failure.of(error).told), "the last turn")
-        return ~self.standing.lost
+                    self._fail(i, Failure("rubbish", Failure.from_error(error).summary), "the last turn")
+        return ~self.surviving_rows.lost
 
     def columns(self) -> dict[str, ColumnData]:
         """Return the additional columns that the node writes, of the rows that stay."""
-        stay = np.flatnonzero(~self.standing.lost)
+        stay = np.flatnonzero(~self.surviving_rows.lost)
         return {
-            name: self.environment.returned.column(name, [values[i] for i in stay])
+            name: self.environment.return_checker.column(name, [values[i] for i in stay])
             for name, values in self.checked.items()
         }
 
@@ -205,27 +205,30 @@ class Episodes:
 
         Counts and reports the rows that do not stay.
         """
-        return self.standing.verdicts(report, metric_prefix)
+        return self.surviving_rows.make_verdicts(report, metric_prefix)
 
     def _ask(self, requests: Mapping[int, Ask], when: str) -> list[tuple[Utterance, bool]]:
         """Return the environment's reply to each row, an empty one if the row is lost."""
-        alive = {position: request for position, request in requests.items() if not self.standing.lost[position]}
+        alive = {position: request for position, request in requests.items() if not self.surviving_rows.lost[position]}
         replies: dict[int, tuple[Utterance, bool]] = {}
         stops = not self.environment.verdicts
         assert self.instances is not None
         where = f"`{self.environment.name}` in {when} of {numerics.format_rows(self.rows[[*alive]])}"
         for position, answer in self.instances.answers(alive, stops, where).items():
             if isinstance(answer, EnvironmentReply):
-                replies[position] = (answer.said, answer.over)
+                replies[position] = (answer.utterance, answer.ended)
                 self.values[position] = answer.values
             else:
                 request = requests[position]
                 self._fail(
-                    position, answer, when, request.given if isinstance(request, EpisodeStart) else {"text": request}
+                    position,
+                    answer,
+                    when,
+                    request.arguments if isinstance(request, EpisodeStart) else {"text": request},
                 )
-        return [("", True) if self.standing.lost[i] else replies[i] for i in requests]
+        return [("", True) if self.surviving_rows.lost[i] else replies[i] for i in requests]
 
     def _fail(self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None) -> None:
-        lost_positions = self.standing.fail(position, failure, when, given)
+        lost_positions = self.surviving_rows.fail(position, failure, when, given)
         if isinstance(self.instances, IsolatedInstances):
             self.instances.lose(lost_positions)

@@ -100,7 +100,7 @@ class FunctionNode:
         self.graph = plan.graph
         self.reader = reader
         self.note = note or CrashJournal()
-        self.returned = ReturnChecker(plan, node.writes)
+        self.return_checker = ReturnChecker(plan, node.writes)
         sieve = rowsets(plan.graph).sieves.get(node.name)
         # The dock's column for which rows stay.
         self.drops = sieve.column if sieve is not None and sieve.failures else ""
@@ -120,18 +120,18 @@ class FunctionNode:
             renamed = call.columns()
             # Parameters and their columns or states, where the node reads them.
             known = (*node.reads, *node.states)
-            self.bound = [
+            self.parameters = [
                 (parameter, renamed.get(parameter, parameter))
                 for parameter in signature.columns
                 if renamed.get(parameter, parameter) in known
             ]
             if signature.rest:
-                bound_columns = {column for _, column in self.bound}
-                self.bound += [(signature.rest, column) for column in node.reads if column not in bound_columns]
+                bound_columns = {column for _, column in self.parameters}
+                self.parameters += [(signature.rest, column) for column in node.reads if column not in bound_columns]
             ids = {column.name for column in plan.graph.columns if column.element == "i32" and column.dims}
             self.tokens = {
                 column: column_tokenizer(plan, column)
-                for parameter, column in self.bound
+                for parameter, column in self.parameters
                 if parameter in signature.text and column in ids
             }
             # For each written column, the columns whose length it must have.
@@ -139,7 +139,7 @@ class FunctionNode:
                 column: [dim.like for dim in self.graph.column(column).dims if dim.like] for column in node.writes
             }
 
-    def spoilt(self, batch: Batch) -> Array:
+    def find_spoilt_rows(self, batch: Batch) -> Array:
         """Return the rows whose result may be wrong because an input was not finite."""
         spoilt_rows = np.zeros(len(batch.rows), bool)
         for name in self.node.reads:
@@ -170,7 +170,10 @@ class FunctionNode:
             for unit, outcome in outcomes:
                 if isinstance(outcome, UnitFailure):
                     message = describe_failure(
-                        self.node, outcome.failure.told, f"{outcome.where} of iteration {task.number}", unit.given
+                        self.node,
+                        outcome.failure.summary,
+                        f"{outcome.where} of iteration {task.number}",
+                        unit.arguments,
                     )
                     if not self.drops:
                         raise RunError(message)
@@ -232,7 +235,7 @@ class FunctionNode:
         """
         return [
             (column if parameter == self.signature.rest else parameter, self._argument(batch, task, column, parameter))
-            for parameter, column in self.bound
+            for parameter, column in self.parameters
         ]
 
     def _argument(self, batch: Batch, task: Task, name: str, parameter: str) -> Any:
@@ -266,7 +269,7 @@ class FunctionNode:
             **self.of_unit.options,
         }
         try:
-            with self.note.at(f"{self.node.name}: {where} of {task.key}"):
+            with self.note.record_call(f"{self.node.name}: {where} of {task.key}"):
                 return iter(self.many(**dict(arguments), **options))
         except (Exception, SystemExit) as error:
             raise RunError(describe_failure(self.node, error, f"{where} of iteration {task.number}")) from error
@@ -326,7 +329,8 @@ class _Part:
             return replace(filter_results, last=last)
         columns = {
             column: ColumnRows(
-                np.asarray(self.values[column][0], np.int64), function.returned.column(column, self.values[column][1])
+                np.asarray(self.values[column][0], np.int64),
+                function.return_checker.column(column, self.values[column][1]),
             )
             for column in function.node.writes
         }

@@ -70,7 +70,7 @@ class _Calls(Walker):
         if node != "source":
             self.host._run_function(self.functions[node], self.task, self.report)
         elif self.host.host == 0:
-            self.host.client.at(f"source in {self.task.key}")
+            self.host.client.report_activity(f"source in {self.task.key}")
             with self.report.phase("source"):
                 self.host._run_source(self.task, self.drawn, self.tables, self.report)
             self.drawn += 1
@@ -168,7 +168,7 @@ class FunctionHost:
                 functions[node.name] = FunctionNode(node, plan, self.readers[node.name], self.note, workers)
         self.functions = functions
         left_out = {
-            name: f"{dataset.too_long} of {dataset.too_long + len(dataset)} rows are left out: {dataset.why}"
+            name: f"{dataset.too_long} of {dataset.too_long + len(dataset)} rows are left out: {dataset.reason}"
             for name, dataset in self.data.items()
             if dataset.too_long
         }
@@ -210,7 +210,7 @@ class FunctionHost:
             self._put_states(task, range(calls.drawn), tables)
         self.client.walk(FUNCTIONS, steps, task, calls, begin=begin)
         if self.host == 0 and task.trains and task.part != "opening":
-            report.drawn = np.concatenate(
+            report.prompt_rows = np.concatenate(
                 [self._choose_rows(task, round, tables.draws) for round in range(calls.drawn)]
             )
             if self.refilling is not None:
@@ -224,7 +224,7 @@ class FunctionHost:
         if self.functions is None:
             self.start()
         try:
-            rows.write(Path(folder), self.plan, self.client.whole(task), task)
+            rows.write(Path(folder), self.plan, self.client.read_all_rows(task), task)
         except OSError as error:
             task_name = f"iteration {task.number}" if task.trains else f"the evaluation {task.key}"
             return f"the rows of {task_name} could not be recorded: {error}"
@@ -236,7 +236,7 @@ class FunctionHost:
             self.start()
         evaluation = self.plan.deploy.evaluation(task.name)
         assert evaluation is not None
-        pieces = self.client.whole(task, evaluation.columns)
+        pieces = self.client.read_all_rows(task, evaluation.columns)
         return evaluation_figures(self.plan, evaluation, task, pieces)
 
     def _count_rounds(self, steps: Sequence[Instruction], task: Task) -> int:
@@ -263,7 +263,7 @@ class FunctionHost:
 
     def _put(self, task: Task, round: int, columns: Mapping[str, ColumnData]) -> None:
         numbers = np.arange(round * task.prompts, (round + 1) * task.prompts)
-        self.client.put(
+        self.client.put_rows(
             "source", task, {name: ColumnRows(numbers, column) for name, column in columns.items()}, asks=True
         )
 
@@ -301,7 +301,7 @@ class FunctionHost:
                 weights = self.weigh(draws, task)
             if report is not None:
                 report.remarks += remark_scarce_weights(source, task, weights, first)
-            return dataset.drawn(weights, task.number, first, task.prompts)
+            return dataset.draw(weights, task.number, first, task.prompts)
         resumed_rows = [dataset.indices(cut_response.position, 1) for cut_response in task.cut]
         return np.concatenate([*resumed_rows, dataset.indices(task.position + first, task.prompts - len(resumed_rows))])
 
@@ -313,7 +313,7 @@ class FunctionHost:
     def _journal_call(self, node: Node, where: str) -> Iterator[None]:
         """Record a call of the user's code that is not made for rows."""
         try:
-            with self.note.at(f"{node.name}: {where}"):
+            with self.note.record_call(f"{node.name}: {where}"):
                 yield
         except ProcessDied as died:
             raise RunError(describe_failure(node, died, where)) from died
@@ -323,22 +323,22 @@ class FunctionHost:
         last = False
         while not last:
             wait_start = time.perf_counter()
-            batch = self.client.take(node.name, task, self.host, at_once=True)
+            batch = self.client.take_share(node.name, task, self.host, at_once=True)
             report.add("wait", wait_start)
             last = batch.share.last
             if not len(batch.rows):
                 continue
             log.set_node(f"{node.name} in {task.key}")
             # With a `capacity`, a share has one reservation, also for a replacement that writes it again.
-            part_seconds = math.inf if self.client.way.capacity else PARTIAL_WRITE_INTERVAL
+            part_seconds = math.inf if self.client.dock_address.capacity else PARTIAL_WRITE_INTERVAL
             parts = list[Results]()
             with report.phase(node.name):
                 for part in function.parts(batch, task, part_seconds):
                     parts.append(part)
                     if not part.last:
-                        self.client.put(node.name, task, part.columns)
+                        self.client.put_rows(node.name, task, part.columns)
                         if not part.columns:
-                            self.client.did(node.name, task, part.rows)
+                            self.client.report_rows_done(node.name, task, part.rows)
             results = Results.joined(parts)
             for figure, amount in take_amounts().items():
                 report.count(figure, amount, 0)
@@ -346,8 +346,8 @@ class FunctionHost:
                 report.count(f"{node.name}/failed", size, 0)
                 report.count(f"{node.name}/failed/{failure.reason}", size, 0)
                 messages = report.failed.setdefault(node.name, {})
-                messages.setdefault(failure.reason, f"{where}: {failure.told.reason}")
-            spoilt_rows = function.spoilt(batch)
+                messages.setdefault(failure.reason, f"{where}: {failure.summary.reason}")
+            spoilt_rows = function.find_spoilt_rows(batch)
             for name, piece in results.columns.items():
                 rows = piece.rows
                 column = piece.column
@@ -355,20 +355,20 @@ class FunctionHost:
                     self._count_verdicts(function, task, piece, report)
                     continue
                 spoilt = spoilt_rows if len(rows) == len(spoilt_rows) else None
-                self.watch.results(node, task, report, name, rows, column, spoilt)
+                self.watch.check_results(node, task, report, name, rows, column, spoilt)
                 if column.offsets is None and column.values.dtype.kind == "f":
                     self.means.count(report, node, task, name, rows, column.values)
             for name, next_values in results.states.items():
                 reader = self.readers[node.name]
                 all_values = report.states.setdefault(name, NextValues())
                 units = next_values.units
-                if not reader.whole:  # a prompt that a filter repeats is the same row of the data
+                if not reader.whole_batch:  # a prompt that a filter repeats is the same row of the data
                     units = reader.numbers(task).above(np.asarray(units, np.int64), reader.unit, 0).tolist()
                 all_values.units += units
                 all_values.values += next_values.values
-            self.client.put(node.name, task, parts[-1].columns, asks=True)
+            self.client.put_rows(node.name, task, parts[-1].columns, asks=True)
             if not results.columns:
-                self.client.did(node.name, task, parts[-1].rows)
+                self.client.report_rows_done(node.name, task, parts[-1].rows)
 
     def _count_verdicts(self, function: FunctionNode, task: Task, verdicts: Verdicts, report: Report) -> None:
         """Count the rows that a filter passes."""

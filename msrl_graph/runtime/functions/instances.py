@@ -36,10 +36,10 @@ class Failure:
     """The reason why a row has no answer."""
 
     reason: Reason
-    told: ErrorSummary
+    summary: ErrorSummary
 
     @classmethod
-    def of(cls, error: BaseException, reason: Reason | None = None) -> Failure:
+    def from_error(cls, error: BaseException, reason: Reason | None = None) -> Failure:
         """Return the failure for an error.
 
         `reason` is needed only if the error does not imply it.
@@ -48,7 +48,7 @@ class Failure:
         if isinstance(error, BadResult | MemoryError | ProcessExit):
             kinds: dict[type, Reason] = {BadResult: "rubbish", MemoryError: "memory", ProcessExit: "exited"}
             inferred = next(kind for error_type, kind in kinds.items() if isinstance(error, error_type))
-        return cls(reason or inferred, ErrorSummary.of(error))
+        return cls(reason or inferred, ErrorSummary.from_error(error))
 
 
 Utterance = str | Messages  # what an environment says: text as it is, or messages
@@ -58,9 +58,9 @@ Utterance = str | Messages  # what an environment says: text as it is, or messag
 class EnvironmentReply:
     """An environment's answer, the values of its columns, and whether it is over."""
 
-    said: Utterance
+    utterance: Utterance
     values: tuple[Any, ...] = ()
-    over: bool = False
+    ended: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class EpisodeStart:
     task: str  # the name of the task
     iteration: int
     row: int
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
 
 Ask = EpisodeStart | str  # a beginning, or the text that the policy wrote
@@ -155,9 +155,10 @@ class Instances:
         self.made[position] = instance
         if signature.gym:
             return instance.reset(
-                seed=signature.filled.seed_of(request.task, request.iteration, request.row), options=dict(request.given)
+                seed=signature.filled.episode_seed(request.task, request.iteration, request.row),
+                options=dict(request.arguments),
             )
-        return instance.reset(**request.given, **signature.filled(request.task, request.iteration, request.row))
+        return instance.reset(**request.arguments, **signature.filled(request.task, request.iteration, request.row))
 
     def parse_result(self, position: int, request: Ask, result: Any) -> EnvironmentReply:
         """Return a result as a reply; raises BadResult if it is unusable."""
@@ -223,7 +224,7 @@ class _Call:
             wait([future], None if limit == math.inf else seconds_left)
         if not future.done() or self.ended - self.began > limit:
             future.cancel()
-            return Failure.of(TimeoutError(f"it took longer than its `timeout` of {limit:g} s"), "timeout")
+            return Failure.from_error(TimeoutError(f"it took longer than its `timeout` of {limit:g} s"), "timeout")
         return future.result()
 
     def _run_in_thread(self) -> EnvironmentReply | Failure:
@@ -233,7 +234,7 @@ class _Call:
                 result = self.instances.start_call(self.position, self.ask)
             return self.instances.parse_result(self.position, self.ask, result)
         except BaseException as error:
-            return Failure.of(error)
+            return Failure.from_error(error)
         finally:
             self.ended = time.monotonic()
 
@@ -248,7 +249,7 @@ class _Call:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # an exit would end the loop
-            return Failure.of(error)
+            return Failure.from_error(error)
         finally:
             self.ended = time.monotonic()
 

@@ -68,7 +68,7 @@ def _sendable(answer: EnvironmentReply | Failure) -> EnvironmentReply | Failure:
     try:
         pickle.dumps(answer)
     except Exception as error:
-        return Failure.of(BadResult(f"what `step` returned cannot leave its process: {error}"))
+        return Failure.from_error(BadResult(f"what `step` returned cannot leave its process: {error}"))
     return answer
 
 

@@ -56,7 +56,7 @@ class SurvivingRows:
         self.lost[first : first + size] = True
         return range(first, first + size)
 
-    def verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
+    def make_verdicts(self, report: Report, metric_prefix: str) -> dict[str, Verdicts]:
         """Return which rows stay, for the dock, if rows may fail.
 
         Counts and reports the rows that do not stay.
@@ -71,7 +71,7 @@ class SurvivingRows:
         for position, (failure, when) in sorted(self.failed.items()):
             if failure.reason not in messages:
                 self._failure_message(position, failure, when)  # write the full message to the log
-                messages[failure.reason] = f"{self._describe_place(position, when)}: {failure.told.reason}"
+                messages[failure.reason] = f"{self._describe_place(position, when)}: {failure.summary.reason}"
         return {self.column: Verdicts(self.rows, ColumnData((~self.lost).astype(np.int32)))}
 
     def _describe_place(self, position: int, when: str) -> str:
@@ -81,4 +81,4 @@ class SurvivingRows:
         self, position: int, failure: Failure, when: str, given: Mapping[str, Any] | None = None
     ) -> str:
         where = f"{self._describe_place(position, when)} of iteration {self.iteration}"
-        return describe_failure(self.node, failure.told, where, (given or {}).items())
+        return describe_failure(self.node, failure.summary, where, (given or {}).items())

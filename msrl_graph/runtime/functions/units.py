@@ -56,7 +56,7 @@ class Unit(NamedTuple):
 
     number: int
     where: str
-    given: Sequence[tuple[str, Any]]
+    arguments: Sequence[tuple[str, Any]]
     rows: slice
     targets: Mapping[str, Sequence[int]]
     lengths: Mapping[str, Sequence[Mapping[str, int]]]
@@ -125,7 +125,7 @@ class UnitFunction:
         """Call the function for a unit."""
         try:
             self._check_size(unit)
-            with self.note.at(f"{self.node.name}: {unit.where} of {task.key}"):
+            with self.note.record_call(f"{self.node.name}: {unit.where} of {task.key}"):
                 result = self._invoke(unit, task)
                 if inspect.iscoroutine(result) and self.signature.waits:
                     result = asyncio.run(result)
@@ -158,7 +158,7 @@ class UnitFunction:
     def _failure(self, unit: Unit, error: BaseException) -> UnitFailure:
         row = error.row if isinstance(error, BadResult) else None
         where = unit.where if row is None or self.single else f"{unit.where}, row {row}"
-        return UnitFailure(Failure.of(error, "exited" if isinstance(error, ProcessDied) else None), where)
+        return UnitFailure(Failure.from_error(error, "exited" if isinstance(error, ProcessDied) else None), where)
 
     def _check_size(self, unit: Unit) -> None:
         if self.alone and unit.size != 1:
@@ -167,8 +167,8 @@ class UnitFunction:
     def _invoke(self, unit: Unit, task: Task) -> Any:
         options = self.options | self.filled(task.name, task.number, unit.number)
         if self.signature.rest:  # Python requires that parameters before `*columns` are passed by position
-            return self.call(*(value for _, value in unit.given), **options)
-        return self.call(**dict(unit.given), **options)
+            return self.call(*(value for _, value in unit.arguments), **options)
+        return self.call(**dict(unit.arguments), **options)
 
     def _parse(self, unit: Unit, result: Any) -> UnitResult:
         """Assign a returned value to columns and rows; BadResult if it does not fit."""
@@ -187,7 +187,7 @@ class UnitFunction:
             items = [value] if one else by_row(name, value, len(rows))
             for row, item, lengths in zip(rows, items, unit.lengths[name], strict=True):
                 try:
-                    yield name, row, self.returned.checked(name, item, lengths)
+                    yield name, row, self.returned.check(name, item, lengths)
                 except BadResult as error:
                     error.row = None if one else row
                     raise

@@ -50,10 +50,10 @@ class ErrorSummary:
 
     reason: str
     steps: tuple[str, ...] = ()
-    whole: str = ""
+    traceback: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> ErrorSummary:
+    def from_error(cls, error: BaseException) -> ErrorSummary:
         return cls(
             describe_reason(error),
             tuple(describe_steps(error)),
@@ -68,11 +68,13 @@ def describe_failure(
 
     `given` are its arguments by parameter. The log of this process gets the full text.
     """
-    summary = error if isinstance(error, ErrorSummary) else ErrorSummary.of(error)
+    summary = error if isinstance(error, ErrorSummary) else ErrorSummary.from_error(error)
     headline = f"`{node.name}` ({place_of_call(node)}) failed on {where}: {summary.reason}"
     values = list(given)
     log.log_details(
-        headline, summary.whole, *(f"{name}: {shorten_line(repr(argument), MAX_LOGGED)}\n" for name, argument in values)
+        headline,
+        summary.traceback,
+        *(f"{name}: {shorten_line(repr(argument), MAX_LOGGED)}\n" for name, argument in values),
     )
     lines = [*summary.steps, *(f"{name}: {shorten_value(value)}" for name, value in values)]
     if log.file_name():

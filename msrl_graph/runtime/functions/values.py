@@ -54,7 +54,7 @@ class ReturnChecker:
             column.name for column in plan.graph.columns if DTYPES[column.element] is np.float32 and not column.dims
         }
 
-    def checked(self, name: str, value: Any, lengths: Mapping[str, int]) -> Any:
+    def check(self, name: str, value: Any, lengths: Mapping[str, int]) -> Any:
         """Return a value as its column's type; raises BadResult if it does not fit.
 
         `lengths` are the lengths of the row's other columns.
@@ -129,7 +129,7 @@ class InjectedArguments:
             values["rng"] = noise.RandomStream(self.seed, "function", self.node, task).generator(iteration, unit)
         return {name: values[name] for name in self.names}
 
-    def seed_of(self, task: str, iteration: int, unit: int) -> int:
+    def episode_seed(self, task: str, iteration: int, unit: int) -> int:
         """Return a seed for a unit, for an environment that makes its own generator."""
         return int(noise.RandomStream(self.seed, "episode", self.node, task).keys(iteration, unit)) >> 33
 

@@ -32,7 +32,7 @@ class BestFigure:
         return self.evaluation.title(self.evaluation.best)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The figure, its value and when it was reached, in words."""
         when = f"after {plural(self.iteration, 'iteration')}" if self.iteration else "before the training"
         return f"{self.name} {self.value:.3f} {when}"
@@ -58,7 +58,9 @@ def best_figures(evaluations: Iterable[Evaluation], lines: Sequence[Mapping[str,
 def early_stop_reason(bests: Iterable[BestFigure]) -> str:
     """Return why the training ends before its last iteration; "" if it continues."""
     exhausted = next((best for best in bests if 0 < best.evaluation.patience <= best.since), None)
-    return f"{plural(exhausted.since, 'evaluation')} gave nothing better than {exhausted.words}" if exhausted else ""
+    return (
+        f"{plural(exhausted.since, 'evaluation')} gave nothing better than {exhausted.description}" if exhausted else ""
+    )
 
 
 def _is_finite(line: Mapping[str, Any], key: str) -> bool:

@@ -115,7 +115,7 @@ class Display:
         self.last = self.facts.phase = name
         self.progress.update(self.task, phase=make_printable(name))
 
-    def knows(self, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+    def set_metrics(self, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
         """Set where the metrics are kept."""
         self.facts.lines = lines
         self.facts.evaluations = evaluations

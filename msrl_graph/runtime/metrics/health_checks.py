@@ -46,7 +46,7 @@ class HealthChecks:
         self.seen |= dict.fromkeys(signs, self.lines)
         return new
 
-    def ends(self, line: dict[str, Any]) -> str:
+    def end_reason(self, line: dict[str, Any]) -> str:
         """Return why the run ends with this iteration; "" if it continues."""
         node = self._find_drift(line) if self.run.on_drift == "stop" else None
         if node is None:

@@ -162,7 +162,7 @@ class _Page(_Handler):
                 self.wfile.write(b"data: " + msgspec.json.encode(now) + b"\n\n")
                 if now.ended:
                     break
-                facts.over.wait(EVERY)
+                facts.attempt_ended.wait(EVERY)
         except OSError:
             pass  # the client is gone
         finally:

@@ -130,7 +130,7 @@ class RunFacts:
         pool_colours = colours(plan)
         self._colours = {node.name: pool_colours.get(plan.placement(node.name).pool) for node in plan.graph.nodes}
         self._changed = threading.Condition()
-        self.over = threading.Event()
+        self.attempt_ended = threading.Event()
         self.started = time.monotonic()
         self.restarts: Counter[str] = Counter()  # by what was restarted
         self.done = 0
@@ -198,15 +198,15 @@ class RunFacts:
     def look(self, statuses: Sequence[Status]) -> None:
         """Take the docks' statuses, and details of those that were asked for them."""
         doing = {name: activity for status in statuses for name, activity in status.doing.items()}
-        seen = [status.seen for status in statuses if status.seen is not None]
+        seen = [status.snapshot for status in statuses if status.snapshot is not None]
         self._waits = tuple(
             Waiting(wait.who, wait.key, wait.missing, wait.seconds)
             for wait in sorted((wait for status in statuses for wait in status.waits), key=lambda wait: -wait.seconds)
         )
         if not seen:
             return
-        steps = {name: activity.what.removesuffix(f" in {self.task}") for name, activity in doing.items()}
-        ours = [steps[name] for name, activity in doing.items() if activity.what != steps[name]]
+        steps = {name: activity.activity.removesuffix(f" in {self.task}") for name, activity in doing.items()}
+        ours = [steps[name] for name, activity in doing.items() if activity.activity != steps[name]]
         rows = {name: counts for summary in seen for name, counts in summary.rows.get(self.task, {}).items()}
         done: Counter[str] = Counter()
         for summary in seen:
@@ -224,7 +224,12 @@ class RunFacts:
             names = dict.fromkeys(
                 [
                     *summary.memory,
-                    *(process_name for status in statuses if status.seen is summary for process_name in status.doing),
+                    *(
+                        process_name
+                        for status in statuses
+                        if status.snapshot is summary
+                        for process_name in status.doing
+                    ),
                 ]
             )
             processes = tuple(
@@ -238,7 +243,7 @@ class RunFacts:
                 else Process(process_name, summary.memory.get(process_name, 0), "", 0.0)
                 for process_name in sorted(names, key=_sort_key)
             )
-            hosts.append(HostStatus(summary.host, summary.held, summary.used, summary.total, processes))
+            hosts.append(HostStatus(summary.host, summary.row_bytes, summary.used, summary.total, processes))
             if self._docks.setdefault(summary.host, summary.pid) != summary.pid:
                 self._docks[summary.host] = summary.pid
                 self.restarts[f"dock of host {summary.host}"] += 1
@@ -259,7 +264,7 @@ class RunFacts:
         self._states = tuple(replace(state, runs=False) for state in self._states)
         self.ended = kind
         self.reason = reason
-        self.over.set()
+        self.attempt_ended.set()
 
     # Requests of watchers.
 
@@ -290,7 +295,7 @@ class RunFacts:
         with self._changed:
             self._asked = True
             before = self._looks
-            self._changed.wait_for(lambda: self._looks != before or self.over.is_set(), patience)
+            self._changed.wait_for(lambda: self._looks != before or self.attempt_ended.is_set(), patience)
         return self.now()
 
     def curves(self) -> tuple[str, ...]:

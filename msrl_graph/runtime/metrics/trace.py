@@ -49,7 +49,7 @@ class Trace:
             process = list(self._lanes).index(report.process)
             for event in report.events:
                 self._start = event.start if self._start is None else min(self._start, event.start)
-                lane = lanes.setdefault(event.beside, len(lanes))
+                lane = lanes.setdefault(event.parallel_part, len(lanes))
                 facts = {
                     sys.intern(key): sys.intern(value) if isinstance(value, str) else value
                     for key, value in event.facts.items()

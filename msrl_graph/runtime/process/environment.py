@@ -38,7 +38,7 @@ def set_up_process(folder: str, logs: str, process: str, deadline: float = 0.0) 
     os.environ |= OFFLINE
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     if deadline:
-        Heart(folder, process, Limits.of(deadline))
+        Heart(folder, process, Limits.for_deadline(deadline))
     fork_setup.release_children()
     shipped_files.use_folder(folder)
     log.redirect_output(str(Path(logs) / f"{process.replace(' ', '-')}.log"), process)

@@ -49,7 +49,7 @@ class Limits(NamedTuple):
     silent: float
 
     @classmethod
-    def of(cls, deadline: float) -> Limits:
+    def for_deadline(cls, deadline: float) -> Limits:
         return cls(max(5.0, min(60.0, deadline / 2)), max(40.0, 0.75 * deadline))
 
 

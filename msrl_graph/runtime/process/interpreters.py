@@ -82,7 +82,7 @@ def placements_of(plan: Plan, python: str = "") -> Iterator[Placement]:
     return (
         placement
         for placement in plan.placements
-        if placement.pool != FUNCTIONS and plan.around(placement.pool).python == python
+        if placement.pool != FUNCTIONS and plan.environment_of(placement.pool).python == python
     )
 
 

@@ -125,7 +125,7 @@ class Temporary:
         self._send_session()  # from now on it does its work when the pipe ends
         return folder_name
 
-    def ends(self, session: int) -> None:
+    def end_session_too(self, session: int) -> None:
         """Make the keeper end the processes of this session with the folder."""
         with self._lock:
             self._session = session
@@ -137,7 +137,7 @@ class Temporary:
                 self._stdin.write(f"{self._session}\n")
                 self._stdin.flush()
 
-    def tend(self, seconds: float, limit: float) -> str:
+    def replace_keeper(self, seconds: float, limit: float) -> str:
         """Replace a keeper that died, or is stopped for `limit` seconds.
 
         Called every `seconds`. Returns what was done, in words; "" if the keeper is well.

@@ -18,7 +18,7 @@ class WeightFetch(NamedTuple):
     """
 
     version: int
-    told: int
+    fetch_count: int
 
 
 class CutPrompt(NamedTuple):

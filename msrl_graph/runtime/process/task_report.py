@@ -71,7 +71,7 @@ class Event(NamedTuple):
     start: float
     seconds: float
     facts: Mapping[str, str | int] = {}
-    beside: str = ""
+    parallel_part: str = ""
 
     @classmethod
     def since(cls, start: float, name: str, beside: str = "", **facts: str | int) -> Event:
@@ -108,7 +108,9 @@ class Report:
     states: dict[str, NextValues] = field(default_factory=dict)  # by the state's name
     cut: list[CutPrompt] | None = None  # prompts that the next iteration continues; None: not known
     rounds: int = 0  # of prompts in its task; 0: not known
-    drawn: Any = field(default_factory=lambda: np.zeros(0, np.int64))  # the data's rows that became prompts, in order
+    prompt_rows: Any = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # the data's rows that became prompts, in order
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -119,9 +121,9 @@ class Report:
     def add(self, name: str, start: float) -> None:
         """Add an interval from `start` (perf_counter) to now."""
         self.events.append(event := Event.since(start, name))
-        self.more(name, event.seconds)
+        self.add_seconds(name, event.seconds)
 
-    def more(self, name: str, seconds: float) -> None:
+    def add_seconds(self, name: str, seconds: float) -> None:
         """Add seconds that are within another interval, or in parallel with one."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 

@@ -37,11 +37,15 @@ class AgentGeneration(Engines):
             placement.node for placement in self.plan.placements if self.pool and placement.pool == self.pool.name
         ]:
             node = self.plan.graph.node(name)
-            if node.verb == "generate" and GenerateAttributes.of(node).agent is not None and self._first(node):
+            if (
+                node.verb == "generate"
+                and GenerateAttributes.of(node).agent is not None
+                and self._is_group_leader(node)
+            ):
                 self.agents[name] = AgentProcess(self.plan, node)
         super().build()
 
-    def _stream(self, node: Node, task: Task) -> noise.RandomStream:
+    def _random_stream(self, node: Node, task: Task) -> noise.RandomStream:
         """Return the random stream that samples a generation's tokens."""
         return noise.RandomStream(self.plan.deploy.run.seed, "token", node.name, task.name)
 
@@ -49,13 +53,13 @@ class AgentGeneration(Engines):
         self, node: Node, task: Task, begin: BatchStart, sampling: Sampling, report: Report
     ) -> AgentsFinished:
         """Serve the requests of a batch's agents until all agents have finished."""
-        if self._first(node):
+        if self._is_group_leader(node):
             self.agents[node.name].begin(begin)
         replies = list[SampleReply]()
         answers = 0
         while True:
             with report.phase("agent"):
-                wanted = self._shared(node, self._next_requests, node, replies)
+                wanted = self._share_result(node, self._next_requests, node, replies)
             if isinstance(wanted, AgentsFinished):
                 return wanted
             replies = self._sample_replies(node, task, wanted, sampling)
@@ -76,13 +80,13 @@ class AgentGeneration(Engines):
         replies: list[SampleReply] = []
         for stop in dict.fromkeys(request.stop for request in wanted):
             requests = [request for request in wanted if request.stop == stop]
-            begun = np.array([request.begun for request in requests])
+            begun = np.array([request.response_tokens for request in requests])
             batch_sampling = replace(
-                sampling.of(np.array([request.place for request in requests])),
-                max_tokens=max(request.begun + request.most for request in requests),
+                sampling.select(np.array([request.place for request in requests])),
+                max_tokens=max(request.response_tokens + request.most for request in requests),
                 stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
             )
-            keys = self._stream(node, task).keys(task.number, [request.key for request in requests])
+            keys = self._random_stream(node, task).keys(task.number, [request.key for request in requests])
             responses = self.generators[node.name].generate(
                 [request.tokens for request in requests], keys, batch_sampling, begun
             )

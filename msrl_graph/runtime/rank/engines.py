@@ -61,7 +61,7 @@ class Engines:
         self.resharders: dict[tuple[str, str], Resharder | Sender] = {}
         self.proofs: dict[tuple[str, str], WeightProof] = {}  # of the same edges
         self.sparse = skipping_edges(plan)
-        self.away: dict[str, HostOffload] = {}  # by worker: its weights are in host memory unless it computes
+        self.offloads: dict[str, HostOffload] = {}  # by worker: its weights are in host memory unless it computes
         self.followers: dict[str, Follower] = {}  # by worker
         self.steps: dict[str, int] = {}  # optimizer steps taken, by update of its pool
 
@@ -79,7 +79,7 @@ class Engines:
         for worker in plan.graph.workers:
             if worker.follows and worker.name in self.trainers:
                 trainers = self.trainers[worker.name], self.trainers[worker.follows]
-                self.followers[worker.name] = Follower(worker, *trainers, self.away.get(worker.name))
+                self.followers[worker.name] = Follower(worker, *trainers, self.offloads.get(worker.name))
                 self.followers[worker.name].build()
         for edge in plan.reshards:
             self._build_reshard(edge.src, edge.dst)
@@ -135,7 +135,7 @@ class Engines:
             self.meshes[key] = DeviceMesh(self.device.kind.torch, ranks, mesh_dim_names=axes)
         return self.meshes[key]
 
-    def _first(self, node: Node) -> bool:
+    def _is_group_leader(self, node: Node) -> bool:
         """Return whether this rank is the leader of its data-parallel group.
 
         The leader is the first of the ranks that have the model's last layers.
@@ -144,14 +144,14 @@ class Engines:
         coordinates = layout.coordinates(self.local)
         return (coordinates.tp, coordinates.cp, coordinates.pp) == (0, 0, layout.pp - 1)
 
-    def _leads(self, node: Node) -> bool:
+    def _is_leader(self, node: Node) -> bool:
         """Return whether this is the one rank that reports what holds for all groups."""
-        return self._first(node) and self.plan.placement(node.name).layout.coordinates(self.local).dp == 0
+        return self._is_group_leader(node) and self.plan.placement(node.name).layout.coordinates(self.local).dp == 0
 
-    def _shared(self, node: Node, find: Callable[..., T], *arguments: Any) -> T:
+    def _share_result(self, node: Node, find: Callable[..., T], *arguments: Any) -> T:
         """Compute a value on the leader of a node's data-parallel group; share the result."""
         placement = self.plan.placement(node.name)
-        shared: Any = find(*arguments) if self._first(node) else None
+        shared: Any = find(*arguments) if self._is_group_leader(node) else None
         # One axis after the other, so that each rank receives the value from a rank that has it.
         for axis, source in (("tp", 0), ("cp", 0), ("pp", placement.layout.pp - 1)):
             if getattr(placement.layout, axis) > 1:
@@ -169,7 +169,7 @@ class Engines:
         devices = Devices(self.device, self.local, self._mesh(placement), self.per_host)
         weights = Weights(model, node, work=holdings.work(plan, ENGINES, node.name))
         if node.verb == "generate":
-            generator = self.generators[node.name] = spec.built(weights, placement, devices)
+            generator = self.generators[node.name] = spec.build_engine(weights, placement, devices)
             if not any(edge.dst == node.name for edge in plan.reshards):
                 # Nothing will ever reshard into it: a frozen worker generates with the weights of its folder.
                 hf_modules.fill(model, shards := generator.allocate())
@@ -177,31 +177,31 @@ class Engines:
                 generator.filled()
         elif node.worker not in self.trainers:
             optimizer = algorithms.optimizer(UpdateAttributes.of(node).optimizer) if node.verb == "update" else None
-            trainer = spec.built(replace(weights, optimizer=optimizer), placement, devices)
+            trainer = spec.build_engine(replace(weights, optimizer=optimizer), placement, devices)
             self.trainers[node.worker] = trainer
             check_complete(node, placement, self.local, spec.side(placement.layout), model.tensors, trainer.shards())
             if holdings.offloads(plan, node.name, "weights"):
-                offload = self.away[node.worker] = HostOffload(
+                offload = self.offloads[node.worker] = HostOffload(
                     self.device, [shard.tensor for shard in trainer.shards()]
                 )
                 offload.store()
                 offload.leave()
 
-    def fetch(self, node: Node) -> None:
+    def fetch_weights(self, node: Node) -> None:
         """Copy a node's weights to the device.
 
         They are in host memory while others compute.
         """
-        if offload := self.away.get(node.worker):
+        if offload := self.offloads.get(node.worker):
             offload.come()
             offload.arrive()
 
-    def leave(self, node: Node) -> None:
+    def release_weights(self, node: Node) -> None:
         """Free the device copy of a node's weights.
 
         They never change, so nothing is copied back.
         """
-        if offload := self.away.get(node.worker):
+        if offload := self.offloads.get(node.worker):
             offload.leave()
 
     def _spec(self, node: str) -> EngineSpec:
@@ -337,7 +337,7 @@ class Engines:
         kinds = source.kinds(name)
         if "weights" not in kinds:
             return
-        with torch.no_grad(), follower.held(changes=True) as shards:
+        with torch.no_grad(), follower.on_device(changes=True) as shards:
             for shard in shards:
                 shard.tensor.copy_(source.read(f"{name}/weights/{shard.name}", shard.box, shard.tensor.dtype))
             for shard in follower.averages:
@@ -348,21 +348,21 @@ class Engines:
     def _shards_on_device(self, worker: str) -> Iterator[list[Shard]]:
         """Yield a worker's shards on the device."""
         if worker in self.followers:
-            with self.followers[worker].held() as shards:
+            with self.followers[worker].on_device() as shards:
                 yield shards
         else:
             yield self.trainers[worker].shards()
 
     def _extra_shards(self, worker: str, trainer: Trainer) -> dict[str, list[Shard]]:
         """Return what a checkpoint keeps of a worker in addition to its weights."""
-        return self.followers[worker].kinds() if worker in self.followers else trainer.moments()
+        return self.followers[worker].extra_shards() if worker in self.followers else trainer.moments()
 
     def _weight_nodes(self) -> list[Node]:
         """Return one node for each worker whose weights change.
 
         That is the first update of a trained worker, and the first node of a follower.
         """
-        return [self.plan.graph.sharing(worker)[0] for worker in self.plan.graph.weighty]
+        return [self.plan.graph.sharing(worker)[0] for worker in self.plan.graph.changing_workers]
 
     def save(self, worker: str, folder: str) -> None:
         """Write the worker's weights as a Hugging Face folder.
@@ -374,7 +374,7 @@ class Engines:
         own_pieces: list[tuple[str, Box, torch.Tensor]] = []
         if worker in self.trainers:
             with self._shards_on_device(worker) as shards:
-                copies = worker in self.away  # their storages are freed after this block
+                copies = worker in self.offloads  # their storages are freed after this block
                 own_pieces = [
                     (shard.name, shard.box, shard.tensor.clone() if copies else shard.tensor) for shard in shards
                 ]

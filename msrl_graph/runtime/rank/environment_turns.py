@@ -69,20 +69,20 @@ class Dialogue:
                     tokens[position] = self._encode_reply(position, *drawn[position], utterance)
             except (BadTurnError, BadMessages, BadPieceError) as error:
                 self.episodes.refuse(position, str(error), when)
-        lost = self.episodes.standing.lost
+        lost = self.episodes.surviving_rows.lost
         return [None if lost[position] else tokens.get(position) for position in replies]
 
     def _encode_reset(self, position: int, utterance: Utterance) -> Array:
         """Return the tokens of what `reset` returned."""
         context = self.contexts[position]
         if isinstance(utterance, str):
-            first = self.speech.following(utterance) if len(context) else self.speech.encode(utterance)
+            first = self.speech.encode_following(utterance) if len(context) else self.speech.encode(utterance)
             if not len(context) + len(first):
                 raise BadTurnError(
                     "`reset` returned no text and the row has no prompt, so nothing predicts a first token"
                 )
             return first
-        rendered = self.speech.begun(utterance)
+        rendered = self.speech.encode_prompt(utterance)
         if not np.array_equal(rendered[: len(context)], context):
             begins, belongs = (self.speech.decode(tokens[:40], special=True) for tokens in (rendered, context))
             raise BadTurnError(
@@ -104,7 +104,7 @@ class Dialogue:
                     "`step` returned messages, but there is no conversation to add them to: let `reset` return the "
                     "messages that it begins with"
                 )
-            return self.speech.following(utterance)
+            return self.speech.encode_following(utterance)
         if isinstance(utterance, str):
             returned = f"the text {utterance[:40]!r}" if utterance else "nothing"
             raise BadTurnError(
@@ -113,7 +113,7 @@ class Dialogue:
             )
         last = len(conversation)
         conversation += [{"role": "assistant", "content": text}, *utterance]
-        rest = self.speech.after(conversation, last, drawn)
+        rest = self.speech.encode_continuation(conversation, last, drawn)
         if rest is None:
             raise BadTurnError(self._explain_rewrite(conversation, last, drawn))
         return rest
@@ -121,8 +121,8 @@ class Dialogue:
     def _explain_rewrite(self, conversation: Messages, last: int, drawn: Array) -> str:
         """Explain how the template changed the earlier part of a conversation."""
         tokens = self.speech.tokens
-        before = tokens.rendered(conversation[:last], True) + self.speech.decode(drawn, special=True)
-        after = tokens.rendered(conversation, True)
+        before = tokens.render(conversation[:last], True) + self.speech.decode(drawn, special=True)
+        after = tokens.render(conversation, True)
         same = next((i for i, (old, new) in enumerate(zip(before, after, strict=False)) if old != new), len(after))
         return (
             f"the chat template of {tokens.folder} writes {after[same : same + 20]!r} once `step`'s messages are "

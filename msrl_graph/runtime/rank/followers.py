@@ -36,7 +36,7 @@ class Follower:
         self.averages: list[Shard] = []
 
     @contextmanager
-    def held(self, changes: bool = False) -> Iterator[list[Shard]]:
+    def on_device(self, changes: bool = False) -> Iterator[list[Shard]]:
         """Yield its shards on the device; with `changes`, copy them back to host memory."""
         if self.offload:
             self.offload.come()
@@ -50,14 +50,14 @@ class Follower:
     def build(self) -> None:
         """Start the average with the weights of its model."""
         needs_average = self.worker.decay and any(shard.tensor.dtype != torch.float32 for shard in self.shards)
-        with self.held() as shards:
+        with self.on_device() as shards:
             self.averages = (
                 [Shard(shard.name, shard.box, shard.tensor.detach().float()) for shard in shards]
                 if needs_average
                 else []
             )
 
-    def kinds(self) -> dict[str, list[Shard]]:
+    def extra_shards(self) -> dict[str, list[Shard]]:
         """Return what a checkpoint keeps in addition to its weights."""
         return {AVERAGE: self.averages} if self.averages else {}
 
@@ -65,7 +65,7 @@ class Follower:
         """Take over the weights after iteration `number`, if that is due."""
         if not self.worker.due(number):
             return
-        with torch.no_grad(), self.held(changes=True) as shards:
+        with torch.no_grad(), self.on_device(changes=True) as shards:
             for i, (mine, theirs) in enumerate(zip(shards, self.sources, strict=True)):
                 if not self.worker.decay:
                     mine.tensor.copy_(theirs.tensor)

@@ -72,7 +72,7 @@ class Generation(AgentGeneration):
             if GenerateAttributes.of(generation).environment is not None
         }
         for node in nodes:
-            if node.name in self.environments and self._first(node):  # only this rank calls it
+            if node.name in self.environments and self._is_group_leader(node):  # only this rank calls it
                 self.environments[node.name].start()
 
     def replay(self, folder: str) -> None:
@@ -102,9 +102,9 @@ class Generation(AgentGeneration):
         )
         context = self._context(node, batch)
         if attributes.partner is None:  # with a partner, conversations begin with something or are refused
-            self.watch.begun(node, task, batch.rows, np.fromiter(map(len, context), int))
+            self.watch.check_input(node, task, batch.rows, np.fromiter(map(len, context), int))
         rows = (batch.rows[:, None] * sampling.samples + np.arange(sampling.samples)).reshape(-1)
-        keys = self._stream(node, task).keys(task.number, rows)
+        keys = self._random_stream(node, task).keys(task.number, rows)
         metric_prefix = "" if first else f"{node.name}/"  # only the first generation's metrics have no prefix
         responses: list[Array] = [np.zeros(0, np.int32)] * len(rows)
         if attributes.partner is not None:
@@ -114,7 +114,7 @@ class Generation(AgentGeneration):
             last_turns = [tokens[first:] for tokens, first in zip(responses, last, strict=True)]
             yield {**verdicts, **{name: ColumnRows(rows, column) for name, column in written.items()}}
         elif partial:
-            columns = self._rollout(node, task, batch, context, sampling, report, metric_prefix)
+            columns = self._run_partial_rollout(node, task, batch, context, sampling, report, metric_prefix)
             rows = columns[response].rows
             responses = [columns[response].column[i] for i in range(len(columns[response].rows))]
             yield columns
@@ -130,7 +130,7 @@ class Generation(AgentGeneration):
                 tokens, logps = collect_responses(part)
                 for place, drawn in zip(places, tokens, strict=True):
                     responses[place] = drawn
-                yield self._written(node, task, rows[places], tokens, logps, report)
+                yield self._policy_columns(node, task, rows[places], tokens, logps, report)
         lengths = np.fromiter(map(len, responses), int)
         full = self._count_truncated(node, responses, responses if attributes.partner is None else last_turns, sampling)
         report.count(f"{metric_prefix}response_truncated", float(full), len(responses))
@@ -150,7 +150,7 @@ class Generation(AgentGeneration):
             report.count(f"{metric_prefix}staleness", staleness * len(rows), len(rows))
             report.peak(f"{metric_prefix}staleness_max", staleness)
 
-    def _rollout(
+    def _run_partial_rollout(
         self,
         node: Node,
         task: Task,
@@ -172,8 +172,8 @@ class Generation(AgentGeneration):
             attributes,
             self.plan.graph.rows[0],
             self._version(node, task),
-            lambda numbers: self._summed(node, numbers),
-            self._stream(node, task),
+            lambda numbers: self._sum_over_groups(node, numbers),
+            self._random_stream(node, task),
         )
         known = find_response_column(self.plan.graph, node, "i32")
         if self.recording is None:
@@ -181,12 +181,12 @@ class Generation(AgentGeneration):
         else:
             columns = (*numerics.sampled_columns(self.plan.graph, node), *([known] if known else []))
             taken_rows = rollout.replay(self.recording, node, columns)
-        if self._first(node):
-            report.cut = rollout.cut(taken_rows)
+        if self._is_group_leader(node):
+            report.cut = rollout.cut_prompts(taken_rows)
             report.count(f"{metric_prefix}carried_over", float(len(report.cut)), 0)
             if not attributes.waits:
                 report.count(f"{metric_prefix}overdue", float(len(batch.rows) - len(taken_rows) - len(report.cut)), 0)
-        parts = [part for row in taken_rows for part in rollout.grown[row]]
+        parts = [part for row in taken_rows for part in rollout.responses[row]]
         rows = (np.array(taken_rows, np.int64)[:, None] * fan + np.arange(fan)).reshape(-1)
         all_rows = (batch.rows[:, None] * fan + np.arange(fan)).reshape(-1)
         versions = [part.versions for part in parts]
@@ -194,12 +194,12 @@ class Generation(AgentGeneration):
             staleness = task.number - np.array([own_versions.min(initial=task.number) for own_versions in versions])
             report.count(f"{metric_prefix}staleness", float(staleness.sum()), len(rows))
             report.peak(f"{metric_prefix}staleness_max", float(staleness.max(initial=0)))
-        written = self._written(
+        written = self._policy_columns(
             node, task, rows, [part.tokens for part in parts], [part.logps for part in parts], report, versions
         )
         return {sieve.column: Verdicts(all_rows, ColumnData(np.isin(all_rows, rows).astype(np.int32)))} | written
 
-    def _summed(self, node: Node, numbers: Array) -> Array:
+    def _sum_over_groups(self, node: Node, numbers: Array) -> Array:
         """Return the sums over all data-parallel groups of a node."""
         placement = self.plan.placement(node.name)
         if placement.layout.dp == 1:
@@ -226,7 +226,7 @@ class Generation(AgentGeneration):
         if part:
             yield part
 
-    def _written(
+    def _policy_columns(
         self,
         node: Node,
         task: Task,
@@ -244,7 +244,7 @@ class Generation(AgentGeneration):
         response, as_drawn = numerics.sampled_columns(graph, node)
         ids = ragged(tokens, np.int32)
         logp = ragged(logps, np.float32)
-        self.watch.response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
+        self.watch.check_response(node, task, report, rows, ids, logp, self.plan.model(node.name).vocabulary)
         columns = {response: ids, as_drawn: logp}
         if name := find_response_column(graph, node, "bool"):
             columns[name] = ColumnData(np.ones(len(ids.values), bool), ids.offsets)
@@ -295,35 +295,35 @@ class Generation(AgentGeneration):
         turns = GenerateAttributes.of(node).turns or bound
         last_starts = np.zeros(len(rows), int)
         answers = np.zeros(len(rows), int)
-        keys = self._stream(node, task).keys(task.number, rows)
+        keys = self._random_stream(node, task).keys(task.number, rows)
         with report.phase("environment"):
-            first = self._shared(node, dialogue.begin)
+            first = self._share_result(node, dialogue.begin)
         started = np.array([i for i, ids in enumerate(first) if ids is not None], int)
-        active = responses.told(started, [ids for ids in first if ids is not None])
+        active = responses.append_replies(started, [ids for ids in first if ids is not None])
         for i in started[~np.isin(started, active)]:
             reason = f"the environment's first message has {len(first[i])} tokens, but a response has room for"
             episodes.refuse(int(i), f"{reason} {sampling.max_tokens}", BEGINNING)
         for turn in range(1, turns + 1) if len(active) else ():
             before = [np.concatenate([contexts[i], responses[i]]) for i in active]
-            turn_sampling = sampling.of(active)
+            turn_sampling = sampling.select(active)
             drawn = collect_responses(
                 self.generators[node.name].generate(before, keys[active], turn_sampling, responses.lengths[active])
             )
             last_starts[active] = responses.lengths[active]
-            responses.drawn(active, *drawn)
+            responses.append_sampled(active, *drawn)
             answers[active] += 1
             with report.phase("environment"):
-                replies = self._shared(node, dialogue.step, active, drawn[0], turn, turn < turns)
+                replies = self._share_result(node, dialogue.step, active, drawn[0], turn, turn < turns)
             continues = np.array([ids is not None for ids in replies])
-            active = responses.told(active[continues], [ids for ids in replies if ids is not None])
+            active = responses.append_replies(active[continues], [ids for ids in replies if ids is not None])
             if not len(active):
                 break
         response, _ = numerics.sampled_columns(self.plan.graph, node)
-        alive = self._shared(node, episodes.end, {response: responses.lengths})
+        alive = self._share_result(node, episodes.end, {response: responses.lengths})
         verdicts = episodes.verdicts(report, metric_prefix)
         rows = rows[alive]
         columns = [column.take(np.flatnonzero(alive)) for column in responses.columns()]
-        values = episodes.columns() if self._first(node) else {}
+        values = episodes.columns() if self._is_group_leader(node) else {}
         written = self._mix_columns(node, task, rows, columns, values, int(answers[alive].sum()), report, metric_prefix)
         return rows, written, verdicts, last_starts[alive]
 
@@ -349,9 +349,9 @@ class Generation(AgentGeneration):
             report.count(metric_prefix + name, float(number), 0)
         report.remarks += finished.remarks
         alive = np.flatnonzero(~survivors.lost)
-        verdicts = survivors.verdicts(report, metric_prefix)
+        verdicts = survivors.make_verdicts(report, metric_prefix)
         columns = [column.take(alive) for column in finished.response]
-        returned = ReturnChecker(self.plan, tuple(finished.values) if self._first(node) else ())
+        returned = ReturnChecker(self.plan, tuple(finished.values) if self._is_group_leader(node) else ())
         values = {
             value_column: returned.column(value_column, [finished.values[value_column][i] for i in alive])
             for value_column in returned.vocabularies
@@ -377,7 +377,7 @@ class Generation(AgentGeneration):
         """
         response, as_drawn = numerics.sampled_columns(self.plan.graph, node)
         ids, logp, mask, *begins = response_columns
-        self.watch.response(
+        self.watch.check_response(
             node, task, report, rows, ids, apply_mask(logp, mask), self.plan.model(node.name).vocabulary
         )
         report.count(f"{metric_prefix}turns", float(answers), len(rows))
@@ -397,7 +397,7 @@ class Generation(AgentGeneration):
     ) -> dict[str, ColumnData]:
         """Check what environments and agents returned, as the results of functions."""
         for name, column in values.items():
-            self.watch.results(node, task, report, name, rows, column)
+            self.watch.check_results(node, task, report, name, rows, column)
             if column.offsets is None and column.values.dtype.kind == "f":
                 self.means.count(report, node, task, name, rows, column.values)
         return values
@@ -409,7 +409,7 @@ class Generation(AgentGeneration):
         if not (stated := temperature_exprs(self.plan.graph, node)):
             return float(GenerateAttributes.of(node).temperature.literal())
         temperatures: Array = batch.columns[temperature_name(stated[0])].values.astype(np.float32)
-        self.watch.temperature(node, task, batch.rows, str(stated[0].value), temperatures)
+        self.watch.check_temperature(node, task, batch.rows, str(stated[0].value), temperatures)
         return np.repeat(temperatures, samples)
 
     def _context(self, node: Node, batch: Batch) -> list[Array]:

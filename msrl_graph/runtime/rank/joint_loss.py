@@ -65,13 +65,13 @@ class JointMiniBatch:
         pass_outputs = {
             name: _by_column(seen, micro, values) for name, values in fields.items() if values[0] is not None
         }
-        mine = _Part(rows, seen.strange, seen.lengths, seen.columns, pass_outputs)
+        mine = _Part(rows, seen.has_unknown_tokens, seen.lengths, seen.columns, pass_outputs)
         parts = [mine] if group is None else object_collectives.all_gather(mine, group)
         all_rows = np.concatenate([part.rows for part in parts])
         order = np.argsort(all_rows)
         self.numbers = all_rows[order]
         self._mine = np.searchsorted(self.numbers, rows)
-        self.seen = PreparedBatch(
+        self.prepared = PreparedBatch(
             contexts=[],
             scored={},
             masks={},
@@ -81,7 +81,7 @@ class JointMiniBatch:
             lengths={
                 column: np.concatenate([part.lengths[column] for part in parts])[order] for column in seen.lengths
             },
-            strange=np.concatenate([part.strange for part in parts])[order],
+            has_unknown_tokens=np.concatenate([part.strange for part in parts])[order],
         )
         joined = {
             name: torch.cat(
@@ -95,11 +95,11 @@ class JointMiniBatch:
             for name in pass_outputs
         }
         self.outputs = Outputs(**{name: values.requires_grad_() for name, values in joined.items()})
-        self.spoilt = bool(self.seen.strange.any()) or not all(
+        self.has_wrong_row = bool(self.prepared.has_unknown_tokens.any()) or not all(
             bool(values.isfinite().all()) for values in joined.values()
         )
 
-    def back(self, value: Value, total: torch.Tensor) -> None:
+    def backward(self, value: Value, total: torch.Tensor) -> None:
         """Store the loss of the rows, and compute the gradient of `total`, its reduction."""
         self._value = value
         leaves = {name: values for name, values in self.outputs._asdict().items() if values is not None}
@@ -107,13 +107,13 @@ class JointMiniBatch:
         all_rows = np.arange(len(self.numbers))
         self._slopes = {
             name: {
-                column: ColumnData(part.numpy(), offsets_from_lengths(self.seen.lengths[column]))
-                for column, part in self.seen.split(all_rows, slope).items()
+                column: ColumnData(part.numpy(), offsets_from_lengths(self.prepared.lengths[column]))
+                for column, part in self.prepared.split(all_rows, slope).items()
             }
             for name, slope in zip(leaves, slopes, strict=True)
         }
 
-    def linear(self, outputs: Outputs, rows: Array) -> torch.Tensor:
+    def linearized_loss(self, outputs: Outputs, rows: Array) -> torch.Tensor:
         """Return a scalar whose gradient is that of the loss.
 
         `outputs` is a forward pass over these rows.
@@ -126,12 +126,12 @@ class JointMiniBatch:
             total = total + (values * slope.to(values.device)).sum()
         return total
 
-    def found(self, rows: Array) -> Value:
+    def value_of_rows(self, rows: Array) -> Value:
         """Return the loss of these rows and the figures that terms report.
 
         Figures that are not per token or per row are those of all rows.
         """
-        lengths = next(iter(self.seen.lengths.values()))
+        lengths = next(iter(self.prepared.lengths.values()))
         positions = self._mine[rows]
         tokens = int(lengths.sum())
 

@@ -81,7 +81,7 @@ def _check_term(graph: Graph, node: Node, call: Expr) -> Diagnostic | None:
 def _report_no_gradient(node: Node) -> Diagnostic:
     message = f"the loss of `{node.name}` has no gradient: nothing in it depends on the weights"
     help = "let a term use `logp`, `values` or `entropy` without `detach()` and outside of `no_grad()`"
-    return Diagnostic("bad-value", message, node.at("loss"), help)
+    return Diagnostic("bad-value", message, node.span_of("loss"), help)
 
 
 def has_no_gradient(graph: Graph, node: Node) -> bool:

@@ -26,7 +26,7 @@ class Responses:
         """Return the tokens of a row so far."""
         return self._ids[row, : self.lengths[row]]
 
-    def drawn(self, rows: Array, tokens: list[Array], logps: list[Array]) -> None:
+    def append_sampled(self, rows: Array, tokens: list[Array], logps: list[Array]) -> None:
         """Append what the policy wrote in these rows."""
         for row, ids, logp in zip(rows, tokens, logps, strict=True):
             new = slice(self.lengths[row], self.lengths[row] + len(ids))
@@ -35,7 +35,7 @@ class Responses:
             self._written[row, new] = True
             self.lengths[row] += len(ids)
 
-    def told(self, rows: Array, tokens: list[Array]) -> Array:
+    def append_replies(self, rows: Array, tokens: list[Array]) -> Array:
         """Append what the environment replied in these rows.
 
         A row without room for the policy's answer to it is left as it is. Returns the rows that had room.

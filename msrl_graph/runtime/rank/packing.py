@@ -36,7 +36,7 @@ class PreparedBatch:
     masks: dict[str, ColumnData]
     columns: dict[str, ColumnData]
     lengths: dict[str, Array]
-    strange: Array
+    has_unknown_tokens: Array
     begins: Mapping[str, ColumnData] = field(default_factory=dict)
 
     @property

@@ -74,14 +74,14 @@ class PartialRollout:
         self.sum_states = sum_states
         self.longest = int(sampling.max_tokens)
         self.stretch = attributes.stretch(self.longest)
-        self.grown: dict[int, list[PartialResponse]] = {}
+        self.responses: dict[int, list[PartialResponse]] = {}
         self.keys: dict[int, Any] = {}
         for row in self.rows:
             iteration, number = self._find_origin(row)
             numbers = np.arange(number * sampling.samples, (number + 1) * sampling.samples)
             self.keys[row] = stream.keys(iteration, numbers)
             known = task.cut[row].responses if row < len(task.cut) else ()
-            self.grown[row] = [PartialResponse(*response) for response in known] or [
+            self.responses[row] = [PartialResponse(*response) for response in known] or [
                 PartialResponse() for _ in range(sampling.samples)
             ]
 
@@ -93,7 +93,7 @@ class PartialRollout:
         live = [
             (place, i)
             for place, row in enumerate(self.rows)
-            for i, response in enumerate(self.grown[row])
+            for i, response in enumerate(self.responses[row])
             if not response.ended
         ]
         drawn = self._grow(generator, live) if live else iter(())
@@ -105,7 +105,7 @@ class PartialRollout:
             if enough and not (states == AWAITED).any():
                 taken_places = set(complete[: self.takes].tolist())
                 return [row for row in self.rows if row in taken_places]
-            for _ in range(sum(not response.ended for grown in self.grown.values() for response in grown)):
+            for _ in range(sum(not response.ended for grown in self.responses.values() for response in grown)):
                 next(drawn)
 
     def replay(self, recording: Recording, node: Node, columns: Sequence[str]) -> list[int]:
@@ -127,10 +127,10 @@ class PartialRollout:
         grown = [PartialResponse(*known) for known in zip(*columns_read, strict=True)]
         for response in grown:
             response.ended = True
-        self.grown |= {row: grown[i * fan : (i + 1) * fan] for i, row in enumerate(taken_rows)}
+        self.responses |= {row: grown[i * fan : (i + 1) * fan] for i, row in enumerate(taken_rows)}
         return taken_rows
 
-    def cut(self, taken_rows: list[int]) -> list[CutPrompt]:
+    def cut_prompts(self, taken_rows: list[int]) -> list[CutPrompt]:
         """Return the prompts that the next iteration continues: those that were not taken.
 
         Overdue prompts are dropped, unless the program waits for them.
@@ -142,7 +142,7 @@ class PartialRollout:
             carried = row < len(self.task.cut)
             position = self.task.cut[row].position if carried else self.task.position + row - len(self.task.cut)
             responses = tuple(
-                (response.tokens, response.logps, response.versions, response.ended) for response in self.grown[row]
+                (response.tokens, response.logps, response.versions, response.ended) for response in self.responses[row]
             )
             cuts = 1 + (self.task.cut[row].cuts if carried else 0)
             prompts.append(CutPrompt(position, responses, cuts, *self._find_origin(row)))
@@ -153,7 +153,7 @@ class PartialRollout:
         for row in self.rows:
             awaited = self._is_overdue(row) and self.attributes.waits
             states[row] = (
-                WHOLE if all(response.ended for response in self.grown[row]) else AWAITED if awaited else GROWS
+                WHOLE if all(response.ended for response in self.responses[row]) else AWAITED if awaited else GROWS
             )
         return states
 
@@ -173,7 +173,7 @@ class PartialRollout:
         Each part is added as it comes; a yield follows each.
         """
         fan = self.sampling.samples
-        grown = [self.grown[self.rows[place]][i] for place, i in live]
+        grown = [self.responses[self.rows[place]][i] for place, i in live]
         prompts = [
             np.concatenate([self.context[place], response.tokens])
             for (place, _), response in zip(live, grown, strict=True)
@@ -181,7 +181,7 @@ class PartialRollout:
         keys = np.array([self.keys[self.rows[place]][i] for place, i in live], np.uint64)
         begun = np.array([len(response.tokens) for response in grown])
         # A stop string may cross a cut.
-        sampling = replace(self.sampling.of(np.array([place * fan + i for place, i in live])), joined=begun)
+        sampling = replace(self.sampling.select(np.array([place * fan + i for place, i in live])), joined=begun)
         for part in generator.generate(prompts, keys, sampling, begun, self.stretch):
             grown[part.place].append(part, self.version)
             yield

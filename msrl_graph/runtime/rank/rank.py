@@ -62,9 +62,9 @@ class InstructionRunner(Walker):
         rank = self.rank
         target = self.rank.plan.graph.node(node)
         # The other ranks of a group would only repeat the report of the first one.
-        group_report = self.report if rank._first(target) else Report(self.report.process)
+        group_report = self.report if rank._is_group_leader(target) else Report(self.report.process)
         with self.report.phase(node):
-            rank.fetch(target)
+            rank.fetch_weights(target)
         for proof in [waiting for (_, dst), waiting in rank.proofs.items() if dst == node and waiting.unprobed]:
             with self.report.phase("proof"), report_engine_errors(rank.plan, target, rank.rank, f"in {self.task.key}"):
                 proof.probe()
@@ -89,11 +89,11 @@ class InstructionRunner(Walker):
                     columns = next(parts, None)
                 if columns is None:
                     break
-                if columns and rank._first(target):
-                    rank.client.put(node, self.task, columns)
-            if rank._first(target) and not target.writes and len(batch.rows):
-                rank.client.did(node, self.task, len(batch.rows))
-        rank.leave(target)
+                if columns and rank._is_group_leader(target):
+                    rank.client.put_rows(node, self.task, columns)
+            if rank._is_group_leader(target) and not target.writes and len(batch.rows):
+                rank.client.report_rows_done(node, self.task, len(batch.rows))
+        rank.release_weights(target)
 
     def reshard(self, pools: Sequence[str], src: str, dst: str) -> None:
         rank = self.rank
@@ -110,7 +110,7 @@ class InstructionRunner(Walker):
 
         def allocate() -> list[Shard]:
             shards[:] = generator.allocate() if generator else []
-            proof.bound(shards)
+            proof.check_bound(shards)
             return shards
 
         with report_engine_errors(
@@ -133,10 +133,10 @@ class InstructionRunner(Walker):
                     edge.fetch(number, allocate)
                 else:
                     last = self.task.fetches.get(edge.name)
-                    edge.publish(number, last.told if last else 0)
+                    edge.publish(number, last.fetch_count if last else 0)
             if generator:
                 with self.report.phase("proof"):
-                    proof.packed(shards)
+                    proof.digest_experts(shards)
                 with self.report.phase("reshard"):
                     generator.filled()
                 with self.report.phase("proof"):
@@ -145,12 +145,12 @@ class InstructionRunner(Walker):
         step_seconds = edge.seconds
         edge.seconds = {}
         for step, seconds in step_seconds.items():
-            self.report.more(f"reshard {step}", seconds)
+            self.report.add_seconds(f"reshard {step}", seconds)
         self.report.bytes[edge.name] = edge.moved
 
     def _due(self, edge: WeightPublication, fetches: bool) -> bool:
         """Return whether this version must be sent (sender) or is missing (receiver)."""
-        return self.task.fetches[edge.name].told > edge.fetched if fetches else edge.name in self.task.sends
+        return self.task.fetches[edge.name].fetch_count > edge.fetched if fetches else edge.name in self.task.sends
 
     def release(self, pool: str, node: str) -> None:
         self.rank.generators[node].release()
@@ -162,7 +162,7 @@ class InstructionRunner(Walker):
         swap = self._swap(node)
         with self.report.phase("swap in"):
             swap.wait()
-        self.report.more("swap in copy", swap.taken())
+        self.report.add_seconds("swap in copy", swap.take_seconds())
 
     def _swap(self, node: str) -> HostSwap:
         return self.rank.swaps[self.rank.plan.graph.node(node).worker]
@@ -175,7 +175,7 @@ class InstructionRunner(Walker):
 class Rank(Training, Generation):
     """A rank of one of the pools of devices."""
 
-    doing: type[InstructionRunner] = InstructionRunner
+    runner: type[InstructionRunner] = InstructionRunner
 
     def __init__(self, plan: str, rank: int, threads: int, devices: Mapping[str, Sequence[str]]) -> None:
         """Set up the process; `devices` are those that Ray assigned to it.
@@ -218,14 +218,14 @@ class Rank(Training, Generation):
         except RuntimeError as error:  # dist.DistError is a RuntimeError, and so are gloo's errors
             reason = str(error).strip().splitlines()[0]
             raise RanksNotJoined(f"rank {self.rank} did not find the other ranks at its start: {reason}") from error
-        self.asking = ThreadPoolExecutor(1)
-        self.asked: dict[str, Future[Batch]] = {}  # by node: the share that was requested from the dock in advance
+        self.request_executor = ThreadPoolExecutor(1)
+        self.requests: dict[str, Future[Batch]] = {}  # by node: the share that was requested from the dock in advance
         self.build()
 
     def run(self, task: Task, measure: bool) -> Report:
         """Walk the stream of this pool for one task, or the requested part of it."""
         report = Report(f"rank {self.rank}")
-        self.client.waited = self.client.moving = 0.0
+        self.client.wait_seconds = self.client.move_seconds = 0.0
         self.stepped = False
         here = self.pool.name if self.pool else ""
         streams = [stream for stream in self.plan.schedule if (stream.pool, stream.task) == (here, task.name)]
@@ -242,13 +242,13 @@ class Rank(Training, Generation):
             for earlier, later in pairwise(runs)
             if (earlier.op, later.op) == ("RUN", "RUN")
         }
-        if runs and runs[0].op == "RUN" and self._first(first := self.plan.graph.node(runs[0].node)):
+        if runs and runs[0].op == "RUN" and self._is_group_leader(first := self.plan.graph.node(runs[0].node)):
             self._request_batch(first, task)
 
         @contextmanager
         def around(step: Instruction) -> Iterator[None]:
             if step.op in REPORTED:
-                self.client.at(f"{step.op} {step.node} in {task.key}")
+                self.client.report_activity(f"{step.op} {step.node} in {task.key}")
             if not measure or step.op == "AGAIN":
                 yield
                 return
@@ -257,7 +257,7 @@ class Rank(Training, Generation):
             _record_bytes(report, f"before {step.op} {step.node}", peak.before)
             _record_bytes(report, f"peak of {step.op} {step.node}", peak.peak)
 
-        self.client.walk(here, instructions, task, self.doing(self, task, report), around)
+        self.client.walk(here, instructions, task, self.runner(self, task, report), around)
         if task.trains and task.part != "opening":
             with report.phase("follow"):
                 for follower in self.followers.values():
@@ -265,8 +265,8 @@ class Rank(Training, Generation):
         if measure:
             _record_bytes(report, "after", memory.live_bytes())
         self.client.flush(task, report)
-        report.seconds["dock wait"] = self.client.waited
-        report.seconds["dock move"] = self.client.moving
+        report.seconds["dock wait"] = self.client.wait_seconds
+        report.seconds["dock move"] = self.client.move_seconds
         return report
 
     def compute(self, node: Node, task: Task, batch: Batch, report: Report) -> Iterator[dict[str, ColumnRows]]:
@@ -290,23 +290,23 @@ class Rank(Training, Generation):
         last = False
         while not last:
             with report.phase("dock"):
-                if self._first(node):
+                if self._is_group_leader(node):
                     self._request_batch(node, task)
-                batch = self._shared(node, self._wait_for_batch, node)
+                batch = self._share_result(node, self._wait_for_batch, node)
             last = batch.share.last
             following = self.following.get(node.name) if last else node
-            if following is not None and self._first(following):
+            if following is not None and self._is_group_leader(following):
                 self._request_batch(following, task)
             yield batch
 
     def _wait_for_batch(self, node: Node) -> Batch:
-        return self.client.lines.wait(self.asked.pop(node.name))
+        return self.client.lines.wait(self.requests.pop(node.name))
 
     def _request_batch(self, node: Node, task: Task) -> None:
         """Request the node's next share from the dock, unless that was done already."""
-        if node.name not in self.asked:
+        if node.name not in self.requests:
             group = self.plan.placement(node.name).layout.coordinates(self.local).dp
-            self.asked[node.name] = self.asking.submit(self.client.take, node.name, task, group)
+            self.requests[node.name] = self.request_executor.submit(self.client.take_share, node.name, task, group)
 
 
 def select_instructions(plan: Plan, stream: InstructionStream, task: Task) -> Sequence[Instruction]:

@@ -62,7 +62,7 @@ class Training(Engines):
         order = np.concatenate(micro)
         columns = {}
         rows = batch.rows[order]
-        wrong = seen.strange[order]
+        wrong = seen.has_unknown_tokens[order]
         for column in written:
             data = columns[column.name] = _join_outputs(column, seen, micro, outputs)
             if column.element != "i32":
@@ -78,17 +78,17 @@ class Training(Engines):
 
     def _update(self, node: Node, task: Task, batch: Batch, report: Report) -> None:
         if not batch.share.round_units:
-            if self._leads(node):
+            if self._is_leader(node):
                 report.remarks.append(
                     f"`{node.name}` ({node.span.place}) has no rows in iteration {task.number}: it takes no step"
                 )
             return
         seen = self._prepare_batch(node, task, batch)
-        wrong = seen.strange
+        wrong = seen.has_unknown_tokens
         for name, column in seen.columns.items():
             if name in node.reads or not (self.watch.comparison and self.watch.comparison.turns):
                 wrong = wrong | numerics.rows_not_finite(column)
-        wrong = self.watch.unscored(node, task, report, batch.rows, seen.lengths, wrong)
+        wrong = self.watch.check_scored(node, task, report, batch.rows, seen.lengths, wrong)
         trainer = self.trainers[node.worker]
         normalizer = self._loss_normalizer(node, batch, seen)
         micro = self._micro_batches(node, batch, seen)
@@ -107,14 +107,14 @@ class Training(Engines):
                 joint = join([output])
             rows = micro[index]
             value = (
-                joint.found(rows)
+                joint.value_of_rows(rows)
                 if joint
                 else self._loss(node, task, loss.make_inputs(self.plan.graph, node, seen, rows, output, None, rounding))
             )
             lengths = torch.from_numpy(seen.lengths[target][rows]).to(value.loss.device)
             total = loss.reduce(node, value.loss, lengths, normalizer)
             by_micro_batch[index] = _summarize(output, value, total)
-            return joint.linear(output, rows) if joint else total
+            return joint.linearized_loss(output, rows) if joint else total
 
         trainer.train(packed, compute, asked)
         summaries = [by_micro_batch[index] for index in sorted(by_micro_batch)]
@@ -131,8 +131,12 @@ class Training(Engines):
             lengths = next(iter(seen.lengths.values()))[order]
             unit, offsets = ("row", None) if loss.is_per_row(node) else ("token", offsets_from_lengths(lengths))
             cost = ColumnData(torch.cat([summary.loss for summary in summaries]).numpy(), offsets)
-            wrong = wrong | (joint is not None and joint.spoilt)  # a statistic of a wrong row is in the loss of all
-            wrong = self.watch.finite(node, task, report, "loss", f"a {unit}'s loss is {{}}", numbers, cost, wrong)
+            wrong = wrong | (
+                joint is not None and joint.has_wrong_row
+            )  # a statistic of a wrong row is in the loss of all
+            wrong = self.watch.check_finite(
+                node, task, report, "loss", f"a {unit}'s loss is {{}}", numbers, cost, wrong
+            )
         sums = [entry for summary in summaries for entry in summary.sums]
         figures = [entry for summary in summaries for entry in summary.figures]
         self._step(node, task, batch, report, bool(wrong.any()), sums, figures)
@@ -159,7 +163,7 @@ class Training(Engines):
         if stepped:
             self.steps[node.name] = step
             self.stepped = True
-        if self._leads(node):
+        if self._is_leader(node):
             # The parts of all ranks and micro-batches add up to one loss per step.
             metrics += [("loss", 0.0, 1), ("grad_norm", norm, 1), ("lr", lr, 1)] if stepped else []
             metrics += [("updates", stepped, 0), ("skipped", not stepped, 0)]
@@ -168,9 +172,9 @@ class Training(Engines):
         for metric_prefix in ("", f"{node.name}/") if len([*self.plan.graph.verb("update")]) > 1 else ("",):
             for name, value, weight in metrics:
                 report.count(metric_prefix + name, value, weight)
-        if not stepped and (self._leads(node) or self.watch.stops):
+        if not stepped and (self._is_leader(node) or self.watch.stops):
             message = f"the gradient of their mini-batch of {batch.share.round_units} rows has the norm {norm}"
-            self.watch.tell(
+            self.watch.report_rows(
                 node, task, report, "", batch.rows, message + ("" if self.watch.stops else "; the step is skipped")
             )
 
@@ -182,7 +186,9 @@ class Training(Engines):
         batch = replace(batch, columns=tokenise_columns(self.plan, node, batch.columns))
         prepared = prepare_batch(self.plan.graph, node, batch, self.plan.model(node.name).vocabulary, like)
         if prepared.contexts and not is_whole_conversation(self.plan.graph, node):
-            self.watch.begun(node, task, batch.rows, np.sum([column.lengths for column in prepared.contexts], axis=0))
+            self.watch.check_input(
+                node, task, batch.rows, np.sum([column.lengths for column in prepared.contexts], axis=0)
+            )
         return prepared
 
     def _micro_batches(self, node: Node, batch: Batch, seen: PreparedBatch) -> list[Array]:
@@ -192,8 +198,8 @@ class Training(Engines):
         some empty.
         """
         placement = self.plan.placement(node.name)
-        size = int(placement.engine.options.get("micro_batch") or 0) or max(batch.share.most, 1)
-        count = micro_batches(batch.share.most, size, placement.layout)
+        size = int(placement.engine.options.get("micro_batch") or 0) or max(batch.share.largest_share_rows, 1)
+        count = micro_batches(batch.share.largest_share_rows, size, placement.layout)
         return np.array_split(np.argsort(seen.size, kind="stable"), count)
 
     def _passes(
@@ -259,14 +265,15 @@ class Training(Engines):
         group = self._mesh(placement)["dp"].get_group() if placement.layout.dp > 1 else None
         columns = {column: seen.columns[column] for column in sorted(loss.columns_read(node)[0] & seen.columns.keys())}
         joint = joint_loss.JointMiniBatch(
-            replace(seen, columns=columns, strange=wrong), batch.rows, micro, outputs, group
+            replace(seen, columns=columns, has_unknown_tokens=wrong), batch.rows, micro, outputs, group
         )
         rng = self._rng(node, task, batch.share.epoch, int(joint.numbers[0]))
         all_rows = np.arange(len(joint.numbers))
-        arguments = (self.plan.graph, node, joint.seen, all_rows, joint.outputs, rng, self._rounding(node))
+        arguments = (self.plan.graph, node, joint.prepared, all_rows, joint.outputs, rng, self._rounding(node))
         value = self._loss(node, task, loss.make_inputs(*arguments))
-        joint.back(
-            value, loss.reduce(node, value.loss, torch.from_numpy(next(iter(joint.seen.lengths.values()))), normalizer)
+        joint.backward(
+            value,
+            loss.reduce(node, value.loss, torch.from_numpy(next(iter(joint.prepared.lengths.values()))), normalizer),
         )
         return joint
 
@@ -337,8 +344,8 @@ class Training(Engines):
     ) -> Array:
         """Return the rows that are `wrong` already or have wrong values."""
         if self.plan.model(node.name).scores:
-            return self.watch.finite(node, task, report, "value", "its value is {}", rows, data, wrong)
-        return self.watch.logp(node, task, report, rows, data, as_drawn, wrong)
+            return self.watch.check_finite(node, task, report, "value", "its value is {}", rows, data, wrong)
+        return self.watch.check_logp(node, task, report, rows, data, as_drawn, wrong)
 
 
 class _Told(NamedTuple):

@@ -88,7 +88,7 @@ class WeightProof:
         self.version = -1  # of the word
         self.due = True  # whether the word is to have a probe
         self.before: tuple[int, torch.Tensor] | None = None  # the last version that this rank held, and its digests
-        self.held: dict[str, int] = {}
+        self.digests: dict[str, int] = {}
         self.unprobed = False  # whether the word has a probe that the generator has not answered
         self.settled = True  # whether the word has the reports of all ranks
         self.summed: dist.Work | None = None  # the all-reduce of their reports
@@ -111,7 +111,7 @@ class WeightProof:
             self.version = version
             self.since = 0 if self.due else self.since + 1
             self.word.zero_()
-            self.word[: self.delivery.size] = self.delivery.sent(self.trainer.shards())
+            self.word[: self.delivery.size] = self.delivery.sent_digests(self.trainer.shards())
         reports = self._is_reporter()
         if self.due:
             self.probing = 0.0
@@ -180,21 +180,21 @@ class WeightProof:
 
     # The generation's ranks.
 
-    def bound(self, shards: Sequence[Shard]) -> None:
+    def check_bound(self, shards: Sequence[Shard]) -> None:
         """End the run if the engine does not have the tensors that its layout declares."""
-        self.held = {}
+        self.digests = {}
         declared = {name: part.box for name, part in self.delivery.declared.items()}
         if self.trainer is None:
             self.word.fill_(-1)  # so that a missing word is noticed
         if wrong := describe_mismatch(declared, shards):
             raise WeightsNotDelivered(f"{self._describe_place()}: its engine has {wrong}")
 
-    def packed(self, shards: Sequence[Shard]) -> None:
+    def digest_experts(self, shards: Sequence[Shard]) -> None:
         """Digest the tensors that the engine converts once all weights are there."""
         if self._spec().packs_experts:
             experts = {tensor.name for tensor in self.model.tensors if tensor.experts}
             with self._timed():
-                self.held = self.delivery.held([shard for shard in shards if shard.name in experts])
+                self.digests = self.delivery.held_digests([shard for shard in shards if shard.name in experts])
 
     def check(self, version: int, shards: Sequence[Shard]) -> None:
         """End the run if this rank does not hold what the update sent as this version."""
@@ -208,8 +208,8 @@ class WeightProof:
                 raise WeightsNotDelivered(
                     f"{self._describe_place()}: it expected version {version} of the weights and received {other}"
                 )
-            self.held |= self.delivery.held([shard for shard in shards if shard.name not in self.held])
-            if wrong := self.delivery.other(self.held, sent):
+            self.digests |= self.delivery.held_digests([shard for shard in shards if shard.name not in self.digests])
+            if wrong := self.delivery.find_differences(self.digests, sent):
                 raise WeightsNotDelivered(f"{self._describe_place()}: {self._explain_difference(version, wrong)}")
             self.before = (version, sent)
             self.unprobed = bool(facts[PROBED])
@@ -218,7 +218,7 @@ class WeightProof:
         first = wrong[0]
         count = len(self.delivery.declared)
         text = f"`{first}` differs from version {version} of `{self.edge.src}`"
-        if self.before is not None and first not in self.delivery.other(self.held, self.before[1]):
+        if self.before is not None and first not in self.delivery.find_differences(self.digests, self.before[1]):
             text += f" and equals version {self.before[0]}"
         return f"{text} ({len(wrong)} of {count} tensors differ)"
 

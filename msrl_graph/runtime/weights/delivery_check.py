@@ -34,7 +34,7 @@ class TensorSlice(NamedTuple):
     name: str
     box: Box
     inside: tuple[slice, ...] | None
-    at: Odd
+    weights: Odd
     place: int
 
 
@@ -79,22 +79,22 @@ class Delivery:
             if ends[1] >= 0 and (own := shard(tensor, target, ends[1])) in places:
                 self.declared[tensor.name] = self._make_slice(tensor, own, own, places[own])
         self.parts.sort(key=lambda part: part.box)  # slices of the same box are summed together
-        self.own = sorted(self.declared.values(), key=lambda part: part.box)
+        self.own_parts = sorted(self.declared.values(), key=lambda part: part.box)
         self._places = torch.tensor([part.place for part in self.parts], dtype=torch.int64)
 
     def _make_slice(self, tensor: Tensor, box: Box, held_box: Box, place: int) -> TensorSlice:
         inside = None if box == held_box else slices(relative_box(box, held_box))
-        return TensorSlice(tensor.name, box, inside, self.digest.at(box), place)
+        return TensorSlice(tensor.name, box, inside, self.digest.position_weights(box), place)
 
-    def sent(self, shards: Iterable[Shard]) -> torch.Tensor:
+    def sent_digests(self, shards: Iterable[Shard]) -> torch.Tensor:
         """Return this rank's summands of the update's digests, by place."""
         digests = self._digests(shards, self.parts)
         return torch.zeros(self.size, dtype=torch.int64).index_add_(0, self._places, digests)
 
-    def held(self, shards: Sequence[Shard]) -> dict[str, int]:
+    def held_digests(self, shards: Sequence[Shard]) -> dict[str, int]:
         """Return the digests of some tensors that this rank generates with."""
         names = {shard.name for shard in shards}
-        parts = [part for part in self.own if part.name in names]
+        parts = [part for part in self.own_parts if part.name in names]
         return dict(zip([part.name for part in parts], self._digests(shards, parts).tolist(), strict=True))
 
     def _digests(self, shards: Iterable[Shard], parts: Sequence[TensorSlice]) -> torch.Tensor:
@@ -103,17 +103,17 @@ class Delivery:
         if not parts:
             return torch.zeros(0, dtype=torch.int64)
         with torch.inference_mode():
-            room = self.digest.room(tensors[parts[0].name].device)
+            room = self.digest.make_buffer(tensors[parts[0].name].device)
             for _, alike in groupby(parts, key=lambda part: part.box):
                 same_box = [*alike]
                 values = [
                     tensors[piece.name] if piece.inside is None else tensors[piece.name][piece.inside]
                     for piece in same_box
                 ]
-                digests.append(self.digest.of(values, same_box[0].at, room))
+                digests.append(self.digest.digests(values, same_box[0].weights, room))
             return torch.cat(digests).cpu()
 
-    def other(self, digests: Mapping[str, int], sent: torch.Tensor) -> list[str]:
+    def find_differences(self, digests: Mapping[str, int], sent: torch.Tensor) -> list[str]:
         """Return this rank's tensors whose digests differ from what was sent."""
         sent_digests = sent.tolist()
         return [name for name, part in self.declared.items() if digests.get(name) != sent_digests[part.place]]

@@ -45,39 +45,44 @@ class Digest:
             for dim in sorted(most)
         ]
 
-    def at(self, box: Box) -> Odd:
+    def position_weights(self, box: Box) -> Odd:
         """Return the numbers of a box's positions."""
         return [self._odd[dim][start:stop] for dim, (start, stop) in enumerate(box)]
 
-    def room(self, device: torch.device) -> torch.Tensor:
+    def make_buffer(self, device: torch.device) -> torch.Tensor:
         """Return a buffer for the sums.
 
         It is allocated once for many digests, since a host's system provides pages one by one.
         """
         return torch.empty(self.at_once, dtype=torch.int64, device=device)
 
-    def of(self, values: Sequence[torch.Tensor], axis_weights: Odd, room: torch.Tensor | None = None) -> torch.Tensor:
+    def digests(
+        self, values: Sequence[torch.Tensor], axis_weights: Odd, room: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return the digests of tensors at the same positions.
 
         There is one number for each, on their device.
         """
         first = values[0]
-        room = self.room(first.device) if room is None else room
+        room = self.make_buffer(first.device) if room is None else room
         dim = next((axis for axis, length in enumerate(first.shape) if length > 1), None)
         if len(values) > 1 and first.numel() * len(values) > self.at_once:
             count = max(1, self.at_once // first.numel())
             return torch.cat(
-                [self.of(values[start : start + count], axis_weights, room) for start in range(0, len(values), count)]
+                [
+                    self.digests(values[start : start + count], axis_weights, room)
+                    for start in range(0, len(values), count)
+                ]
             )
         if first.numel() > self.at_once and dim is not None:
             step = max(1, self.at_once * first.shape[dim] // first.numel())
             total = torch.zeros(1, dtype=torch.int64, device=first.device)
             parts = zip(torch.split(first, step, dim), torch.split(axis_weights[dim], step), strict=True)
             part, own = next(parts)  # the largest
-            total += self.of([part], [*axis_weights[:dim], own, *axis_weights[dim + 1 :]], room)
+            total += self.digests([part], [*axis_weights[:dim], own, *axis_weights[dim + 1 :]], room)
             with unmeasured():  # a large model needs a million of these operations
                 for part, own in parts:
-                    total += self.of([part], [*axis_weights[:dim], own, *axis_weights[dim + 1 :]], room)
+                    total += self.digests([part], [*axis_weights[:dim], own, *axis_weights[dim + 1 :]], room)
             return total
         terms = room[: first.numel() * len(values)].view(len(values), *first.shape)
         for place, tensor in zip(terms.unbind(), values, strict=True):

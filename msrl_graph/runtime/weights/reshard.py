@@ -70,7 +70,7 @@ class HostSwap:
         self.offload.back.mark().synchronize()
         self._seconds += time.perf_counter() - start
 
-    def taken(self) -> float:
+    def take_seconds(self) -> float:
         """Return the seconds that copies to the device took since the last call."""
         seconds = self._seconds
         self._seconds = 0.0
@@ -97,14 +97,14 @@ class Resharder:
         self.swap = swap
         tensors: dict[str, list[Tensor]] = {way.of: [] for way in plan.ways}
         for tensor in model.tensors:
-            tensors[plan.way(tensor).of].append(tensor)
+            tensors[plan.route_of(tensor).of].append(tensor)
         routes = [TransferRoute(way, tensors[way.of], blocks[way.of], rank, sides) for way in plan.ways]
         self.loads: list[list[RouteLoad]] = []  # by bucket, of each way
         for bucket in plan.buckets:
             self.loads.append([])
             for route in routes:
                 self.loads[-1].append(route.load(bucket, self.loads[-1][-1].stretch.stop if self.loads[-1] else 0))
-        self.room = max(loads[-1].stretch.stop for loads in self.loads)  # elements of the temporary buffer
+        self.buffer_elements = max(loads[-1].stretch.stop for loads in self.loads)  # elements of the temporary buffer
         item = swap.shards[0].tensor.element_size()
         # By way, bytes that a run receives from neighbours.
         self.received = {way.of: item * sum(loads[i].moved for loads in self.loads) for i, way in enumerate(plan.ways)}
@@ -130,7 +130,7 @@ class Resharder:
             timed("swap out", start)
         start = time.perf_counter()
         goal = {shard.name: shard.tensor for shard in allocate()}
-        buffer = torch.empty(self.room, dtype=next(iter(source.values())).dtype, device=place)
+        buffer = torch.empty(self.buffer_elements, dtype=next(iter(source.values())).dtype, device=place)
         timed("buffer", start)
         with torch.no_grad():
             for loads in self.loads:
@@ -140,7 +140,7 @@ class Resharder:
                 timed("all-gather", start)
                 start = time.perf_counter()
                 for load in loads:
-                    load.lay(source, buffer, goal)
+                    load.unpack(source, buffer, goal)
                 timed("select", start)
         start = time.perf_counter()
         devices.release(buffer)

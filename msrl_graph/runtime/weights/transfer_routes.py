@@ -107,9 +107,9 @@ class RouteLoad:
     gathered: list[int] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
-    laid: list[Pack] = field(default_factory=list)
-    taken: list[Receive] = field(default_factory=list)
-    own: list[LocalCopy] = field(default_factory=list)
+    packs: list[Pack] = field(default_factory=list)
+    receives: list[Receive] = field(default_factory=list)
+    local_copies: list[LocalCopy] = field(default_factory=list)
 
     @property
     def moved(self) -> int:
@@ -118,7 +118,7 @@ class RouteLoad:
 
     def fetch(self, source: Tensors, buffer: torch.Tensor) -> None:
         """Fill the stretch with what this rank and its neighbours give."""
-        for name, inside, place in self.laid:
+        for name, inside, place in self.packs:
             piece = source[name][inside]
             buffer[place].view(piece.shape).copy_(piece)
         self.exchange(buffer)
@@ -138,11 +138,11 @@ class RouteLoad:
                 if len(row):
                     dist.broadcast(row, group=self.group, group_src=index)
 
-    def lay(self, source: Tensors, buffer: torch.Tensor, goal: Tensors) -> None:
+    def unpack(self, source: Tensors, buffer: torch.Tensor, goal: Tensors) -> None:
         """Copy what arrived, and what this rank had itself, to its generation boxes."""
-        for name, place, shape, part, inside in self.taken:
+        for name, place, shape, part, inside in self.receives:
             goal[name][inside].copy_(buffer[place].view(shape)[part])
-        for name, inside, target in self.own:
+        for name, inside, target in self.local_copies:
             goal[name][target].copy_(source[name][inside])
 
 
@@ -201,7 +201,7 @@ class TransferRoute:
         # A way with an all-gather exchanges nothing: each rank has what is not part of it.
         load = self._make_gather(gathered, start) if gathered else self._make_exchange(across, start)
         for _, _, name, box in (move for move in moves if move.giver == move.taker == self.index):
-            load.own.append(
+            load.local_copies.append(
                 LocalCopy(
                     name, slices(relative_box(box, self.boxes[name])), slices(relative_box(box, self.target[name]))
                 )
@@ -223,11 +223,11 @@ class TransferRoute:
             offsets[index] = place.stop
             # In place: a rank's own part is copied to where the gather puts it, to save memory.
             if index == self.index:
-                load.laid.append(Pack(name, slices(relative_box(box, box)), place))
+                load.packs.append(Pack(name, slices(relative_box(box, box)), place))
             if (common := overlap(box, wanted)) is not None:
                 part = slices(relative_box(common, box))
                 inside = slices(relative_box(common, wanted))
-                load.taken.append(Receive(name, place, _shape(box), part, inside))
+                load.receives.append(Receive(name, place, _shape(box), part, inside))
         return load
 
     def _make_exchange(self, moves: list[Transfer], start: int) -> RouteLoad:
@@ -246,12 +246,12 @@ class TransferRoute:
             if giver == self.index:
                 place = slice(leaving[taker], leaving[taker] + elements(box))
                 leaving[taker] = place.stop
-                load.laid.append(Pack(name, slices(relative_box(box, self.boxes[name])), place))
+                load.packs.append(Pack(name, slices(relative_box(box, self.boxes[name])), place))
             if taker == self.index:
                 place = slice(arriving[giver], arriving[giver] + elements(box))
                 arriving[giver] = place.stop
                 inside = slices(relative_box(box, self.target[name]))
-                load.taken.append(Receive(name, place, _shape(box), slices(relative_box(box, box)), inside))
+                load.receives.append(Receive(name, place, _shape(box), slices(relative_box(box, box)), inside))
         return load
 
 

@@ -36,14 +36,14 @@ class WeightPublication(Sender):
         self.group = dist.new_group()  # only this edge sends in it
         self.store = store
         self.deadline = deadline
-        self.gives = [message for message in self.messages if message.giver == self.rank]
+        self.messages_given = [message for message in self.messages if message.giver == self.rank]
         self.fetched = 0  # versions that this rank has requested
         self.version = -1  # of the copy
         self.sent_count = 0  # versions that were sent
         self.failed: BaseException | None = None
         self.changed = threading.Condition()
-        if self.gives:
-            names = {name for message in self.gives for name, _ in message.boxes}
+        if self.messages_given:
+            names = {name for message in self.messages_given for name, _ in message.boxes}
             self.live = [shard for shard in self.shards if shard.name in names]
             self.copies = [
                 Shard(shard.name, shard.box, torch.empty_like(shard.tensor, dtype=self.dtype)) for shard in self.live
@@ -58,7 +58,7 @@ class WeightPublication(Sender):
         `fetch_count`: how many fetches were ordered so far, perhaps including one of this version. All ranks of the
         earlier ones must have been served before the copy is overwritten.
         """
-        if not self.gives or version == self.version:
+        if not self.messages_given or version == self.version:
             return
         with self.changed:
             released = self.changed.wait_for(lambda: self.failed or self.sent_count >= fetch_count, self.deadline)
@@ -108,7 +108,7 @@ class WeightPublication(Sender):
                         raise RuntimeError(
                             f"version {version} was requested, but the copy is of version {self.version}"
                         )
-                self.pass_on(self.gives, self.copies)
+                self.pass_on(self.messages_given, self.copies)
                 with self.changed:
                     self.sent_count += 1
                     self.changed.notify_all()

@@ -45,17 +45,19 @@ class Program:
         answer.tokens = tokens.astype(np.int32)
         answer.logps = -np.arange(1.0, len(tokens) + 1, dtype=np.float32)
         self.draws.append((answer.prefix, answer.tokens))
-        said, calls = self.speech.read(answer.tokens, asked.tools)
+        said, calls = self.speech.parse_answer(answer.tokens, asked.tools)
         made = ChatReply(said, tuple(calls), "stop", answer.tokens, (), answer.logps, answer.prefix, 0, answer.number)
         if got:
-            self.conversations.chatted(answer, asked.messages, prepare_messages([made.message()])[0], asked.more)
+            self.conversations.record_chat_answer(
+                answer, asked.messages, prepare_messages([made.message()])[0], asked.more
+            )
         return answer, made.message()
 
     def check(self):
         """That every token of the policy's in the response was drawn from what stands before it there, and every other
         one was not drawn; the response."""
         last = self.conversations.last
-        spoken = self.conversations.spoken(last)
+        spoken = self.conversations.make_response(last)
         whole = np.concatenate([last.prefix[: last.base], spoken.tokens])
         left = spoken.mask.copy()
         for prefix, tokens in sorted(self.draws, key=lambda d: -len(d[1])):  # one may be the beginning of another
@@ -102,7 +104,7 @@ def test_whatever_a_program_does_what_is_trained_on_was_drawn_from_what_stands_b
 ):
     speech = speeches[name]
     tools = [TOOL] if with_tools and name != "plain" else []
-    begin = speech.begun([USER], **({"tools": tools} if tools else {}))
+    begin = speech.encode_prompt([USER], **({"tools": tools} if tools else {}))
     made = program(speech, context=begin if context else NONE, tools=tools)
     messages = [USER]
     tried = []
@@ -144,7 +146,7 @@ def test_by_a_template_that_preserves_prefixes_a_conversation_is_one_response(sp
     spoken = made.check()
     assert np.array_equal(spoken.tokens[spoken.mask], np.concatenate([t for _, t in made.draws]))
     assert made.conversations.strayed == 0
-    assert made.conversations.aside(spoken) == (0, 0)
+    assert made.conversations.count_left_out(spoken) == (0, 0)
 
 
 def test_what_stands_between_two_answers_is_what_the_template_writes(speeches):
@@ -155,7 +157,7 @@ def test_what_stands_between_two_answers_is_what_the_template_writes(speeches):
     assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
     answer, _ = made.ask([USER, message, result], "three")
-    told = answer.prefix[len(answer.before.all_tokens) :]
+    told = answer.prefix[len(answer.previous.all_tokens) :]
     assert speech.decode(told, special=True) == (
         "\n<|start|>user\n<tool_response>\n3\n</tool_response><|stop|>\n<|start|>assistant\n"
     )
@@ -175,11 +177,11 @@ def test_where_the_template_writes_the_beginning_otherwise_the_conversation_begi
     made = program(speeches[name])
     _, message = made.ask([USER], "<think>hm</think>one")
     answer, _ = made.ask([USER, message, USER], "two")
-    assert answer.before is None
+    assert answer.previous is None
     assert made.conversations.strayed == 1
     spoken = made.check()
     assert speeches[name].decode(spoken.tokens[spoken.mask]) == "two"
-    assert made.conversations.aside(spoken) == (1, len("<think>hm</think>one") + 1)
+    assert made.conversations.count_left_out(spoken) == (1, len("<think>hm</think>one") + 1)
 
 
 def test_thoughts_stay_where_no_user_asks_again(speeches):
@@ -187,7 +189,7 @@ def test_thoughts_stay_where_no_user_asks_again(speeches):
     _, message = made.ask([USER], '<think>hm</think><tool_call>{"name": "add", "arguments": {}}</tool_call>')
     result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
     answer, _ = made.ask([USER, message, result], "three")
-    assert answer.before is not None and made.conversations.strayed == 0
+    assert answer.previous is not None and made.conversations.strayed == 0
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
@@ -201,14 +203,14 @@ def test_empty_thoughts_that_a_template_adds_to_a_last_answer_begin_no_conversat
         messages = [*messages, message, {"role": role, "content": "more"}]
     assert made.conversations.strayed == 0 and len([*answer.path()]) == 3
     asked, _ = made.ask(messages, "two")
-    assert speech.decode(asked.prefix, special=True) == speech.tokens.rendered(messages, True)
+    assert speech.decode(asked.prefix, special=True) == speech.tokens.render(messages, True)
 
 
 def test_a_message_that_a_program_has_changed_was_not_drawn(speeches):
     made = program(speeches["qwen"])
     _, message = made.ask([USER], "one")
     answer, _ = made.ask([USER, {**message, "content": "two"}, USER], "three")
-    assert answer.before is None and made.conversations.strayed == 1
+    assert answer.previous is None and made.conversations.strayed == 1
     spoken = made.check()
     assert speeches["qwen"].decode(spoken.tokens[spoken.mask]) == "three"
 
@@ -233,19 +235,19 @@ def test_the_noise_of_a_conversation_is_the_rows_and_that_of_all_else_its_own(sp
 def test_who_asks_again_for_an_answer_that_never_came_gets_that(speeches):
     made = program(speeches["qwen"])
     answer, _ = made.ask([USER], "one", got=False)
-    made.conversations.lost(answer)
+    made.conversations.record_dropped_request(answer)
     assert made.ask([USER], "one")[0] is answer
     assert made.ask([USER], "one")[0] is not answer
 
 
 def test_the_response_ends_with_the_last_answer_of_those_that_begin_with_the_prompt(speeches):
     speech = speeches["qwen"]
-    made = program(speech, context=speech.begun([USER]))
+    made = program(speech, context=speech.encode_prompt([USER]))
     first, _ = made.ask([USER], "one")
     made.ask([{"role": "user", "content": "judge it"}], "good")
     assert made.conversations.last is first
     assert speech.decode(made.check().tokens, special=True) == "one<|stop|>"
-    assert made.conversations.aside(made.conversations.spoken(first)) == (1, 5)
+    assert made.conversations.count_left_out(made.conversations.make_response(first)) == (1, 5)
     alone = program(speech, context=speech.encode("one"))
     alone.ask([USER], "one")
     assert alone.conversations.last is None
@@ -253,7 +255,7 @@ def test_the_response_ends_with_the_last_answer_of_those_that_begin_with_the_pro
 
 def test_a_response_holds_what_its_bound_says_and_an_episode_its_turns(speeches):
     speech = speeches["qwen"]
-    begin = len(speech.begun([USER]))
+    begin = len(speech.encode_prompt([USER]))
     made = program(speech, bound=begin + 3)
     answer, message = made.ask([USER], "one two three")
     assert len(answer.tokens) == answer.most == 3
@@ -263,7 +265,7 @@ def test_a_response_holds_what_its_bound_says_and_an_episode_its_turns(speeches)
     twice.ask([USER], "one")
     with pytest.raises(ContextOverflow, match="row 7 already has 1 answers"):
         twice.ask([USER], "one")
-    assert len(program(speech, bound=begin + 3, context=speech.begun([USER])).ask([USER], "one")[0].tokens) == 4
+    assert len(program(speech, bound=begin + 3, context=speech.encode_prompt([USER])).ask([USER], "one")[0].tokens) == 4
 
 
 def test_completions_go_on_by_text_and_by_tokens(speeches):
@@ -279,13 +281,13 @@ def test_completions_go_on_by_text_and_by_tokens(speeches):
 
     first = drawn("one plus", " two is")
     second = drawn("one plus two is three", " and")
-    assert second.before is first
+    assert second.previous is first
     assert np.array_equal(second.prefix[: len(first.all_tokens)], first.all_tokens)
     third = drawn(np.append(second.all_tokens, speech.encode(" four")).astype(np.int32), "one")
-    assert third.before is second
+    assert third.previous is second
     mask = made.spoken(third).mask
     assert mask.sum() == len(" two is") + len(" and") + len("one")
-    assert drawn("one minus", "x").before is None
+    assert drawn("one minus", "x").previous is None
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_a_chat_with_a_tool_is_one_conversation_of_drawn_tokens(served):
     assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "three")
     assert second.usage.prompt_tokens > first.usage.total_tokens
     last = row.conversations.last
-    spoken = row.conversations.spoken(last)
+    spoken = row.conversations.make_response(last)
     drawn = [*served.speech.encode(f"{CALL}<|stop|>"), *served.speech.encode("three<|stop|>")]
     assert spoken.tokens[spoken.mask].tolist() == drawn
     assert row.conversations.strayed == 0
@@ -159,7 +159,7 @@ def test_completions_go_on_from_their_own_text(serve):
     assert first.choices[0].text == " two" and first.choices[0].logprobs.token_logprobs[0] == -1 / 8
     stream = client.completions.create(model="policy", prompt="one plus two three", stream=True)
     assert "".join(c.choices[0].text for c in stream) == " four"
-    spoken = row.conversations.spoken(row.conversations.last)
+    spoken = row.conversations.make_response(row.conversations.last)
     assert spoken.mask.sum() == len(served.speech.encode(" two")) + len(served.speech.encode(" four"))
     with pytest.raises(openai.BadRequestError, match="has no chat template to render them"):
         ask(client)

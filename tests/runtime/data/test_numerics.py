@@ -214,16 +214,16 @@ def test_tokens_outside_the_vocabulary_and_empty_responses():
     rows = np.arange(10, 14)
     what = r"^`actor.generate` \(line 23 of grpo.rlg\) on rows 11, 13 of iteration 0: it drew the token 16, outside"
     with pytest.raises(RunError, match=what):
-        stage.watch.response(node, Task("train", 0, 4, 2), stage.told, rows, columns, logp, 16)
+        stage.watch.check_response(node, Task("train", 0, 4, 2), stage.told, rows, columns, logp, 16)
     when = (
         r"^`actor.generate` \(line 23 of grpo.rlg\) on row 12 of the evaluation of held_out after 40 iterations: "
         r"the response is empty$"
     )
     with pytest.raises(RunError, match=when):
-        stage.watch.response(node, Task("held_out", 40, 4, 2), stage.told, rows, columns, logp, 18)
+        stage.watch.check_response(node, Task("held_out", 40, 4, 2), stage.told, rows, columns, logp, 18)
     report = Report("rank")
     logp.values[-1] = logp.values[0] = math.nan
-    numerics.NumericsWatch(one_rank(SKIP)).response(node, Task("train", 0, 4, 2), report, rows, columns, logp, 16)
+    numerics.NumericsWatch(one_rank(SKIP)).check_response(node, Task("train", 0, 4, 2), report, rows, columns, logp, 16)
     assert {k: v for k, (v, _) in report.sums.items()} == {"wrong/token": 2, "wrong/empty": 1, "wrong/logp": 1}
     assert report.remarks[-1].endswith(
         "on row 10 of iteration 0: it drew a token with the log-probability nan"

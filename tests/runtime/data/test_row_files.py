@@ -307,8 +307,8 @@ def rolled(folder, takes, groups=2):
             task, mine, context, said, GenerateAttributes.of(node), takes, 0, lambda of: of, stream
         )
         taken = rollout.replay(rows.Recording(plan, folder), node, ("response", "response.logp"))
-        tokens = {row: [g.tokens.tolist() for g in rollout.grown[row]] for row in taken}
-        found.append((tokens, [(c.position, c.cuts, len(c.responses)) for c in rollout.cut(taken)]))
+        tokens = {row: [g.tokens.tolist() for g in rollout.responses[row]] for row in taken}
+        found.append((tokens, [(c.position, c.cuts, len(c.responses)) for c in rollout.cut_prompts(taken)]))
     return found
 
 

@@ -44,7 +44,7 @@ def test_no_blank_comes_between_a_prompt_and_its_response(kind: str) -> None:
     (alone,) = pieces.encode(["46"])
     assert joined(pieces, "12+34=", "46", alone) in ("12+34= 46", " 12+34= 46")
     for known in (["12+34="], None):
-        (after,) = pieces.following(["46"], known)
+        (after,) = pieces.encode_after(["46"], known)
         assert joined(pieces, "12+34=", "46", after).lstrip() == "12+34=46"
 
 
@@ -55,7 +55,7 @@ def test_a_piece_reads_as_in_the_whole_text_or_is_refused(kind: str, before: str
     pieces = Pieces(made(kind))
     whole = pieces.tokenizer.decode(pieces.encode([before + text])[0].tolist(), skip_special_tokens=False)
     try:
-        (tokens,) = pieces.following([text], [before])
+        (tokens,) = pieces.encode_after([text], [before])
     except BadPieceError as error:
         assert kind in ("albert", "bert", "t5", "words") and error.index == 0, error
         return
@@ -126,7 +126,7 @@ def test_a_text_that_follows_another_and_cannot_be_joined_is_refused_with_its_ro
 
 def test_a_conversation_goes_on_without_a_blank(tmp_path: Path) -> None:
     speech = ChatTemplate(Tokens(str(folder(tmp_path, "llama"))))
-    whole = np.concatenate([speech.encode("12+34="), speech.following("46"), speech.following(", and")])
+    whole = np.concatenate([speech.encode("12+34="), speech.encode_following("46"), speech.encode_following(", and")])
     assert speech.decode(whole) == "12+34=46, and"
 
 
@@ -142,7 +142,7 @@ def test_a_text_of_which_a_beginning_is_too_long_is_too_long(
 ) -> None:
     pieces = Pieces(made(kind))
     text = "".join(parts) * times
-    beginning = pieces.beginning(text, tokens)
+    beginning = pieces.shorten(text, tokens)
     assert text.startswith(beginning)
     if len(beginning) == len(text):
         return
@@ -152,7 +152,7 @@ def test_a_text_of_which_a_beginning_is_too_long_is_too_long(
 
 def test_what_may_shorten_a_text_has_no_beginning() -> None:
     long = "three and " * 10_000
-    assert {kind for kind in KINDS if len(Pieces(made(kind)).beginning(long, 3)) < 1000} == BOUNDED
+    assert {kind for kind in KINDS if len(Pieces(made(kind)).shorten(long, 3)) < 1000} == BOUNDED
     for spoil in (
         lambda t: setattr(t, "normalizer", normalizers.Strip()),
         lambda t: setattr(t, "normalizer", normalizers.Replace("  ", " ")),
@@ -164,10 +164,10 @@ def test_what_may_shorten_a_text_has_no_beginning() -> None:
     ):
         tokenizer = Tokenizer.from_str(made("gemma").to_str())
         spoil(tokenizer)
-        assert Pieces(tokenizer).beginning(long, 3) == long
+        assert Pieces(tokenizer).shorten(long, 3) == long
     tokenizer = Tokenizer.from_str(made("gemma").to_str())
     tokenizer.model.byte_fallback, tokenizer.model.fuse_unk = False, False  # one token each
-    assert len(Pieces(tokenizer).beginning(long, 3)) < 1000
+    assert len(Pieces(tokenizer).shorten(long, 3)) < 1000
 
 
 def test_no_character_is_composed_of_more_than_are_counted_for() -> None:

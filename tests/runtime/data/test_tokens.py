@@ -216,7 +216,7 @@ def test_control_tokens_in_the_text_of_rows_are_warned_of_before_a_run(tmp_path)
     def warned(rows):
         path.write_text("".join(json.dumps(r) + "\n" for r in rows))
         plan = chat.plan(tmp_path, path, PAIRS | SCORES, UPDATE)
-        return list(check(plan.deploy.data["source"], plan).doubts(plan.deploy.data["source"], 1))
+        return list(check(plan.deploy.data["source"], plan).warnings(plan.deploy.data["source"], 1))
 
     (told,) = warned(rows)
     assert (told.code, told.severity) == ("bad-data", "warning")
@@ -240,7 +240,7 @@ def test_rows_that_are_left_out_are_counted_by_column(pairs):
     ]
     data = pairs(rows)
     assert (len(data), data.too_long, data.left_out) == (2, 4, {"prompt": 2, "chosen": 2})
-    assert data.why == "`prompt` is empty or longer than 40 (rows: 2), `chosen` is empty or longer than 20 (rows: 2)"
+    assert data.reason == "`prompt` is empty or longer than 40 (rows: 2), `chosen` is empty or longer than 20 (rows: 2)"
     with pytest.raises(Fault) as fault:
         pairs(rows[1:2])
     assert fault.value.diagnostics[0].help == "`prompt` is empty or longer than 40 (rows: 1)"
@@ -344,7 +344,7 @@ def test_a_text_that_a_model_reads_is_held_against_its_bound_in_tokens(pairs):
 def test_draws_by_weights_are_of_usable_rows(pairs):
     fine = {"prompt": "one", "chosen": "two", "rejected": "three"}
     data = pairs([fine, {**fine, "chosen": ""}, {**fine, "prompt": "two"}, {**fine, "prompt": "three"}])
-    drawn = data.drawn(np.array([0, 1, 0]), 5, 0, 3)
+    drawn = data.draw(np.array([0, 1, 0]), 5, 0, 3)
     assert drawn[0] == 1 and sorted(drawn) == [0, 1, 2]
     column = data.take(drawn[:1])["prompt"]
     assert data.tokens.decode([column[0]]) == ["two"]

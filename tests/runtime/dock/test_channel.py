@@ -96,7 +96,7 @@ def test_a_false_server_is_told_nothing_and_not_believed(tmp_path, monkeypatch, 
     false = False_(hello, Bomb(tmp_path / "harm"))
     false.start()
     with closing(false.listening):
-        line = RpcConnections(lambda name: at(false.listening), HERE, KEY).to("there")
+        line = RpcConnections(lambda name: at(false.listening), HERE, KEY).connection_to("there")
         with pytest.raises(RunError, match="is not the there of this run"):
             line.send("echo", b"a secret of the run").get()
     assert not (tmp_path / "harm").exists()
@@ -171,7 +171,7 @@ def test_what_a_relay_changes_is_neither_heard_nor_believed(place, act, way):
     relay = Relay(place.address[-2:])
     relay.start()
     with closing(relay):
-        line = RpcConnections(relay.found, HERE, KEY).to("there")
+        line = RpcConnections(relay.found, HERE, KEY).connection_to("there")
         place.lines.append(line)
         assert line.send("echo", "first").get() == "first"
         relay.act[way] = ACTS[act]
@@ -192,7 +192,7 @@ def test_what_was_said_once_is_not_heard_again(place):
     relay = Relay(place.address[-2:])
     relay.start()
     with closing(relay):
-        place.lines.append(line := RpcConnections(relay.found, HERE, KEY).to("there"))
+        place.lines.append(line := RpcConnections(relay.found, HERE, KEY).connection_to("there"))
         assert line.send("echo", "once").get() == "once"
         with socket.create_connection(place.address[-2:]) as again:
             again.sendall(b"".join(relay.passed["in"]))

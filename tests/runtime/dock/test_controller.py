@@ -25,7 +25,7 @@ def opened(r, prompts, iteration=0):
     controller = Controller(r)
     task = Task("train", iteration, prompts)
     for round in controller.open(task):
-        controller.hand(task.key, round)
+        controller.hand_out(task.key, round)
     return controller, task.key
 
 
@@ -43,12 +43,12 @@ class Taker:
 
     def __init__(self, controller):
         self.controller = controller
-        self.counts = [0] * len(controller.reader.at)
+        self.counts = [0] * len(controller.reader.group_warehouses)
 
     def all(self, key):
         found = []
         for group in range(len(self.counts)):
-            for share in self.controller.decided(key, group)[self.counts[group] :]:
+            for share in self.controller.decided_shares(key, group)[self.counts[group] :]:
                 found.append((group, share))
                 self.counts[group] += 1
         return found
@@ -56,9 +56,9 @@ class Taker:
 
 def hear(controller, key, *news):
     column, rows, lengths, warehouse, *verdicts = news
-    rounds = controller.heard(key, [RowsReady(column, rows, lengths, RowLocation(warehouse, "some"), *verdicts)])
+    rounds = controller.take_in_news(key, [RowsReady(column, rows, lengths, RowLocation(warehouse, "some"), *verdicts)])
     for round in rounds:
-        controller.hand(key, round)
+        controller.hand_out(key, round)
     return rounds
 
 
@@ -98,7 +98,7 @@ def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, cu
         mine = [s for g, s in found if g == group]
         assert [s.last for s in mine] == [False] * (len(mine) - 1) + [True]
         assert len(mine) == len(found) // groups  # each round gives every group a share, if an empty one
-    assert controller.missing("train/0") == "nothing: all its rows are there"
+    assert controller.describe_missing_rows("train/0") == "nothing: all its rows are there"
 
 
 @given(**shape)
@@ -183,7 +183,7 @@ def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, cu
 
 
 def _rebuilt(r, prompts, fan, random, data, warehouses):
-    groups = len(r.at)
+    groups = len(r.group_warehouses)
     update = r.update
     controller, key = opened(r, prompts, 4)
     taker = Taker(controller)
@@ -200,13 +200,13 @@ def _rebuilt(r, prompts, fan, random, data, warehouses):
             for round in heir.restore(known[0].task, [n for k in known for n in k.news], rounds):
                 if heir.keeps:
                     warehouses[0].keep(key, "n", [round])
-                heir.hand(key, round)
+                heir.hand_out(key, round)
             # Who asks again for what it was given gets the same rows, from where they lie now.
             for group in range(groups):
                 for index in range(taker.counts[group]):
-                    old, new = (c.decided(key, group)[index] for c in (controller, heir))
-                    assert list(old.units) == list(new.units) and (old.most, old.last, old.elements) == (
-                        new.most,
+                    old, new = (c.decided_shares(key, group)[index] for c in (controller, heir))
+                    assert list(old.units) == list(new.units) and (old.largest_share_rows, old.last, old.elements) == (
+                        new.largest_share_rows,
                         new.last,
                         new.elements,
                     )
@@ -214,13 +214,13 @@ def _rebuilt(r, prompts, fan, random, data, warehouses):
         lengths = [row % 5 + 1]
         piece = ColumnRows(np.array([row]), ragged([np.zeros(lengths[0])], np.int32))
         warehouses[w].segments.write(key, str(at), "n", {column: piece})
-        rounds = controller.heard(key, warehouses[w].put(key, str(at)))
+        rounds = controller.take_in_news(key, warehouses[w].put(key, str(at)))
         if lost and at + 1 == death:
             continue
         for round in rounds:
             if controller.keeps:  # what else was decided, the heir decides again
                 warehouses[0].keep(key, "n", [round])
-            controller.hand(key, round)
+            controller.hand_out(key, round)
         news += rounds
         found += taker.all(key)
     found += taker.all(key)
@@ -271,17 +271,20 @@ def test_who_reads_nothing_but_a_state_is_handed_its_rows_as_the_iteration_begin
         if dies:
             controller = Controller(controller.reader)
             for round in controller.restore(Task("train", 0, 3), [], []):
-                controller.hand(key, round)
+                controller.hand_out(key, round)
         shares = [s for _, s in Taker(controller).all(key)]
         assert sorted(np.concatenate([s.rows for s in shares])) == [0, 1, 2]
-        assert sum(s.last for s in shares) == 2 and controller.missing(key) == "nothing: all its rows are there"
+        assert (
+            sum(s.last for s in shares) == 2
+            and controller.describe_missing_rows(key) == "nothing: all its rows are there"
+        )
 
 
 def test_what_is_missing_is_named():
     controller, key = opened(reader(), 2)
     hear(controller, key, "prompt", np.arange(2), np.ones(2), 0)
     hear(controller, key, "reward", np.arange(7), np.ones(7), 0)
-    assert controller.missing(key) == (
+    assert controller.describe_missing_rows(key) == (
         "`response` from `actor.generate` (8 of 8 rows missing: 0, 1, 2, 3, 4, ...); `reward` from `host.reward` "
         "(1 of 8 rows missing: 7)"
     )
@@ -363,10 +366,12 @@ def _stay_verdicts(files, parts):
     assert told == [("n.times", place, True, row, times) for place, part in expected for row, times in part]
     assert (
         isinstance(whole, Verdicts)
-        and dict(zip(whole.rows, whole.told, strict=True)) == times
+        and dict(zip(whole.rows, whole.reported_values, strict=True)) == times
         and list(whole.rows) == sorted(times)
     )
-    plain = RowsReady.of("reward", ColumnRows(np.arange(2), ColumnData(np.array([5.0, 7.0]))), RowLocation(0, "some"))
+    plain = RowsReady.from_piece(
+        "reward", ColumnRows(np.arange(2), ColumnData(np.array([5.0, 7.0]))), RowLocation(0, "some")
+    )
     assert not plain.verdicts and list(plain.lengths) == [1, 1]
 
 
@@ -375,7 +380,7 @@ def test_columns_of_prompts_are_laid_out_by_response():
     controller, key = opened(r, 3)
     hear(controller, key, "prompt", np.arange(3), np.ones(3), 0)
     hear(controller, key, "response", np.arange(6), np.ones(6), 0)
-    share = controller.decided(key, 0)[0]
+    share = controller.decided_shares(key, 0)[0]
     fetched = {"prompt": texts(["a", "bé", ""]), "response": texts(list("uvwxyz"))}
     numbers = r.numbers(Task("train", 0, 3))
     batch = assemble_batch(share, r, numbers, list_wanted_rows(share, r, numbers), fetched)

@@ -42,7 +42,7 @@ def controllers(ray, deadline, capacity=0):
 def docks(ray, hosts, deadline, capacity=0):
     """As `controllers`, of several hosts, the first of which has the controllers."""
     found = reader(node="filter", refilling=Sieve("filter", 1, 1, 3), loops=True)
-    hears = frozenset(found.hears)
+    hears = frozenset(found.needed_columns)
     members = [Member(f"dock {host}", host, host, hears if host == 0 else frozenset()) for host in range(hosts)]
     way = DockAddress({}, [], [], new_key() if hosts > 1 else b"", b"", capacity)
     made = []
@@ -96,13 +96,13 @@ def test_a_row_that_is_computed_on_another_host_moves(ray):
     """Whoever waits does so for as long as rows are done, though none is written, and hears then how far it came."""
     made, other = docks(ray, 2, 3.0)
     activity = Activity(Room(Path(ray.get(other.folder.remote()))), "functions of host 1")
-    activity.say("host.reward in train/0")
+    activity.set_activity("host.reward in train/0")
     late = made.ask.remote(RefillRequest("filter", TASK.key, 1))
     begin = time.monotonic()
     moves = ray.get(other.status.remote()).moves
     for row in range(8):
         time.sleep(0.75)
-        activity.computed(row, 24)
+        activity.set_computed_rows(row, 24)
     assert not ray.wait([late], timeout=0)[0] and ray.get(other.status.remote()).moves == moves + 7
     where = (
         r"and for 3 s no row has moved\n  functions of host 1 in host\.reward in train/0: 7 of 24 rows are done, the "

@@ -52,9 +52,9 @@ def test_what_is_lost_on_one_line_is_sent_again_while_another_answer_is_waited_f
     other = Place(name="other")
     try:
         lines = RpcConnections(lambda name: {"there": place, "other": other}[name].address, HERE, KEY)
-        lines.to("there").send("echo", 0).get()
+        lines.connection_to("there").send("echo", 0).get()
         heard = []
-        answer = lines.to("there").send("wait")
+        answer = lines.connection_to("there").send("wait")
 
         def restarts():
             time.sleep(0.2)
@@ -70,16 +70,16 @@ def test_what_is_lost_on_one_line_is_sent_again_while_another_answer_is_waited_f
         thread = threading.Thread(target=restarts)
         thread.start()
         if own:
-            assert lines.to("other").send("wait").get() == "waited"
+            assert lines.connection_to("other").send("wait").get() == "waited"
         else:  # another thread waits
             with ThreadPoolExecutor(1) as pool:
-                assert lines.wait(pool.submit(lambda: lines.to("other").send("wait").get())) == "waited"
-                pool.submit(lambda: lines.to("other").close()).result()
+                assert lines.wait(pool.submit(lambda: lines.connection_to("other").send("wait").get())) == "waited"
+                pool.submit(lambda: lines.connection_to("other").close()).result()
         assert heard == ["wait"]
         assert answer.get() == "waited"
         thread.join()
         for name in ("there", "other"):
-            lines.to(name).close()
+            lines.connection_to(name).close()
     finally:
         other.close()
 
@@ -131,11 +131,11 @@ def test_a_call_that_waits_goes_with_the_next_one(place):
 def test_each_thread_has_a_line_of_its_own(place):
     lines = RpcConnections(place.find, HERE, KEY)
     done = []
-    place.lines.append(lines.to("there"))
-    waits = lines.to("there").send("wait")
+    place.lines.append(lines.connection_to("there"))
+    waits = lines.connection_to("there").send("wait")
 
     def ask():
-        line = lines.to("there")
+        line = lines.connection_to("there")
         done.append(line.send("echo", 5).get())
         line.close()
 

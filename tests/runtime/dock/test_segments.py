@@ -129,16 +129,16 @@ def test_what_a_process_does_is_there_when_it_is_gone(tmp_path):
     noon = time.monotonic()
     one = Activity(room, "rank 0")
     other = Activity(room, "functions of host 0")
-    assert room.said() == {}
-    one.say("RUN actor.update in train/3")
-    other.say("a call with a name of " + "many words " * 999)
-    one.say("RUN")
+    assert room.read_statuses() == {}
+    one.set_activity("RUN actor.update in train/3")
+    other.set_activity("a call with a name of " + "many words " * 999)
+    one.set_activity("RUN")
     del one, other
-    said = room.said()
+    said = room.read_statuses()
     assert said["rank 0"][0] == "RUN" and noon <= said["rank 0"][1] <= time.monotonic()
     assert said["functions of host 0"][0].startswith("a call with a name of many words many")
     Activity(room, "rank 0")  # who takes its place has said nothing yet
-    assert "rank 0" not in room.said()
+    assert "rank 0" not in room.read_statuses()
 
 
 @given(st.lists(st.tuples(st.sampled_from(["train/0", "train/1"]), st.text(max_size=2000), st.integers(0, 10**12))))
@@ -148,14 +148,14 @@ def test_what_a_process_is_done_with_is_of_one_task_and_never_costs_what_it_does
         activity = Activity(room, "rank 0")
         done = {}
         last = ""
-        activity.say("RUN actor.update")
+        activity.set_activity("RUN actor.update")
         for key, node, rows in told:
             done = done if key == last else {}
             last = key
             done[node] = done.get(node, 0) + rows
-            activity.did(key, node, rows)
-        said = room.said()["rank 0"]
-        assert said.what == "RUN actor.update" and said.pid == os.getpid()
+            activity.add_done_rows(key, node, rows)
+        said = room.read_statuses()["rank 0"]
+        assert said.activity == "RUN actor.update" and said.pid == os.getpid()
         assert (said.key, said.done) in ((last, done), ("", {}))
         assert said.done == done or len(json.dumps(done)) > 3000
 

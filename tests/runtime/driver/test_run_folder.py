@@ -44,7 +44,7 @@ def attempted(plan, out, resume="", **options):
     """A run until its driver would have its turn."""
     asked = supervisor.WatchOptions(overwrite=True, **options)
     with pytest.raises(supervisor.RunFailed):
-        supervisor.Supervisor(supervisor.prepare(plan, out, resume, asked), asked, None, NOBODY).whole()
+        supervisor.Supervisor(supervisor.prepare(plan, out, resume, asked), asked, None, NOBODY).run()
 
 
 def test_a_folder_with_results_is_refused_with_what_may_be_done(ran, plan, capsys):
@@ -140,5 +140,5 @@ def test_results_that_a_run_is_writing_are_not_removed(ran, plan):
     asked = supervisor.WatchOptions(overwrite=True)
     made = supervisor.prepare(plan, ran, "", asked)
     with lock_folder(ran), pytest.raises(Fault, match="another run is writing into"):
-        supervisor.Supervisor(made, asked, None, NOBODY).whole()
+        supervisor.Supervisor(made, asked, None, NOBODY).run()
     assert {p.name for p in ran.iterdir()} == {*MADE, "notes.md"} - {"checkpoints"}

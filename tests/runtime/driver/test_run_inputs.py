@@ -245,7 +245,7 @@ def test_a_run_that_starts_anew_does_not_read_other_data(program, tmp_path):
     made = supervisor.prepare(compile(program), "out")
     dies = "import os; open('train.jsonl', 'a').write('\\n'); os._exit(1)"
     with pytest.raises(supervisor.RunFailed) as failed:
-        supervisor.Supervisor(made, supervisor.WatchOptions(), None, ("-c", dies)).whole()
+        supervisor.Supervisor(made, supervisor.WatchOptions(), None, ("-c", dies)).run()
     assert str(failed.value) == (
         f"the driver ended with status 1, and data source ({tmp_path}/train.jsonl) was changed after the run began: "
         "the run cannot continue as it began; the files of the run so far are in out"

@@ -34,7 +34,9 @@ def planned(states=False, refill=False, adaptive=False):
 
 def report(states=None, drawn=(), prompts_drawn=0, prompts_kept=0):
     found = Report(
-        "functions", states={n: NextValues(*v) for n, v in (states or {}).items()}, drawn=np.array(drawn, np.int64)
+        "functions",
+        states={n: NextValues(*v) for n, v in (states or {}).items()},
+        prompt_rows=np.array(drawn, np.int64),
     )
     if prompts_drawn:
         found.count("prompts_drawn", prompts_drawn, 0)
@@ -48,12 +50,12 @@ def test_prompts_go_on_where_the_last_iteration_ended(states):
     state."""
     plain = RunState(planned(states), 10)
     refilling = RunState(planned(states, refill=True), 10)
-    assert plain.known is not states and not refilling.known
+    assert plain.known_early is not states and not refilling.known_early
     positions: list[tuple[int, int]] = []
     for i, rounds in enumerate((1, 3, 2)):
         positions.append((plain.task(i).position, refilling.task(i).position))
-        plain.after(plain.task(i), [report()])
-        refilling.after(refilling.task(i), [report(), report(prompts_drawn=3 * rounds)])
+        plain.end_iteration(plain.task(i), [report()])
+        refilling.end_iteration(refilling.task(i), [report(), report(prompts_drawn=3 * rounds)])
     assert positions == [(0, 0), (3, 3), (6, 12)] and refilling.position == 18
 
 
@@ -63,7 +65,7 @@ def test_the_last_prompt_of_a_row_counts_whoever_tells_of_it_first():
     for order in itertools.permutations(parts):
         carried = RunState(planned(states=True), 10)
         assert carried.task(0).states == {"level": 2.0} and carried.tables(0).states["rate"].tolist() == [0.5] * 10
-        carried.after(carried.task(0), list(order))
+        carried.end_iteration(carried.task(0), list(order))
         assert carried.task(1).states == {"level": 7.0}
         assert carried.tables(1).states["rate"].tolist() == [0.5, 0.5, 0.5, 0.5, 0.3, 0.5, 0.5, 0.5, 0.2, 0.5]
 
@@ -79,14 +81,14 @@ def test_what_is_begun_early_draws_by_older_states_and_waits_for_those_of_the_it
     assert carried.knows(1) and carried.task(1).states == {"level": 7.0} and carried.task(0).states == {"level": 2.0}
     assert carried.tables(1).states["rate"][4] == 0.1 and carried.tables(1).draws["rate"][4] == 0.5
     assert carried.task(2).draws == {"level": 2.0}, "those that the updates are with"
-    carried.after(first, [begun])
+    carried.end_iteration(first, [begun])
     assert carried.task(1).draws == {"level": 2.0} and carried.task(3).draws == {"level": 7.0}
 
 
 def test_a_checkpoint_holds_no_state_of_functions_that_are_ahead(tmp_path):
     carried = RunState(planned(states=True), 10)
     tasks = [carried.task(i) for i in range(2)]
-    carried.after(tasks[0], [report({"level": ([0], [3.0])}, drawn=[0])])
+    carried.end_iteration(tasks[0], [report({"level": ([0], [3.0])}, drawn=[0])])
     carried.learn(1, [report({"level": ([0], [4.0])}, drawn=[0])])
     path = saved(carried, tmp_path, 1)
     again = RunState(planned(states=True), 10)
@@ -97,7 +99,7 @@ def test_a_checkpoint_holds_no_state_of_functions_that_are_ahead(tmp_path):
 def test_a_checkpoint_holds_positions_and_states(tmp_path):
     plan = planned(states=True, refill=True)
     carried = RunState(plan, 10)
-    carried.after(
+    carried.end_iteration(
         carried.task(0), [report({"level": ([0], [7.25]), "rate": ([5], [0.1])}, drawn=range(6), prompts_drawn=6)]
     )
     path = saved(carried, tmp_path, 1)
@@ -127,11 +129,11 @@ def test_responses_that_go_on_keep_the_row_that_they_began_as_also_from_an_older
 
 def test_a_changed_program_reads_on_where_the_old_one_ended(tmp_path):
     refilling = RunState(planned(refill=True), 10)
-    refilling.after(refilling.task(0), [report(prompts_drawn=9)])
+    refilling.end_iteration(refilling.task(0), [report(prompts_drawn=9)])
     path = saved(refilling, tmp_path, 1)
     plain = RunState(planned(), 10)
     plain.restore(path, checkpoint.read_manifest(path))
-    assert plain.known and [plain.task(i).position for i in (1, 2)] == [9, 12]
+    assert plain.known_early and [plain.task(i).position for i in (1, 2)] == [9, 12]
 
 
 # Adaptive refills
@@ -173,14 +175,14 @@ def test_an_adaptive_draw_follows_the_share_that_passed_and_a_checkpoint_holds_i
         sizes.append(task.prompts)
         assert task.wanted == task.target == 3 and task.prompts * task.rounds(2) >= 9
         assert carried.task(i) == task  # whoever asks again
-        metrics = Report("functions", drawn=np.zeros(task.prompts * rounds, np.int64))
+        metrics = Report("functions", prompt_rows=np.zeros(task.prompts * rounds, np.int64))
         carried.count(i, [metrics])
         assert metrics.sums["refill/prompts"] == (task.prompts, 1)
         position = carried.position
         kept = round(part * task.prompts * rounds)
         passed = 0.8 * passed + kept
         drawn = 0.8 * drawn + task.prompts * rounds
-        carried.after(task, [report(prompts_drawn=task.prompts * rounds, prompts_kept=kept)])
+        carried.end_iteration(task, [report(prompts_drawn=task.prompts * rounds, prompts_kept=kept)])
         assert carried.position == position + task.prompts * rounds
     assert sizes == expected and sizes[:2] == [3, 3] and len({*sizes}) > 1
     path = saved(carried, tmp_path, 6)
@@ -189,7 +191,7 @@ def test_an_adaptive_draw_follows_the_share_that_passed_and_a_checkpoint_holds_i
     assert again.task(6).prompts == carried.task(6).prompts and again.task(6).position == carried.task(6).position
     # A checkpoint of a run that did not adapt: the counts begin anew.
     plain = RunState(planned(refill=True), 100)
-    plain.after(plain.task(0), [report(prompts_drawn=3, prompts_kept=1)])
+    plain.end_iteration(plain.task(0), [report(prompts_drawn=3, prompts_kept=1)])
     path = saved(plain, tmp_path, 1)
     again = RunState(plan, 100)
     again.restore(path, checkpoint.verify(path))

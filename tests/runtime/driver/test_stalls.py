@@ -56,13 +56,13 @@ def test_each_fate_is_told_once(tmp_path):
     (home / f"{heartbeat.NOTE}12").write_text("rank 0\nrank 0 does not move; killed")
     fates = DeathReports(str(tmp_path))
     fates.hear([status(ended={7: ("functions of host 1", "why")}), status(ended={12: ("dock of host 1", "other")})])
-    assert fates.of(["rank 0", "rank 1"]) == {"rank 0": "rank 0 does not move; killed"}
-    assert fates.beginning("dock", "a process of") == {"dock of host 1": "other"}
+    assert fates.take_reasons(["rank 0", "rank 1"]) == {"rank 0": "rank 0 does not move; killed"}
+    assert fates.take_reasons_by_prefix("dock", "a process of") == {"dock of host 1": "other"}
     fates.hear([])
-    assert fates.of(["rank 0", "dock of host 1"]) == {}
+    assert fates.take_reasons(["rank 0", "dock of host 1"]) == {}
     (home / f"{heartbeat.NOTE}13").write_text("rank 0\nagain")
     fates.hear([])
-    assert fates.of(["rank 0"]) == {"rank 0": "again"}
+    assert fates.take_reasons(["rank 0"]) == {"rank 0": "again"}
 
 
 def test_who_is_in_the_users_code_and_who_waits():

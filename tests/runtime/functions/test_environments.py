@@ -176,7 +176,7 @@ def on_ranks(rank, folder, path, layout, files):
     stage = Stage(
         program(path, *two, ("layout actor.generate { dp = 1 }", f"layout actor.generate {{ {layout} }}")), rank
     )
-    first = stage._first(stage.plan.graph.node("actor.generate"))
+    first = stage._is_group_leader(stage.plan.graph.node("actor.generate"))
     rows = (0, 1, 2, 3) if "tp" in layout else ((0, 3), (1, 2))[rank]
     torch.save((rows, drawn(stage, rows), first), Path(files) / f"{layout[:2]}-{rank}")
 

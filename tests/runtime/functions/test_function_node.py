@@ -44,7 +44,7 @@ def test_a_row_whose_function_fails_leaves_and_nothing_of_it_stays(fails, reason
     assert made.columns["reward"].rows.tolist() == made.columns["kind"].rows.tolist() == [0, 1, 3]
     assert made.columns["reward"].column.values.tolist() == [1, 2, 4]
     ((where, (failure, rows)),) = made.failed.items()
-    assert (where, rows, failure.reason) == ("row 2", 1, reason) and failure.told.reason.startswith(told)
+    assert (where, rows, failure.reason) == ("row 2", 1, reason) and failure.summary.reason.startswith(told)
 
 
 def test_a_group_whose_function_fails_leaves_as_one(tmp_path):
@@ -279,7 +279,7 @@ def test_a_filter_says_how_often_each_row_goes_on(tmp_path, body, per, times):
     made = results(tmp_path, f"import numpy as np\ndef f(score):\n    return {value}\n", (), per, key=key)
     ((name, verdicts),) = made.columns.items()
     assert isinstance(verdicts, columns.Verdicts) and name == "host.mine.times"
-    assert (list(verdicts.rows), list(verdicts.told)) == ([0, 1, 2, 3], times)
+    assert (list(verdicts.rows), list(verdicts.reported_values)) == ([0, 1, 2, 3], times)
 
 
 @pytest.mark.parametrize(

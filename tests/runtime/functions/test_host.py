@@ -82,17 +82,17 @@ def test_whenever_a_process_dies_tasks_are_done_in_their_order(events):
         elif event == "die":
             world.processes[-1].die()
         elif event == "mend":
-            world.hosts.mend()
-    world.hosts.mend()
+            world.hosts.replace_dead()
+    world.hosts.replace_dead()
     while world.processes[-1].queue:
         left = len(world.processes[-1].queue)
         world.processes[-1].step()
         assert len(world.processes[-1].queue) < left, "a task stands before its turn"
-    world.hosts.mend()
+    world.hosts.replace_dead()
     assert sorted(set(world.done)) == list(range(len(asked)))
     assert all(world.ended[call.reference] is None for call in asked)
     assert [p.again for p in world.processes] == [False] + [True] * (len(world.processes) - 1)
-    assert world.hosts.open == [[]]
+    assert world.hosts.open_calls == [[]]
 
 
 def test_a_process_that_died_once_too_often_is_told_and_only_its_own_calls_are_made_again():
@@ -101,10 +101,10 @@ def test_a_process_that_died_once_too_often_is_told_and_only_its_own_calls_are_m
     mine = world.hosts.ask(1, "run", 0)
     kept = other.reference
     world.processes[1].die()
-    assert world.hosts.mend() == ["functions of host 1"] and other.reference == kept and mine.reference == 3
+    assert world.hosts.replace_dead() == ["functions of host 1"] and other.reference == kept and mine.reference == 3
     world.processes[2].die()
     with pytest.raises(Gone):
-        world.hosts.mend()
+        world.hosts.replace_dead()
 
 
 CHILD = "(os.waitpid(pid, 0), os.kill(os.getpid(), 9)) if (pid := os.fork()) else {}"

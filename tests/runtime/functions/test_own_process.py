@@ -115,7 +115,7 @@ def test_an_agent_that_ends_or_forks_its_process_fails_alone(name, body, told, m
         file.write(EXITS.format(body=body).replace("waits", "waits_too"))
     _, over = asyncio.run(played(made(name), ["", ""]))
     failure, _ = next(iter(over.failed.values()))
-    assert failure.told.reason.startswith(told), failure
+    assert failure.summary.reason.startswith(told), failure
     assert failure.reason == ("exited" if "Exit" in told else "rubbish")
 
 

@@ -61,7 +61,7 @@ def test_a_result_that_is_no_number_is_of_the_call_of_the_child(plan: Plan) -> N
     node = plan.graph.node("host.reward")
     watch = NumericsWatch(plan)
     with pytest.raises(RunError, match="is not finite") as raised:
-        watch.tell(node, Task("train", 0, 4), Report("functions"), "reward", np.array([3]), "it is not finite")
+        watch.report_rows(node, Task("train", 0, 4), Report("functions"), "reward", np.array([3]), "it is not finite")
     assert str(raised.value).startswith(f"{WHERE} on row 3 of iteration 0: it is not finite")
 
 

@@ -63,7 +63,7 @@ def shown(found):
         for name, p in found.columns.items()
     }
     states = {name: (list(v.units), list(v.values)) for name, v in found.states.items()}
-    return columns, states, {k: (f.reason, f.told.reason, n) for k, (f, n) in found.failed.items()}
+    return columns, states, {k: (f.reason, f.summary.reason, n) for k, (f, n) in found.failed.items()}
 
 
 @pytest.mark.parametrize("case", CASES)

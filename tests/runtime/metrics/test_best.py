@@ -29,7 +29,7 @@ def lines(*values, key="reward"):
 def test_the_first_of_the_greatest_figures_is_the_best():
     (best,) = best_figures([evaluating(best="reward")], lines(0.1, math.nan, 0.5, 0.5, None, 0.2))
     assert (best.iteration, best.value, best.since) == (20, 0.5, 3)
-    assert best.words == "reward on test 0.500 after 20 iterations"
+    assert best.description == "reward on test 0.500 after 20 iterations"
 
 
 def test_the_smallest_is_where_that_is_the_goal():
@@ -100,7 +100,7 @@ def test_with_deterministic_no_iteration_generates_with_weights_from_before_a_ch
         text = text.replace(old, new)
     plan = compile(PROGRAM, text=text)
     (pool,) = lead_of_pools(plan)
-    assert Sends(plan).after(pool, 4) == begins
+    assert Sends(plan).update_iteration(pool, 4) == begins
 
 
 # A figure that rises until the third iteration and falls after it.

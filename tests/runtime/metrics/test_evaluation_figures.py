@@ -277,15 +277,15 @@ def test_a_function_returns_none_where_its_figure_does_not_apply_and_nobody_read
     plan = compile(folder / "p.rlg")
     assert plan.graph.optional == {"even"}
     returned = ReturnChecker(plan, ("even", "reward"))
-    assert np.isnan(returned.checked("even", None, {}))
+    assert np.isnan(returned.check("even", None, {}))
     with pytest.raises(BadResult, match=r"it returned None for `reward`, .* only a column that no node reads may lack"):
-        returned.checked("reward", None, {})
+        returned.check("reward", None, {})
     with pytest.raises(BadResult, match="it returned nan for `even`"):
-        returned.checked("even", float("nan"), {})
+        returned.check("even", float("nan"), {})
     report = Report("host")
     watch = NumericsWatch(plan)
     node = plan.graph.node("host.even")
-    watch.results(node, Task("train", 0, 2), report, "even", np.arange(2), ColumnData(np.float32([np.nan, 1])))
+    watch.check_results(node, Task("train", 0, 2), report, "even", np.arange(2), ColumnData(np.float32([np.nan, 1])))
     assert report.sums == {"without/even": (1, 0)} and not report.remarks
 
 

@@ -141,6 +141,6 @@ def test_trainer_and_generator_that_drift_apart():
     assert told(stale, stated("max_drift = 0.03")) == {}, "the policy has changed since"
     stops = HealthChecks(one_rank(stated("max_drift = 0.03, on_drift = stop")))
     line = {"iteration": 7, **apart[2]}
-    assert stops.look(line) == [] and stops.ends({"iteration": 6, **apart[0]}) == ""
-    assert stops.ends(line) == f"`actor.infer` (line 24 of grpo.rlg) in iteration 7: {words}: {PAGE}"
-    assert HealthChecks(one_rank(stated("max_drift = 0.03"))).ends(line) == ""
+    assert stops.look(line) == [] and stops.end_reason({"iteration": 6, **apart[0]}) == ""
+    assert stops.end_reason(line) == f"`actor.infer` (line 24 of grpo.rlg) in iteration 7: {words}: {PAGE}"
+    assert HealthChecks(one_rank(stated("max_drift = 0.03"))).end_reason(line) == ""

@@ -92,7 +92,7 @@ def test_weights_that_are_not_sent_each_time_are_compared_on_average(tmp_path):
         report.count("staleness", 512.0 * (number % 2), 512)
         report.peak("staleness_max", number % 2)
         if number % 2 == 0:
-            report.more("reshard", 4.0)
+            report.add_seconds("reshard", 4.0)
             report.bytes[edge.name] = 300
         recorder.training(number, 20.0, [report], {}, 0)
     table = {what: (predicted, measured) for what, _, predicted, measured, _ in recorder.table()}
@@ -107,7 +107,7 @@ def test_steps_of_two_edges_add_up():
     changes = [(old, new) for old, new in TWICE if not old.startswith("layout")]
     stage = Stage(one_rank(*changes))
     stage.told = Report("rank 0")
-    doing = stage.doing(stage, Task("train", 0, 4), stage.told)
+    doing = stage.runner(stage, Task("train", 0, 4), stage.told)
     for edge in stage.plan.reshards:
         doing.reshard(("devices",), edge.src, edge.dst)
     edges = [*stage.resharders.values()]

@@ -160,9 +160,9 @@ time.sleep(300)
 
 def test_a_limit_passes_before_the_docks_deadline():
     for deadline in (60.0, 600.0, 36000.0):
-        limits = Limits.of(deadline)
+        limits = Limits.for_deadline(deadline)
         assert limits.stopped <= 60 and limits.stopped < limits.silent < deadline
-    assert Limits.of(3.0) == (5.0, 40.0)  # a wait for rows may be shorter than loading a library takes
+    assert Limits.for_deadline(3.0) == (5.0, 40.0)  # a wait for rows may be shorter than loading a library takes
 
 
 def test_who_gets_no_processor_is_not_silent(tmp_path):

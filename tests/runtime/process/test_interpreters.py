@@ -42,13 +42,13 @@ def refused(*statements):
 
 def test_a_pool_has_the_interpreter_that_one_of_its_engines_states(tmp_path):
     made = plan("apart actor.generate", 'engine actor.generate = vllm { python = "/opt/vllm/bin/python" }')
-    assert [made.around(device).python for device in range(2)] == ["/opt/vllm/bin/python", ""]
+    assert [made.environment_of(device).python for device in range(2)] == ["/opt/vllm/bin/python", ""]
     assert "interpreter of device 0: /opt/vllm/bin/python\n" in plan_text(made)
     assert "\n    device 0, with /opt/vllm/bin/python\n" in ray_script(made)
     # All states of a pool have it, and a path is from the folder of the file that says it.
     (tmp_path / "p.rlg").write_text(PROGRAM.format(statements='engine actor.generate = hf { python = "env/python" }'))
     made = make_absolute(compile(tmp_path / "p.rlg"))
-    assert {made.around(device).python for device in range(2)} == {str(tmp_path / "env" / "python")}
+    assert {made.environment_of(device).python for device in range(2)} == {str(tmp_path / "env" / "python")}
 
 
 def test_two_interpreters_of_a_pool_are_told_and_either_help_is_true():
@@ -61,9 +61,9 @@ def test_two_interpreters_of_a_pool_are_told_and_either_help_is_true():
     )
     assert told.help == "state `python` for one of them, or separate them: `apart actor.generate, actor.infer`"
     assert [span.line for span, _ in told.related] == [6]
-    assert plan(first).around(0).python == "/a"
+    assert plan(first).environment_of(0).python == "/a"
     made = plan("apart actor.generate, actor.infer", first, other)
-    assert {made.around(p.name).python for p in made.pools} == {"/a", "/b"}
+    assert {made.environment_of(p.name).python for p in made.pools} == {"/a", "/b"}
 
 
 def test_packages_that_cannot_be_beside_each_other_are_told_and_an_interpreter_is_the_way_out(monkeypatch):
@@ -86,7 +86,7 @@ def test_packages_that_cannot_be_beside_each_other_are_told_and_an_interpreter_i
     )
     told = refused(apart, generates, trains)
     assert told.help == 'give `actor.update` an interpreter of its own: `engine actor.update = pairs { python = "…" }`'
-    assert plan(apart, generates, alone).around(1).python == "/opt/bridge/bin/python"
+    assert plan(apart, generates, alone).environment_of(1).python == "/opt/bridge/bin/python"
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,9 @@ def test_what_entropies_and_given_ids_take(tmp_path):
             micro = pack([prompt], [response], np.arange(40), given=ids if given else None)
             asked = ForwardRequest(entropy=entropy)
             engines.train(engine, micro, lambda made: sum(x.sum() for x in made if x is not None), asked)
-        wanted = peaks.trainer("update", replace(work, entropy=entropy, given=given))["backward in the head"]["logits"]
+        wanted = peaks.trainer("update", replace(work, entropy=entropy, scores_other_ids=given))[
+            "backward in the head"
+        ]["logits"]
         assert over(peak, before) == pytest.approx(wanted, rel=0.1), (entropy, given)
         engine.step(0.0, 1.0)
 
@@ -218,7 +220,9 @@ def test_a_digest_of_which_a_part_is_measured_takes_what_all_of_it_takes(dtype, 
     def looked():
         with Checked() as peak:
             digest = Digest(shapes, dtype, "cpu", 100)
-            found = [digest.of([tensor], digest.at(full_box(tensor.shape))).item() for tensor in tensors]
+            found = [
+                digest.digests([tensor], digest.position_weights(full_box(tensor.shape))).item() for tensor in tensors
+            ]
         return peak.peak["device"] - peak.before["device"], found, peak.looks
 
     looked()

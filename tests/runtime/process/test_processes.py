@@ -78,7 +78,7 @@ def test_a_keeper_that_is_killed_is_stood_in_for():
     process = subprocess.Popen(SLEEP, start_new_session=True)
     os.kill(kept.keeper, signal.SIGKILL)
     assert until(lambda: not is_alive(kept.keeper))
-    kept.ends(process.pid)
+    kept.end_session_too(process.pid)
     kept.close()
     assert not is_alive(process.pid) and not kept.folder.exists()
     process.wait()
@@ -103,7 +103,7 @@ time.sleep(300)
     with process:
         files = [Path("/dev/shm") / name for name in process.stdout.readline().split()]
         assert len(files) == 20 and all(f.exists() for f in files)
-        kept.ends(process.pid)
+        kept.end_session_too(process.pid)
         kept.close()
         left = [f for f in files if f.exists()]
         for file in left:
@@ -155,7 +155,7 @@ def test_a_keeper_that_is_stopped_is_not_waited_for():
     kept = Temporary()
     process = subprocess.Popen(SLEEP, start_new_session=True)
     os.kill(kept.keeper, signal.SIGSTOP)
-    kept.ends(process.pid)
+    kept.end_session_too(process.pid)
     begin = time.monotonic()
     keeper = kept.keeper
     kept.close()
@@ -173,13 +173,13 @@ def test_a_keeper_is_killed_as_it_takes_over_and_the_next_one_does_its_work(monk
             broken.setattr(sys, "executable", shutil.which("false"))
             os.kill(kept.keeper, signal.SIGKILL)
             assert until(lambda kept=kept: not is_alive(kept.keeper))
-            assert kept.tend(0.1, 9.0) == kept.tend(0.1, 9.0) == "" and not kept.keeper
-            kept.ends(process.pid)
-        assert not comes or kept.tend(0.1, 9.0) == "the keeper died; another one was started"
+            assert kept.replace_keeper(0.1, 9.0) == kept.replace_keeper(0.1, 9.0) == "" and not kept.keeper
+            kept.end_session_too(process.pid)
+        assert not comes or kept.replace_keeper(0.1, 9.0) == "the keeper died; another one was started"
         assert is_alive(kept.keeper) == comes and is_alive(process.pid)
         kept.close()
         assert not is_alive(process.pid) and not kept.folder.exists() and not is_alive(kept.keeper)
-        assert kept.tend(0.1, 9.0) == ""  # after the end there is nothing to keep
+        assert kept.replace_keeper(0.1, 9.0) == ""  # after the end there is nothing to keep
         process.wait()
 
 
@@ -197,8 +197,8 @@ def test_a_keeper_that_is_killed_or_stopped_as_it_begins_is_replaced(name, tmp_p
         met.unlink()
         os.kill(kept.keeper, signal.SIGKILL)
         assert until(lambda: not is_alive(kept.keeper))
-        assert kept.tend(0.1, 9.0) == "" and met.exists() and not kept.keeper
-        assert kept.tend(0.1, 9.0) == "the keeper died; another one was started"
+        assert kept.replace_keeper(0.1, 9.0) == "" and met.exists() and not kept.keeper
+        assert kept.replace_keeper(0.1, 9.0) == "the keeper died; another one was started"
 
 
 def test_a_keeper_that_was_given_up_as_it_took_over_leaves_the_run_alone():

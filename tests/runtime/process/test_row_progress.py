@@ -62,16 +62,16 @@ def test_what_takes_no_time_is_one_part(tmp_path):
 
 
 def test_the_dock_of_the_host_reads_how_far_a_process_is(tmp_path):
-    room = Room.made(f"msrl-test-{uuid.uuid4().hex}", 0)
+    room = Room.create(f"msrl-test-{uuid.uuid4().hex}", 0)
     activity = Activity(room, "functions of host 0")
-    activity.say("host.reward in train/0")
-    activity.computed(0, 24)
+    activity.set_activity("host.reward in train/0")
+    activity.set_computed_rows(0, 24)
     now = time.monotonic()
-    assert room.said()["functions of host 0"].progress(now) == "0 of 24 rows are done"
+    assert room.read_statuses()["functions of host 0"].progress(now) == "0 of 24 rows are done"
     time.sleep(0.06)
-    activity.computed(3, 24, "`Game` in turn 1")
-    said = room.said()["functions of host 0"]
-    assert said.progress(said.moved + 7) == "3 of 24 rows are done, the last 7 s ago, `Game` in turn 1"
-    assert now <= said.moved <= time.monotonic()
-    activity.say("host.advantage in train/0")  # it counts anew, and has moved when it had moved
-    assert room.said()["functions of host 0"][5:] == (0, 0, said.moved, "")
+    activity.set_computed_rows(3, 24, "`Game` in turn 1")
+    said = room.read_statuses()["functions of host 0"]
+    assert said.progress(said.last_row_at + 7) == "3 of 24 rows are done, the last 7 s ago, `Game` in turn 1"
+    assert now <= said.last_row_at <= time.monotonic()
+    activity.set_activity("host.advantage in train/0")  # it counts anew, and has moved when it had moved
+    assert room.read_statuses()["functions of host 0"][5:] == (0, 0, said.last_row_at, "")

@@ -109,14 +109,14 @@ def test_an_edited_file_is_told_of_once_whoever_drives(reward, tmp_path):
     helper.write_text("ONE = 7\n")
     what = "after the run began; the run keeps using the original, --resume will use the new state"
     assert list(edited.look()) == [f"{helper} was edited {what}"] and list(edited.look()) == []
-    told = ChangedFiles.told(folder, ())
+    told = ChangedFiles.list_reported(folder, ())
     assert told == (str(helper),)
     shipped_files.write_files(tmp_path / "next", files)
     after = ChangedFiles(tmp_path / "next", told)
     assert list(after.look()) == []
     reward.unlink()
     assert list(after.look()) == [f"{reward} was removed {what}"]
-    assert ChangedFiles.told(tmp_path / "next", told) == (str(helper), str(reward))
+    assert ChangedFiles.list_reported(tmp_path / "next", told) == (str(helper), str(reward))
 
 
 POOL = """

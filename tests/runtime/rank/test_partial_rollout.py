@@ -97,8 +97,8 @@ def rolled(plan, task, lengths, groups, left=(), keys=None):
         rollout = PartialRollout(task, rows, context, how, said, TAKES, task.number, together, Legible())
         taken = rollout.run(Engine(lengths, {} if keys is None else keys))
         report = Report(f"rank {number}")
-        report.cut = rollout.cut(taken)
-        return {positions[row]: rollout.grown[row] for row in taken}, report
+        report.cut = rollout.cut_prompts(taken)
+        return {positions[row]: rollout.responses[row] for row in taken}, report
 
     with ThreadPoolExecutor(groups) as threads:
         taken, reports = zip(*threads.map(group, range(groups)), strict=True)
@@ -141,7 +141,7 @@ def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cut
         taken, reports, positions = rolled(plan, task, lengths, groups, keys=keys)
         working = foreseen.begin(number)
         assert positions == [g.prompt for g in working]
-        while not foreseen.enough(working):
+        while not foreseen.is_done(working):
             foreseen.grow(working, [1.0] * FAN * len(working))
         assert sorted(taken) == sorted(g.prompt for g in foreseen.take(working)) and len(taken) == TAKES
         for position, responses in taken.items():
@@ -149,7 +149,7 @@ def test_each_prompt_enters_an_update_once_or_leaves_overdue(lengths, share, cut
             for r in responses:
                 assert r.versions.tolist() == sorted(r.versions) and r.versions[0] >= number - cuts
                 assert r.versions[-1] <= number and len(r.versions) == len(r.logps) == len(r.tokens)
-        carried.after(task, reports)
+        carried.end_iteration(task, reports)
         going_on = {c.position for report in reports for c in report.cut}
         gone = {*positions} - {*taken} - going_on
         assert gone <= {c.position for c in task.cut if c.cuts == cuts} and not (gone and said.waits)

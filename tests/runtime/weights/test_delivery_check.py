@@ -62,7 +62,7 @@ def test_parts_of_any_layout_sum_to_what_ranks_of_any_other_hold(data):
     whole = {t.name: filled(t.shape, i) for i, t in enumerate(tensors)}
     of = digest(tensors, dtype, data.draw(st.integers(1, 100)))
     ends = [Delivery(tensors, (source, target), (rank, -1), of) for rank in range(source.devices)]
-    sent = sum(end.sent(holding(tensors, whole, source, rank)) for rank, end in enumerate(ends))
+    sent = sum(end.sent_digests(holding(tensors, whole, source, rank)) for rank, end in enumerate(ends))
     work = [sum(elements(part.box) for part in end.parts) for end in ends]
     assert sum(work) == sum(elements(box) for t in tensors for box in {*boxes(t, target)}), "each element once"
     wide = data.draw(st.booleans())  # as an engine may hold them
@@ -70,12 +70,12 @@ def test_parts_of_any_layout_sum_to_what_ranks_of_any_other_hold(data):
         end = Delivery(tensors, (source, target), (-1, rank), of)
         shards = [s for s in holding(tensors, whole, target, rank) if s.tensor.numel()]
         shards = [replace(s, tensor=s.tensor.to(dtype).to(torch.float64 if wide else dtype)) for s in shards]
-        assert end.other(end.held(shards), sent) == []
+        assert end.find_differences(end.held_digests(shards), sent) == []
         if shards:
             changed = data.draw(st.sampled_from(shards))
             flat = changed.tensor.view(-1)
             flat[data.draw(st.integers(0, flat.numel() - 1))] += 1
-            assert end.other(end.held(shards), sent) == [changed.name]
+            assert end.find_differences(end.held_digests(shards), sent) == [changed.name]
 
 
 def boxes(tensor, side):
@@ -90,24 +90,24 @@ def test_any_change_of_an_element_and_any_exchange_show(data):
     of = Digest([shape], dtype, "cpu", data.draw(st.integers(1, 50)))
     box = full_box(tuple(shape))
     values = filled(shape, data.draw(st.integers(0, 99))).to(dtype)
-    before = int(of.of([values], of.at(box)))
+    before = int(of.digests([values], of.position_weights(box)))
     bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
     place = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     other = values.clone()
     size = 8 * dtype.itemsize
     bit = data.draw(st.integers(0, size - 1))
     other.view(bits)[place] ^= 1 << bit if bit < size - 1 else torch.iinfo(bits).min
-    assert int(of.of([other], of.at(box))) != before
+    assert int(of.digests([other], of.position_weights(box))) != before
     there = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     exchanged = values.clone()
     exchanged[place] = values[there]
     exchanged[there] = values[place]
-    assert (int(of.of([exchanged], of.at(box))) == before) == bool(values[place] == values[there])
+    assert (int(of.digests([exchanged], of.position_weights(box))) == before) == bool(values[place] == values[there])
     dim = data.draw(st.integers(0, len(shape) - 1))
     order = torch.arange(shape[dim])
     order[[place[dim], there[dim]]] = order[[there[dim], place[dim]]]
     rows = values.index_select(dim, order)
-    assert (int(of.of([rows], of.at(box))) == before) == torch.equal(rows, values)
+    assert (int(of.digests([rows], of.position_weights(box))) == before) == torch.equal(rows, values)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -119,7 +119,7 @@ def test_signs_alone_show_where_elements_change_places(dtype):
     for i in range(40):
         one = values.clone()
         one[i, (7 * i) % 40] = -1.5
-        found.add(int(of.of([one], of.at(full_box((40, 40))))))
+        found.add(int(of.digests([one], of.position_weights(full_box((40, 40))))))
     assert len(found) == 40
 
 

@@ -152,9 +152,9 @@ def test_a_text_that_is_learnt_ends_with_the_end_token_of_its_reader(tmp_path: P
     stage.act("critic.update", {"prompt": texts(["50+13="] * 4), "said": texts(SAID)})
     ids = tokens.encode(SAID)
     assert tokens.ends == (2, 0) and stage.told.sums["loss/sft"][1] == sum(len(i) + 1 for i in ids if len(i))
-    assert [list(r) for r in tokens.closed([*ids, np.array([7, 0])])] == [[*i, 2] if len(i) else [] for i in ids] + [
-        [7, 0]
-    ]
+    assert [list(r) for r in tokens.append_end_tokens([*ids, np.array([7, 0])])] == [
+        [*i, 2] if len(i) else [] for i in ids
+    ] + [[7, 0]]
 
 
 def test_tokens_of_another_tokenizer_are_told_with_what_mends_it(tmp_path: Path) -> None:

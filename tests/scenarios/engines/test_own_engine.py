@@ -88,11 +88,11 @@ def test_weights_of_a_trainer_that_tells_no_likeliest_tokens_are_proven_and_not_
     stage = Stage(one_rank(TRAINS, SLOW))
     InstructionRunner(stage, Task("train", 3, 4, 2), report := Report("")).reshard((), "actor.update", "actor.generate")
     (proof,) = stage.proofs.values()
-    assert report.seconds["proof"] > 0 and not proof.unprobed and len(proof.held) == 51
+    assert report.seconds["proof"] > 0 and not proof.unprobed and len(proof.digests) == 51
     stage.swaps["actor"].wait()
     stage.trainers["actor"].held[5].tensor.add_(1)  # as if it were no longer what was sent
-    sent = proof.delivery.sent(stage.trainers["actor"].shards())
-    assert proof.delivery.other(proof.held, sent) == [stage.trainers["actor"].held[5].name]
+    sent = proof.delivery.sent_digests(stage.trainers["actor"].shards())
+    assert proof.delivery.find_differences(proof.digests, sent) == [stage.trainers["actor"].held[5].name]
 
 
 def columns():

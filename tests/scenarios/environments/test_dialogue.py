@@ -109,7 +109,7 @@ def test_all_tokens_are_those_of_the_rendered_conversation(plans, name, drawn):
     tokens, dialogue = played(plans(name), drawn)
     (conversation,) = dialogue.conversations.values()
     assert [m["role"] for m in conversation] == ["user", *["assistant", "user"] * len(drawn)]
-    rendered = dialogue.speech.tokens.rendered(conversation, True)
+    rendered = dialogue.speech.tokens.render(conversation, True)
     assert np.array_equal(tokens, dialogue.speech.encode(rendered))
 
 
@@ -126,17 +126,17 @@ def test_what_was_drawn_stays_and_the_template_writes_the_rest(plans, name, ende
         closes = speech.decode(told, special=True).startswith("<|stop|>")
         assert closes == (not ended) or name == "plain"
     text = speech.decode(np.concatenate(parts), special=True)
-    rendered = speech.tokens.rendered(conversation, True)
+    rendered = speech.tokens.render(conversation, True)
     assert "".join(text.split()) == "".join(rendered.split()) or name == "plain"
 
 
 def test_a_conversation_follows_the_prompt_that_it_was_rendered_to(models, tmp_path):
     speech = ChatTemplate(Tokens(str(models["qwen"])))
-    prompt = speech.begun([{"role": "user", "content": QUESTIONS[0]}])
+    prompt = speech.encode_prompt([{"role": "user", "content": QUESTIONS[0]}])
     tokens, dialogue = played(plan(tmp_path, models["qwen"], reads="prompt"), ["three"], prompts=[prompt])
     assert np.array_equal(tokens[: len(prompt)], prompt)
     (conversation,) = dialogue.conversations.values()
-    assert np.array_equal(tokens, speech.encode(speech.tokens.rendered(conversation, True)))
+    assert np.array_equal(tokens, speech.encode(speech.tokens.render(conversation, True)))
 
 
 THOUGHTS = "If the template leaves out earlier thoughts once a `user` message follows, answer as `tool`; if it moves"

@@ -140,7 +140,7 @@ class Flow:
         self.news = []  # (node, column, rows, lengths)
         self.told = {n: [] for n in self.readers}
         self.kept = {n: [] for n in self.readers}  # what was decided by arrival
-        self.taken = {(n, g): 0 for n, r in self.readers.items() for g in range(len(r.at))}
+        self.taken = {(n, g): 0 for n, r in self.readers.items() for g in range(len(r.group_warehouses))}
         self.ended = dict.fromkeys(self.taken, 0)
         self.handed = {n: [] for n in self.readers}  # shares
         self.parts = {n: {} for n in self.readers}  # by round: its shares
@@ -150,7 +150,7 @@ class Flow:
         cells = list(zip(rows, lengths, strict=True))
         self.random.shuffle(cells)
         for node, reader in self.readers.items():
-            if column in reader.hears:
+            if column in reader.needed_columns:
                 cut = self.random.randint(0, len(cells))
                 some = [cells[:cut], cells[cut:], cells[: self.random.randint(0, 2) // 2]]  # some are told twice
                 self.news += [(node, column, part) for part in some if part]
@@ -188,10 +188,10 @@ class Flow:
             controller = self.controllers[node] = Controller(controller.reader)
             rounds = controller.restore(self.task, self.told[node], self.kept[node])
         else:
-            rounds = controller.heard(self.task.key, self.told[node][-1:])
+            rounds = controller.take_in_news(self.task.key, self.told[node][-1:])
         for r in rounds:
             self.kept[node] += [r] if controller.keeps else []
-            controller.hand(self.task.key, r)
+            controller.hand_out(self.task.key, r)
 
     def run(self):
         """Until nothing moves any more."""
@@ -201,7 +201,7 @@ class Flow:
             for (name, group), index in self.taken.items():
                 looping = self.readers[name].loops
                 if self.ended[name, group] < (self.rounds if looping else 1):
-                    shares = self.controllers[name].decided(self.task.key, group)[index:]
+                    shares = self.controllers[name].decided_shares(self.task.key, group)[index:]
                     acts += [(name, group, share) for share in shares[:1]]
             if self.news and (not acts or self.random.random() < 0.7):
                 self.hear(*self.news.pop(self.random.randrange(len(self.news))))
@@ -211,7 +211,7 @@ class Flow:
                 self.taken[name, group] += 1
                 self.ended[name, group] += share.last
                 self.work(name, share)
-            elif (filter := self.truth.rows.refilling) and self.controllers[filter.node].again(
+            elif (filter := self.truth.rows.refilling) and self.controllers[filter.node].needs_refill(
                 self.task.key, self.rounds
             ):
                 self.source()
@@ -244,9 +244,15 @@ def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindnes
         shares = flow.handed[node]
         got = Counter(truth.key(flow.numbers, int(r), reader.rows) for s in shares for r in s.rows)
         assert got == Counter(truth.expected(node, count, size)), node
-        assert all(flow.ended[node, g] == (flow.rounds if reader.loops else 1) for g in range(len(reader.at))), node
+        assert all(
+            flow.ended[node, g] == (flow.rounds if reader.loops else 1) for g in range(len(reader.group_warehouses))
+        ), node
         for s in shares:  # a group is whole, and its rows are together
-            above = np.zeros(len(s.rows), int) if reader.whole else flow.numbers.above(s.rows, reader.rows, reader.unit)
+            above = (
+                np.zeros(len(s.rows), int)
+                if reader.whole_batch
+                else flow.numbers.above(s.rows, reader.rows, reader.unit)
+            )
             assert [len(list(g)) for _, g in itertools.groupby(above)] == [n for n in s.sizes if n]
             units = {u for u, n in zip(s.units, s.sizes, strict=True) if n}
             assert len(units) == sum(1 for _ in itertools.groupby(above))
@@ -257,10 +263,14 @@ def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindnes
                 above = flow.numbers.above(rows, reader.rows, r.rows)
                 elements[r.column] = len(rows) if r.writer == "source" else int((above % 5 + 1).sum())
             told = (max(len(s.rows) for s in parts), len(rows), elements)
-            assert len(parts) == len(reader.at) and all((s.most, s.round_units, s.elements) == told for s in parts), (
-                node
-            )
-    assert all(c.missing(flow.task.key).startswith("nothing") for c in flow.controllers.values() if not c.reader.loops)
+            assert len(parts) == len(reader.group_warehouses) and all(
+                (s.largest_share_rows, s.round_units, s.elements) == told for s in parts
+            ), node
+    assert all(
+        c.describe_missing_rows(flow.task.key).startswith("nothing")
+        for c in flow.controllers.values()
+        if not c.reader.loops
+    )
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

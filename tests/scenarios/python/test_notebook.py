@@ -60,7 +60,7 @@ def test_each_iteration_is_told_once_though_a_run_is_restarted(tmp_path: Path) -
     metrics = tmp_path / METRICS
     told = []
     follower = MetricsFollower(metrics, told.append, 0)
-    follower.attempt(0)
+    follower.begin_attempt(0)
     follower.look()
     write(metrics, {"evaluation": "test"}, iteration(0), iteration(1, kl=None), more='{"iteration": 2, ')
     follower.look()
@@ -70,7 +70,7 @@ def test_each_iteration_is_told_once_though_a_run_is_restarted(tmp_path: Path) -
     assert [line["iteration"] for line in told] == [0, 1, 2]
     assert math.isnan(told[1]["kl"])
     # The next attempt goes on after iteration 0: what stands behind it is old until it is removed.
-    follower.attempt(2)
+    follower.begin_attempt(2)
     follower.look()
     write(metrics, {"evaluation": "test"}, iteration(0))
     follower.look()
@@ -84,7 +84,7 @@ def test_lines_that_a_resumed_run_replaces_are_not_told(tmp_path: Path) -> None:
     told = []
     write(metrics, *map(iteration, range(6)))
     follower = MetricsFollower(metrics, told.append, 2)
-    follower.attempt(2)
+    follower.begin_attempt(2)
     follower.look()
     assert told == []
     write(metrics, iteration(0), iteration(1))
@@ -107,7 +107,7 @@ def test_a_function_that_raised_is_not_called_again(tmp_path: Path) -> None:
     follower.look()
     assert calls == [0] and isinstance(follower.error, ValueError)
     assert follower.error.__notes__ == ["raised by `on_iteration` after iteration 0"]
-    assert follower.has(1) and not follower.has(2)
+    assert follower.has_iteration(1) and not follower.has_iteration(2)
 
 
 # Tables

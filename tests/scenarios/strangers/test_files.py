@@ -78,7 +78,7 @@ def old(path, seconds=3600):
 def test_a_room_that_somebody_else_made_is_refused(name):
     stranger.act(MAKES, SHARED / name)
     with pytest.raises(RunError, match=rf"{name}, belongs to another user \(id 65534\)"):
-        Room.made(name, 1)
+        Room.create(name, 1)
     assert not list((SHARED / name).iterdir())
 
 
@@ -86,7 +86,7 @@ def test_a_room_that_somebody_else_made_is_refused(name):
 def test_a_room_that_is_a_link_is_refused(name, tmp_path):
     stranger.act(LINKS, tmp_path, SHARED / name)
     with pytest.raises(RunError, match=f"{name}, is a link"):
-        Room.made(name, 1)
+        Room.create(name, 1)
     assert not list(tmp_path.iterdir())
 
 
@@ -94,7 +94,7 @@ def test_a_room_that_others_can_write_to_is_refused(name, tmp_path):
     (SHARED / name).mkdir()
     (SHARED / name).chmod(0o770)
     with pytest.raises(RunError, match=f"{name}, is open to other users"):
-        Room.made(name, 1)
+        Room.create(name, 1)
     room = Room(SHARED / name)
     with pytest.raises(RunError, match=f"{name}, is open to other users"):
         room.join()
@@ -103,7 +103,7 @@ def test_a_room_that_others_can_write_to_is_refused(name, tmp_path):
 def test_a_room_is_for_its_user_alone_whatever_the_umask(name):
     before = os.umask(0)
     try:
-        room = Room.made(name, 1)
+        room = Room.create(name, 1)
     finally:
         os.umask(before)
     Segments(room).write(TASK.key, "s", "node", {"c": ColumnRows(np.arange(1), ColumnData(np.arange(1)))})
@@ -118,7 +118,7 @@ def test_rows_and_notes_hold_no_pickle(where, tmp_path):
     files = Segments(Room(tmp_path))
     harmed = tmp_path / "harmed"
     files.write(TASK.key, "s", "node", {"c": ColumnRows(np.arange(1), ColumnData(np.arange(1)))})
-    files.note(TASK.key, "task", TASK)
+    files.write_note(TASK.key, "task", TASK)
     data = pickle.dumps(Harm(harmed))
     folder = tmp_path / TASK.key.replace("/", ":")
     planted = {"rows": folder / "s", "task": folder / ".task", "decided": folder / ".n.000000"}[where]
@@ -149,7 +149,7 @@ def test_a_sweep_leaves_links_and_names_of_strangers_alone(public, name):
     for path in public.iterdir():
         old(path)
     processes.sweep()
-    made = Room.made(f"{name}y", 1)
+    made = Room.create(f"{name}y", 1)
     assert (live / "row").exists() and (mine / "file").exists()
     assert len(list(public.glob(f"{processes.PREFIX}*"))) == 3 and room.is_symlink()
     os.close(made._lock_fd)
@@ -350,7 +350,7 @@ def test_results_do_not_go_where_another_run_was_quicker(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("theirs")
     with pytest.raises(Fault, match="another run has written into"):
-        supervisor.Supervisor(made, supervisor.WatchOptions(), None).whole()
+        supervisor.Supervisor(made, supervisor.WatchOptions(), None).run()
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == "theirs"
 
 
@@ -362,7 +362,7 @@ def test_a_run_that_goes_on_writes_through_no_link(tmp_path):
     (tmp_path / "out" / "plan.json").symlink_to(tmp_path / "mine")
     made = supervisor.prepare(plan, None, str(tmp_path / "out"))
     with pytest.raises(Fault, match=r"plan.json is a link to .*mine, where the run would write"):
-        supervisor.Supervisor(made, supervisor.WatchOptions(), None).whole()
+        supervisor.Supervisor(made, supervisor.WatchOptions(), None).run()
     assert (tmp_path / "mine").read_text() == "mine"
 
 

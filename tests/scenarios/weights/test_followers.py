@@ -156,7 +156,7 @@ def test_a_plan_says_what_follows_and_can_be_loaded_and_simulated():
     assert "policy, follows actor every 3 iterations, decay 0.5" in graph_text(plan.graph)
     again = load(plan.to_json().encode(), "plan.json", run=True)
     assert again.graph.worker("reference") == plan.graph.worker("reference")
-    assert again.graph.weighty == ("actor", "reference")
+    assert again.graph.changing_workers == ("actor", "reference")
     assert simulate(plan, iterations=4).iterations[3].seconds > 0
 
 
@@ -167,7 +167,7 @@ def test_the_same_in_python():
     text = f"import grpo\nalgorithm a extends grpo {{ worker reference : policy frozen {{ {stated} }} }}"
     workers = [check(built).worker("reference"), check("a.rlg", text=text).worker("reference")]
     assert len({(w.follows, w.every, w.decay, w.frozen) for w in workers}) == 1
-    assert workers[0].following == "follows actor every 3 iterations, decay 0.5"
+    assert workers[0].describe_following == "follows actor every 3 iterations, decay 0.5"
 
 
 def test_seconds_and_memory_are_planned():
