@@ -18,7 +18,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-STARTS = ("*.md", "docs/*.md", "examples/*.md")
+STARTS = ("*.md", "docs/**/*.md", "examples/*.md")
 COPIED = {".css", ".gif", ".jpg", ".png", ".svg"}
 # Python-Markdown, unlike GitHub, needs four spaces for each level of a list and an empty line before its first item.
 NESTED_ITEM = re.compile(r"^( +)(?=(?:[-*+]|\d+\.) )", re.MULTILINE)

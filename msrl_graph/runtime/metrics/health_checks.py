@@ -16,7 +16,7 @@ from ...ir.graph import Graph, Node
 from ...ir.plan import Plan, reported
 from ..data.numerics import comparison
 
-PAGE = "docs/metrics.md#when-a-run-goes-wrong"
+PAGE = "docs/guides/training_problems.md"
 CALM = 10
 
 
