@@ -168,8 +168,7 @@ class GenerateAttributes(NodeAttributes):
         COUNT,
         1,
         "With `agent`: the maximum number of conversations per row to train on, the latest that fit into the response "
-        "([how](../../guides/agents.md#what-is-trained-on)). Each is a sequence of its own; the plan counts memory for "
-        "all of them.",
+        "([how](../../guides/agents.md#what-is-trained-on)). Each is a separate sequence; the plan has memory for all.",
     )
     timeout: float = attr(
         TIME,
@@ -234,10 +233,7 @@ class UpdateAttributes(NodeAttributes):
         must="clip(0.2)",
     )
     optimizer: Expr = attr(
-        OPTIMIZER,
-        ABSENT,
-        "Such as `adamw(lr = 1e-6)`: see [Optimizers](losses.md#optimizers).",
-        must="adamw(lr = 1e-6)",
+        OPTIMIZER, ABSENT, "An [optimizer](losses.md#optimizers), such as `adamw(lr = 1e-6)`.", must="adamw(lr = 1e-6)"
     )
     reduce: Expr = attr(
         REDUCE,
@@ -339,9 +335,8 @@ class CallAttributes(NodeAttributes):
     on_failure: str = attr(
         WordsKind(("stop", "leave")),
         "stop",
-        "With `call`: what happens to the row (with `per`: the group) of a call if the function raises or returns an "
-        "invalid value. `stop` ends the run; with `leave` it leaves the iteration, "
-        "[counted and reported](../metrics.md#rows-that-failed).",
+        "With `call`: what happens to the row (with `per`: the group) of a call that raises or returns an invalid "
+        "value. `stop` ends the run; with `leave` it leaves the iteration, [counted](../metrics.md#rows-that-failed).",
     )
 
     @classmethod
