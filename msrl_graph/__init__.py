@@ -8,7 +8,8 @@ A program is an .rlg file, or is built in Python with `Algorithm`, `Cluster`, `D
 - `simulate` predicts how long a plan's iterations take when rows differ.
 - `run` trains with a plan (it needs the extra `run`), and `export` writes the trained weights as Hugging Face folders.
 - Errors are raised as a `Fault`, suspicious things are reported as a `ProgramWarning`.
-- `function` and `loss_term` mark functions and loss terms in your own files (docs/guides/).
+- `function` and `loss_term` mark functions and loss terms in your own files (docs/guides/functions.md,
+  docs/guides/own_loss.md).
 """
 
 from __future__ import annotations
