@@ -275,7 +275,7 @@ $(VENV_TQ)/ready: constraints/transferqueue.txt
 	touch $@
 
 # Rows between 1, 2, 4 and 8 hosts through the dock, a central actor, TransferQueue and verl, and on one host; writes its tables and picture
-# into docs/performance.md. Needs root, and a machine that does nothing else; about 25 minutes.
+# into docs/guides/performance.md. Needs root, and a machine that does nothing else; about 25 minutes.
 bench-dock: $(VENV)/ready $(VENV_TQ)/ready $(VENV_VERL)/ready
 	$(BIN)/python bench/dock.py --local --page
 	$(BIN)/python bench/dock.py --page
@@ -296,8 +296,8 @@ peer-values: $(VENV_TRL)/ready $(VENV_VERL)/ready
 
 # Pages that are written from sources.
 docs: $(VENV)/ready
-	$(BIN)/python -m msrl_graph.codes > docs/codes.md
-	$(BIN)/python -m msrl_graph.reference > docs/language.md
+	$(BIN)/python -m msrl_graph.codes > docs/reference/codes.md
+	$(BIN)/python -m msrl_graph.reference docs/reference/language
 
 $(VENV_SITE)/ready: pyproject.toml constraints/site.txt
 	$(PYTHON) -m venv $(VENV_SITE)

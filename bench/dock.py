@@ -19,7 +19,7 @@ reaches the rate of the links, within 6 %, and on the largest number of hosts th
 what its link allows (few workers leave it idle at times).
 
 --lengths uses rows of different lengths; then only the dock runs, without and with `balance = tokens`. --local puts and
-gets rows on one host. --page writes tables and a picture into docs/performance.md. The last line is JSON.
+gets rows on one host. --page writes tables and a picture into docs/guides/performance.md. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tables and a picture of bench/dock.py's results for docs/performance.md.
+"""Tables and a picture of bench/dock.py's results for docs/guides/performance.md.
 
 Invariant: only the text between the marks `<!-- NAME -->` and `<!-- end -->` of the page is written here.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE = DOCS / "performance.md"
-PICTURE = DOCS / "performance.svg"
+PAGE = DOCS / "guides" / "performance.md"
+PICTURE = DOCS / "images" / "performance.svg"
 NAMES = {
     "ours": "the dock, a warehouse on each host",
     "ours_one": "the dock, one warehouse",
@@ -78,7 +78,7 @@ def write_rows(figures: Mapping[int, Mapping[str, Any]], compute: float, answer:
             f"Linearity where each iteration computes for {compute:g} s, measured: rows a second on n hosts over n "
             "times those on one:",
             table(["", *hosts], linear),
-            f"![Dispatch seconds, and linearity over the seconds that an iteration computes]({PICTURE.name})",
+            f"![Dispatch seconds, and linearity over the seconds that an iteration computes](../images/{PICTURE.name})",
         ]
         draw(figures, compute)
     if most == 8 and BARS.keys() <= set(names):

@@ -1,13 +1,15 @@
 """msrl_graph: a language and compiler for reinforcement learning of LLMs.
 
-A program is an .rlg file, or is built in Python with `Algorithm`, `Cluster`, `Deploy` and `Imported` (docs/python.md).
+A program is an .rlg file, or is built in Python with `Algorithm`, `Cluster`, `Deploy` and `Imported`
+(docs/guides/python.md).
 
 - `compile` returns its Plan, `check` its Graph (the algorithm without its placement), `parse` the syntax tree of a
   text, and `to_rlg` the text of a tree or of what was built.
 - `simulate` predicts how long a plan's iterations take when rows differ.
 - `run` trains with a plan (it needs the extra `run`), and `export` writes the trained weights as Hugging Face folders.
 - Errors are raised as a `Fault`, suspicious things are reported as a `ProgramWarning`.
-- `function` and `loss_term` mark functions and loss terms in your own files (docs/functions.md).
+- `function` and `loss_term` mark functions and loss terms in your own files (docs/guides/functions.md,
+  docs/guides/own_loss.md).
 """
 
 from __future__ import annotations

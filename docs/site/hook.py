@@ -18,7 +18,9 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
-STARTS = ("*.md", "docs/*.md", "examples/*.md")
+STARTS = ("*.md", "docs/**/*.md", "examples/*.md")
+# Lists of links: every search would find them first.
+LISTS = ("docs/README.md", "docs/reference/language/names.md")
 COPIED = {".css", ".gif", ".jpg", ".png", ".svg"}
 # Python-Markdown, unlike GitHub, needs four spaces for each level of a list and an empty line before its first item.
 NESTED_ITEM = re.compile(r"^( +)(?=(?:[-*+]|\d+\.) )", re.MULTILINE)
@@ -56,10 +58,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite lists for Python-Markdown, and rank pages that are not in the navigation lower in the search."""
+    """Rewrite lists for Python-Markdown, and rank lists of links and pages outside of the navigation lower."""
     if isinstance(page.file, ShownFile):
         page.meta["search"] = {"exclude": True}
-    elif page.file.inclusion is InclusionLevel.NOT_IN_NAV:
+    elif page.file.inclusion is InclusionLevel.NOT_IN_NAV or page.file.src_uri in LISTS:
         page.meta["search"] = {"boost": 0.1}
     parts = []
     end = 0

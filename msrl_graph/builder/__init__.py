@@ -1,4 +1,4 @@
-"""The Python API (docs/python.md)."""
+"""The Python API (docs/guides/python.md)."""
 
 from .programs import Algorithm, Cluster, Deploy, Imported, Program, to_rlg
 

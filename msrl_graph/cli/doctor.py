@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="exit status: 0 nothing is wrong, or measured, 1 a run would fail, 2 bad usage, 3 measuring failed",
         allow_abbrev=False,
     )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON (keys: docs/clusters.md)")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON (keys: docs/guides/setup.md)")
     parser.add_argument(
         "--program", metavar="FILE", help="also check that it has what this program or plan (.json) needs"
     )

@@ -1,6 +1,7 @@
 """The codes of diagnostics, each with a page `CODE.md` in this folder.
 
-`msrl-compile --explain CODE` shows the page. `python -m msrl_graph.codes` prints the catalogue, docs/codes.md.
+`msrl-compile --explain CODE` shows the page. `python -m msrl_graph.codes` prints the catalogue,
+docs/reference/codes.md.
 
 Invariant: the pages are the only list of codes, and only the first paragraph of a page defines its code. Pages are read
 on demand.
@@ -61,9 +62,9 @@ def shown(text: str, width: int, colour: bool) -> str:
 
 
 def catalogue() -> str:
-    """Return the Markdown text of docs/codes.md."""
+    """Return the Markdown text of docs/reference/codes.md."""
     lines = [
-        f"| [{code}](../msrl_graph/codes/{code}.md) | {meaning(code).replace('|', chr(92) + '|')} |"
+        f"| [{code}](../../msrl_graph/codes/{code}.md) | {meaning(code).replace('|', chr(92) + '|')} |"
         for code in sorted(known())
     ]
     return "\n".join([_HEAD, *lines, ""])

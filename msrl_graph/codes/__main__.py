@@ -1,4 +1,4 @@
-"""Print the catalogue of codes, docs/codes.md."""
+"""Print the catalogue of codes, docs/reference/codes.md."""
 
 from . import catalogue
 

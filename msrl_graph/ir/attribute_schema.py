@@ -3,8 +3,8 @@
     epochs: int = attr(COUNT, 1, "Passes over the rows of an iteration.")
 
 Invariant: the kind of an attribute (with its unit), its default and its meaning are in its field and nowhere else. The
-checks of a program, `--explain`, docs/language.md and all code that uses the value read them there. A field without
-`attr` is not an attribute.
+checks of a program, `--explain`, docs/reference/language/ and all code that uses the value read them there. A field
+without `attr` is not an attribute.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class GenerateAttributes(NodeAttributes):
     temperature: Expr = attr(
         TEMPERATURE,
         Expr("number", 1.0),
-        "Divides the logits; 0 takes the likeliest token. See [Temperatures](#temperatures).",
+        "Divides the logits; 0 takes the likeliest token. See [Temperatures](nodes.md#temperatures).",
     )
     top_p: float = attr(SHARE, 1.0, "Draws from the likeliest tokens that together have this probability.")
     top_k: int = attr(COUNT, 0, "Draws from this number of likeliest tokens.", "all")
@@ -133,22 +133,22 @@ class GenerateAttributes(NodeAttributes):
         "With `partial`: what happens to a prompt that has been cut `cuts` times. `wait`: the iteration continues "
         "until its responses have all ended, even if the others wait for only a few. `drop_group`: if they have not "
         "ended when the iteration has enough prompts, all of them are dropped: nothing is learned from them, and the "
-        "prompt is not drawn again before its turn in the data. They are [counted](metrics.md).",
+        "prompt is not drawn again before its turn in the data. They are [counted](../metrics.md#responses).",
     )
     environment: Expr | None = attr(
         ENVIRONMENT,
         None,
         "Your class with `reset` and `step`, which exchange text or messages: several turns with tools "
-        "([how](functions.md)). The response contains all turns, and its bound applies to their sum; the other columns "
-        "that are written come from the environment.",
+        "([how](../../guides/environments.md)). The response contains all turns, and its bound applies to their sum; "
+        "the other columns that are written come from the environment.",
         "none",
     )
     agent: Expr | None = attr(
         AGENT,
         None,
         "Your function that calls the policy by itself, over an OpenAI-compatible endpoint of the run "
-        "([how](agents.md)). The response contains its conversation; the other columns that are written are what the "
-        "function returns.",
+        "([how](../../guides/agents.md)). The response contains its conversation; the other columns that are written "
+        "are what the function returns.",
         "none",
     )
     tool_calls: Expr | None = attr(
@@ -168,7 +168,7 @@ class GenerateAttributes(NodeAttributes):
         COUNT,
         1,
         "With `agent`: the maximum number of conversations per row to train on, the latest that fit into the response "
-        "([how](agents.md)). Each is a sequence of its own; the plan counts memory for all of them.",
+        "([how](../../guides/agents.md#what-is-trained-on)). Each is a separate sequence; the plan has memory for all.",
     )
     timeout: float = attr(
         TIME,
@@ -181,7 +181,7 @@ class GenerateAttributes(NodeAttributes):
         "stop",
         "What happens to a row whose `environment` or `agent` raises, takes too long or returns an invalid value. "
         "`stop` ends the run; `drop_row` drops the row from the iteration, `drop_group` all responses to its prompt. "
-        "They are [counted and reported](metrics.md).",
+        "They are [counted and reported](../metrics.md#rows-that-failed).",
     )
     memory: int = attr(
         SIZE,
@@ -229,11 +229,11 @@ class UpdateAttributes(NodeAttributes):
         LOSS,
         ABSENT,
         "Terms of the package or a file, combined with `+`, `-` and `*`, such as `clip(0.2) + 0.001 * kl()`: see "
-        "[Losses](#losses).",
+        "[Losses](losses.md#losses).",
         must="clip(0.2)",
     )
     optimizer: Expr = attr(
-        OPTIMIZER, ABSENT, "Such as `adamw(lr = 1e-6)`: see [Optimizers](#optimizers).", must="adamw(lr = 1e-6)"
+        OPTIMIZER, ABSENT, "An [optimizer](losses.md#optimizers), such as `adamw(lr = 1e-6)`.", must="adamw(lr = 1e-6)"
     )
     reduce: Expr = attr(
         REDUCE,
@@ -335,8 +335,8 @@ class CallAttributes(NodeAttributes):
     on_failure: str = attr(
         WordsKind(("stop", "leave")),
         "stop",
-        "With `call`: what happens to the row (with `per`: the group) of a call if the function raises or returns an "
-        "invalid value. `stop` ends the run; with `leave` it leaves the iteration, [counted and reported](metrics.md).",
+        "With `call`: what happens to the row (with `per`: the group) of a call that raises or returns an invalid "
+        "value. `stop` ends the run; with `leave` it leaves the iteration, [counted](../metrics.md#rows-that-failed).",
     )
 
     @classmethod

@@ -169,7 +169,8 @@ class EngineOptions(DeclaredAttributes):
         StringKind(),
         "",
         "The Python interpreter of the pool's processes on each host, such as `/opt/vllm/bin/python`: an environment "
-        "of its own, for packages that clash with those of other pools ([engines](engines.md)).",
+        "of its own, for packages that clash with those of other pools "
+        "([how](../../guides/engines.md#an-environment-for-a-pool)).",
         "that of the run",
     )
 
@@ -276,7 +277,7 @@ class EvaluateOptions(DeclaredAttributes):
         CountsKind(),
         (),
         "The k of `pass@k` and `best@k`, and with `vote` of `maj@k`, for each reported column "
-        "([metrics](metrics.md)); at most the number of responses per prompt.",
+        "([metrics](../metrics.md#an-evaluation)); at most the number of responses per prompt.",
         "none",
     )
     passing: float = attr(NumericKind(), 1.0, "For `pass@k`: a response passes if the reported column is this or more.")
@@ -303,7 +304,7 @@ class EvaluateOptions(DeclaredAttributes):
         StringKind(),
         "",
         'A figure of this evaluation, such as `"reward"` or `"reward/pass@8"`: the checkpoint with the best value is '
-        "[written and kept](running.md#the-best-checkpoint).",
+        "[written and kept](../../guides/evaluating.md#the-best-checkpoint).",
         "none",
     )
     goal: str = attr(WordsKind(("maximize", "minimize")), "maximize", "Which value of the figure `best` is better.")
@@ -335,7 +336,8 @@ class Run(DeclaredAttributes):
     listen: str = attr(
         StringKind(),
         "",
-        "Where the endpoints of [agents](agents.md) listen: an interface, such as `eth1`, or an address of the host.",
+        "Where the endpoints of [agents](../../guides/agents.md#the-endpoint) listen: an interface, such as `eth1`, or "
+        "an address of the host.",
         "the host itself, 127.0.0.1",
     )
     restarts: int = attr(COUNT_OR_0, 3, "How often processes that died are restarted before the run ends.")
@@ -343,7 +345,7 @@ class Run(DeclaredAttributes):
         COUNT,
         1,
         "Processes per host that call your functions, "
-        "[each for another row or group](functions.md); 1: calls run one after another.",
+        "[each for another row or group](../../guides/functions.md#parallel-calls); 1: calls run one after another.",
     )
     on_nan: str = attr(
         WordsKind(("stop", "skip")),
@@ -362,7 +364,7 @@ class Run(DeclaredAttributes):
         COUNT_OR_0,
         5,
         "Warns after this number of iterations in which, for every prompt, a reward is the same for all responses; 0: "
-        "never ([when a run goes wrong](metrics.md)).",
+        "never ([when training goes wrong](../../guides/training_problems.md)).",
     )
     warn_truncated: float = attr(
         NumericKind(0, 1),
@@ -384,7 +386,7 @@ class Run(DeclaredAttributes):
         NumericKind(0),
         None,
         "The largest allowed difference between the log-probabilities of trainer and generator with the same weights "
-        "in an iteration: nats per token, on average (`logp_drift`, [metrics](metrics.md)).",
+        "in an iteration: nats per token, on average ([`logp_drift`](../../guides/training_problems.md#drift)).",
         "any",
     )
     on_drift: str = attr(

@@ -1,5 +1,8 @@
 """The language reference: pages with blocks that are filled in from the sources.
 
+A page of this folder becomes the page with the same name in docs/reference/language/. README.md there lists the pages
+with their first sentences, and names.md lists all names.
+
 Invariant: no machine-readable fact is written twice. Syntax comes from the grammar; attributes with their kinds,
 defaults and meanings from their declarations (ir/attributes.py, ir/options.py); figures from the presets; functions
 from their sources.
@@ -12,19 +15,37 @@ A page is Markdown. These code blocks are filled in:
     ```rlg algorithm    statements of an algorithm that extends `grpo`, or (```rlg deploy) of a deploy of it; tests
                         compile them
 
-`python -m msrl_graph.reference` prints the whole document, docs/language.md; `msrl-compile --explain NAME` one entry.
+Links, also those in the meanings of attributes, are relative to docs/reference/language/.
+
+`python -m msrl_graph.reference FOLDER` writes all pages; `msrl-compile --explain NAME` shows the entries of one name.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import facts, syntax
 
 FOLDER = Path(__file__).parent
-PAGES = ("words", "algorithm", "nodes", "losses", "edges", "extends", "cluster", "deploy", "result", "library")
+PAGES = (
+    "lexical_structure",
+    "algorithms",
+    "columns",
+    "tokens",
+    "workers",
+    "nodes",
+    "losses",
+    "edges",
+    "clusters",
+    "deploys",
+    "placement",
+    "reproducibility",
+    "package_algorithms",
+    "package_functions",
+)
 # Further names for a section, in addition to its statements and the words of its title.
 _SECTION_ALIASES = {
     "Rows": ("rows",),
@@ -36,7 +57,9 @@ _SECTION_ALIASES = {
     "Changing an algorithm": ("extends", "drop"),
     "Sample edges": ("->",),
     "Resharding edges": ("=>",),
-    "Function nodes": ("function", "filter"),
+    "Workers that follow another one": ("follows",),
+    "Function nodes": ("function",),
+    "Filters": ("filter",),
     "Deploys that extend others": ("extends", "drop"),
 }
 _BLOCK = re.compile(r"^```(\w+)(?: ([^\n]+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -48,12 +71,12 @@ def source(page: str) -> str:
     return (FOLDER / f"{page}.md").read_text(encoding="utf-8")
 
 
-def document() -> str:
-    """Return the Markdown text of docs/language.md."""
-    pages = [_fill_blocks(source(page)) for page in PAGES]
-    titles = [title for page in pages for title in re.findall(r"^## (.+)$", page, re.MULTILINE)]
-    contents = "\n".join(f"- [{heading}](#{anchor(heading)})" for heading in titles)
-    return "\n".join([_HEAD, contents, "", *pages])
+def documents() -> dict[str, str]:
+    """Return the text of each file of docs/reference/language/, by its name."""
+    filled = {page: _fill_blocks(source(page)) for page in PAGES}
+    rows = [f"| [{_title(text)}]({page}.md) | {_first_sentence(text)} |" for page, text in filled.items()]
+    pages = {"README": "\n".join([_HEAD, *rows, _FOOT]), "names": "\n".join([_NAMES, *_name_rows()]) + "\n"}
+    return {f"{page}.md": text for page, text in (pages | filled).items()}
 
 
 def anchor(title: str) -> str:
@@ -66,7 +89,7 @@ def entry(name: str) -> str:
 
     A name is a statement, attribute, function, loss term, preset, engine … Raises KeyError for an unknown name.
     """
-    return "\n\n".join([f"# {name}", *_entries()[name]]) + "\n"
+    return "\n\n".join([f"# {name}", *(text for _, text in _entries()[name])]) + "\n"
 
 
 def names() -> frozenset[str]:
@@ -74,25 +97,66 @@ def names() -> frozenset[str]:
     return frozenset(_entries())
 
 
+@dataclass(frozen=True)
+class _Section:
+    """A section of a page as written, without its heading."""
+
+    page: str
+    title: str
+    text: str
+
+    @property
+    def blocks(self) -> list[tuple[str, str, str]]:
+        """Return the kind, the name and the body of each block."""
+        return _BLOCK.findall(self.text)
+
+    @property
+    def link(self) -> str:
+        return f"[{self.title}]({self.page}.md#{anchor(self.title)})"
+
+
 @functools.cache
-def _entries() -> dict[str, list[str]]:
-    entries: dict[str, list[str]] = {}
+def _sections() -> list[_Section]:
+    parts = [(page, part) for page in PAGES for part in re.split(r"^## ", source(page), flags=re.MULTILINE)[1:]]
+    return [_Section(page, title, text) for page, part in parts for title, _, text in [part.partition("\n")]]
+
+
+@functools.cache
+def _entries() -> dict[str, list[tuple[_Section, str]]]:
+    """Return the entries of each name, and the section of each entry."""
+    entries: dict[str, list[tuple[_Section, str]]] = {}
     statements = {name for rule in ("item", "astmt", "dstmt") for name in syntax.known()[rule].split(" | ")}
-    for section in (part for page in PAGES for part in re.split(r"^(?=##)", source(page), flags=re.MULTILINE)):
-        title, _, text = section.partition("\n")
-        rules = {name for kind, _, body in _BLOCK.findall(text) if kind == "syntax" for name in body.split()}
+    for section in _sections():
+        rules = {name for kind, _, body in section.blocks if kind == "syntax" for name in body.split()}
         # A section is the entry of the statements whose syntax it shows, and of the words of its title.
-        title = title.lstrip("# ")
-        words = {word for word in title.split(", ") if word.islower() and " " not in word}
-        for name in sorted(statements & rules | words | {*_SECTION_ALIASES.get(title, ())}):
-            entries.setdefault(name, []).append(_fill_blocks(text).strip())
-    for kind, owner, _ in (block for page in PAGES for block in _BLOCK.findall(source(page))):
-        if kind == "attributes":
+        words = {word for word in section.title.split(", ") if word.islower() and " " not in word}
+        for name in sorted(statements & rules | words | {*_SECTION_ALIASES.get(section.title, ())}):
+            entries.setdefault(name, []).append((section, _fill_blocks(section.text).strip()))
+    for section in _sections():
+        for owner in (name for kind, name, _ in section.blocks if kind == "attributes"):
             for row in facts.attributes(owner):
-                entries.setdefault(row.name, []).append(row.text(owner))
-    for name, text in facts.entries():
-        entries.setdefault(name, []).append(text)
+                entries.setdefault(row.name, []).append((section, row.text(owner)))
+    lists = {name: section for section in _sections() for kind, name, _ in section.blocks if kind == "list"}
+    for list_name, name, text in facts.entries():
+        entries.setdefault(name, []).append((lists[list_name], text))
     return entries
+
+
+def _name_rows() -> list[str]:
+    """Return the rows of names.md: each name with the sections that describe it."""
+    entries = sorted(_entries().items(), key=lambda item: (item[0].casefold(), item[0]))
+    return [
+        f"| `{name}` | {', '.join(dict.fromkeys(section.link for section, _ in found))} |" for name, found in entries
+    ]
+
+
+def _title(page: str) -> str:
+    return page.partition("\n")[0].removeprefix("# ")
+
+
+def _first_sentence(page: str) -> str:
+    paragraph = " ".join(page.split("\n\n")[1].split())
+    return re.split(r"(?<=\.) ", paragraph, maxsplit=1)[0]
 
 
 def _fill_blocks(text: str) -> str:
@@ -114,13 +178,31 @@ def _fill_block(kind: str, name: str, body: str) -> str:
 _HEAD = """\
 # The language
 
-This page is the complete reference of the `.rlg` language, for authors of programs. [tutorial.md](tutorial.md) is the
-introduction, [codes.md](codes.md) explains the codes of messages, and [python.md](python.md) describes the Python API.
-`msrl-compile --explain NAME` shows the entry of a statement, an attribute, a function, a preset or an engine.
-(`make docs` generates this page from the tables of the compiler and from `msrl_graph/reference/`.)
+The complete reference of the `.rlg` language, for authors of programs. The
+[tutorial](../../getting_started/tutorial.md) is the introduction, [Codes](../codes.md) explains the codes of messages,
+and [Programs in Python](../../guides/python.md) describes the Python API.
 
 A file describes *what* an algorithm is: a graph of worker states, connected by sample edges and resharding edges.
 Separately, it describes *where and how* the algorithm runs. Placement, layouts and engines never change the result. If
 this version cannot run a language feature, `msrl-run` rejects the program with an error that names the feature
 (`not-yet`). Nothing is ignored.
+
+| page | content |
+|---|---|"""
+
+_FOOT = """\
+
+To find one word, use the [index of names](names.md), or `msrl-compile --explain NAME`, which shows the entry of a
+statement, an attribute, a function, a preset or an engine.
+
+`make docs` generates these pages from the tables of the compiler and from `msrl_graph/reference/`.
 """
+
+_NAMES = """\
+# Index of names
+
+All statements, attributes, functions, presets and engines, with the sections that describe them.
+`msrl-compile --explain NAME` shows the same entries.
+
+| name | described in |
+|---|---|"""

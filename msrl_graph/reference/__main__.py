@@ -1,5 +1,11 @@
-"""Print the language reference, docs/language.md."""
+"""Write the language reference: `python -m msrl_graph.reference FOLDER`."""
 
-from . import document
+import sys
+from pathlib import Path
 
-print(document(), end="")
+from . import documents
+
+folder = Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+for name, text in documents().items():
+    (folder / name).write_text(text, encoding="utf-8")

@@ -355,38 +355,37 @@ LISTS: dict[str, Callable[[], str]] = {
 }
 
 
-_KINDS: dict[CallKind, str] = {
-    "loss": "A loss term",
-    "function": "A function",
-    "optimizer": "An optimizer",
-    "schedule": "A schedule",
-    "option": "A value of an option",
+# The list of each kind of call, and what one of it is.
+_KINDS: dict[CallKind, tuple[str, str]] = {
+    "loss": ("terms", "A loss term"),
+    "function": ("functions", "A function"),
+    "optimizer": ("optimizers", "An optimizer"),
+    "schedule": ("schedules", "A schedule"),
+    "option": ("values", "A value of an option"),
 }
 
 
-def entries() -> Iterator[tuple[str, str]]:
-    """Yield name and text of all entries other than attributes.
+def entries() -> Iterator[tuple[str, str, str]]:
+    """Yield list, name and text of all entries other than attributes.
 
-    These are functions, loss terms, devices, models and engines.
+    The list is one of `LISTS`: functions, loss terms, algorithms, devices, models, engines …
     """
     for (kind, name), (signature, _) in sorted(algorithms.library().items()):
-        kind_text = _KINDS[kind]
-        yield name, f"{kind_text}: {_function(signature)}"
+        list_name, kind_text = _KINDS[kind]
+        yield list_name, name, f"{kind_text}: {_function(signature)}"
     for name, text in _files().items():
-        yield name, f"An algorithm of the package, `import {name}`: {text}"
+        yield "algorithms", name, f"An algorithm of the package, `import {name}`: {text}"
     for name, device in DEVICES.items():
-        yield name, f"A preset of `device`.\n\n{_device(device)}"
-    for kind_of_row, table_text in (("model", _models()), ("engine", _engines())):
+        yield "devices", name, f"A preset of `device`.\n\n{_device(device)}"
+    for list_name, what, table_text in (
+        ("models", "A preset of `model`.", _models()),
+        ("engines", "An engine.", _engines()),
+    ):
         header = table_text.splitlines()[:2]
         rows = table_text.splitlines()[2:]
         for row in rows:
             if row.startswith("| `"):
-                yield (
-                    row.split("`")[1],
-                    "\n".join(
-                        [f"A preset of `{kind_of_row}`.\n" if kind_of_row == "model" else "An engine.\n", *header, row]
-                    ),
-                )
+                yield list_name, row.split("`")[1], "\n".join([f"{what}\n", *header, row])
 
 
 def _cell(text: str) -> str:

@@ -30,7 +30,7 @@ def simulate(
 
     - `lengths`: `DISTRIBUTION(…)` in tokens for what is generated, `COLUMN=DISTRIBUTION(…)` for another column, of
       fixed(n), uniform(least, most), normal(mean, std), lognormal(median, sigma), geometric(mean); or a file
-      (docs/simulation.md). Lengths are clipped to a column's bound, which is also their default.
+      (docs/guides/simulation.md). Lengths are clipped to a column's bound, which is also their default.
     - `stragglers`: the share of slow devices and how many times slower they compute, as `1% x3`.
     - `function_seconds`: seconds per row, or a distribution of them, by function node.
     - `seed`: by default the run's.

@@ -38,7 +38,7 @@ from msrl_graph.emit.text import plan_text
 from msrl_graph.ir.plan import Plan
 
 PAGE = TESTS / "programs" / "grpo_page.rlg"
-DOC = TESTS.parent / "docs" / "python.md"
+DOC = TESTS.parent / "docs" / "guides" / "python.md"
 MISTAKES = sorted((TESTS / "diagnostics" / "python").glob("*.md"))
 BLOCK = re.compile(r"```python\n(.*?)```\n\n```text\n(.*?)```\n", re.DOTALL)
 

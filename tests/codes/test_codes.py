@@ -84,7 +84,7 @@ def test_every_code_in_the_source_has_its_page_and_no_other_has() -> None:
 
 
 def test_the_catalogue_is_what_the_pages_say() -> None:
-    written = (TESTS.parent / "docs" / "codes.md").read_text(encoding="utf-8")
+    written = (TESTS.parent / "docs" / "reference" / "codes.md").read_text(encoding="utf-8")
     assert written == codes.catalogue(), "run `make docs`"
     assert all(f"| [{code}](" in written for code in CODES)
 

@@ -1,4 +1,4 @@
-"""Links in the documentation: each file and anchor exists, by GitHub's rules."""
+"""Links in the documentation, and pages that sources name: each file and anchor exists, by GitHub's rules."""
 
 import difflib
 import re
@@ -11,7 +11,10 @@ from folders import ROOT
 sys.path.insert(0, str(ROOT / "docs" / "site"))
 from markdown_links import find_anchors, find_links
 
-PATTERNS = ("*.md", "docs/*.md", "examples/*.md", "msrl_graph/codes/*.md", "tests/data/*.md")
+# The pages of the documentation, which the site has; and pages that `--explain` and tests show.
+DOCUMENTATION = ("*.md", "docs/**/*.md", "examples/*.md")
+PATTERNS = (*DOCUMENTATION, "msrl_graph/codes/*.md", "tests/data/*.md")
+DOCUMENTED = sorted(str(path.relative_to(ROOT)) for pattern in DOCUMENTATION for path in ROOT.glob(pattern))
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 
 
@@ -46,8 +49,33 @@ def test_links_lead_somewhere(page):
 
 def test_the_navigation_of_the_site_has_each_page_once():
     named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    pages = [path for pattern in ("*.md", "docs/*.md", "examples/*.md") for path in ROOT.glob(pattern)]
-    assert sorted(named) == sorted(str(path.relative_to(ROOT)) for path in pages)
+    assert sorted(named) == DOCUMENTED
+
+
+def test_the_list_of_pages_has_each_page():
+    """The pages of the language have a list of their own."""
+    page = ROOT / "docs" / "README.md"
+    targets = {urlsplit(target).path for _, target in find_links(page.read_text(encoding="utf-8"))}
+    listed = {str((page.parent / target).resolve().relative_to(ROOT)) for target in targets}
+    language = "docs/reference/language/"
+    assert [name for name in DOCUMENTED if name not in {*listed, "docs/README.md"} and language not in name] == []
+
+
+def test_pages_that_sources_name_exist():
+    """As in help texts, warnings and docstrings: `docs/guides/setup.md`."""
+    folders = ("msrl_graph", "bench", "examples", "tests", "docs/site")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")]
+    named = [
+        (path.relative_to(ROOT), *found)
+        for path in [ROOT / "Makefile", *files]
+        for found in re.findall(r"\b(docs/(?!source/|zh/)[\w/]+\.md)(?:#([\w-]+))?", path.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 10
+    missing = [f"{path}: {file}" for path, file, _ in named if not (ROOT / file).exists()]
+    assert not missing, "\n" + "\n".join(missing)
+    anchors = {file: find_anchors((ROOT / file).read_text(encoding="utf-8")) for _, file, _ in named}
+    missing = [f"{path}: {file}#{anchor}" for path, file, anchor in named if anchor and anchor not in anchors[file]]
+    assert not missing, "\n" + "\n".join(missing)
 
 
 def test_the_pages_have_links():

@@ -14,7 +14,7 @@ from folders import ROOT
 
 PACKAGE = ROOT / "msrl_graph"
 FILES = sorted(PACKAGE.rglob("*.py"))
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *PACKAGE.rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *PACKAGE.rglob("*.md")])
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Shares of what is stored: an index or a mathematical symbol may have one letter, a swap is one assignment.

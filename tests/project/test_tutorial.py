@@ -20,7 +20,7 @@ import pytest
 from language import TESTS
 
 ROOT = TESTS.parent
-PAGE = ROOT / "docs" / "tutorial.md"
+PAGE = ROOT / "docs" / "getting_started" / "tutorial.md"
 EXAMPLE = ROOT / "examples" / "arithmetic"
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 SCENE = re.compile(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)

@@ -1,6 +1,6 @@
 """Findings as a table and as JSON.
 
-Invariant: pure. A next step is never broken into lines, so that a command can be copied. docs/clusters.md documents
+Invariant: pure. A next step is never broken into lines, so that a command can be copied. docs/guides/setup.md documents
 the keys of the JSON; they do not change.
 """
 

@@ -16,7 +16,7 @@ from ...ir.graph import Graph, Node
 from ...ir.plan import Plan, is_reported
 from ..data.numerics import find_comparison
 
-PAGE = "docs/metrics.md#when-a-run-goes-wrong"
+PAGE = "docs/guides/training_problems.md"
 CALM = 10
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a run for Prometheus; docs/metrics.md has the names.
+"""Metrics of a run for Prometheus; docs/reference/metrics.md has the names.
 
 Invariant: it shows facts of run_status.py and has none of its own. Counters start from zero with each attempt of a run,
 which Prometheus supports.

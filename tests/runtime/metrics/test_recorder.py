@@ -188,7 +188,7 @@ def test_rows_of_evaluations_that_the_lines_do_not_tell_of_go(plan, tmp_path):
 
 
 def test_the_trace_takes_no_more_of_a_long_run_than_of_a_short_one(tmp_path):
-    """Tasks from the beginning and from the end, as docs/running.md says."""
+    """Tasks from the beginning and from the end, as docs/guides/watching.md says."""
 
     def task(number):
         reports = [Report("rank 0"), Report("rank 1")]

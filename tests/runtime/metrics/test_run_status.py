@@ -164,7 +164,7 @@ def test_every_metric_of_prometheus_is_in_the_docs_and_no_other(facts, monkeypat
     assert samples["msrl_dock_moved_bytes_total", "actor.infer", "get away"] == 70
     assert samples["msrl_wait_seconds_total", "rank 0"] == 0.25 and samples["msrl_restarts_total", "run"] == 0
     names = {name for name, *_ in samples}
-    section = (DOCS / "metrics.md").read_text().partition("## Prometheus")[2].partition("\n## ")[0]
+    section = (DOCS / "reference" / "metrics.md").read_text().partition("## Prometheus")[2].partition("\n## ")[0]
     assert names == set(re.findall(r"^\| `(msrl_\w+)`", section, re.MULTILINE))
     facts.look([status(pid=8)])
     assert facts.restarts == {"dock of host 0": 1}

@@ -222,7 +222,8 @@ deploy guesses on laptop {{
 def test_the_environment_of_messages_of_the_docs(place):
     """Its conversations are what the template writes, and what is cut at the bound is told: a response whose last
     answer ends with neither an end token nor a stop string, whatever stands in it before."""
-    text = (ROOT / "docs" / "functions.md").read_text().partition("### Environments that speak in messages")[2]
+    page = (ROOT / "docs" / "guides" / "environments.md").read_text()
+    text = page.partition("## Environments that speak in messages")[2]
     code, program = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL)[1] for kind in ("python", "rlg"))
     (place.folder / "guess.py").write_text(code)
     model = chat.model(place.folder / "talks", QWEN)

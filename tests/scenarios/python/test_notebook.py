@@ -188,7 +188,7 @@ print(screen.is_terminal, screen.is_jupyter)
 
 @pytest.mark.slow
 def test_the_run_of_the_page_on_python_shows_its_tables(tmp_path: Path) -> None:
-    text = (EXAMPLE.parent.parent / "docs" / "python.md").read_text(encoding="utf-8")
+    text = (EXAMPLE.parent.parent / "docs" / "guides" / "python.md").read_text(encoding="utf-8")
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "on_iteration" in block)
     process = python(tmp_path, code.replace("200", "2").replace("199", "1"))
     shown, err = process.communicate(timeout=200)

@@ -78,5 +78,5 @@ def test_a_run_ends_at_a_drift_that_is_too_large(place):
     (line,) = metrics(place.folder / "out")
     told = f"error[run-failed]: `actor.infer` (line {line_of(text, 'node actor.infer')} of p.rlg) in iteration 0: the "
     told += f"log-probabilities of trainer and generator differ by {line['logp_drift']:.3g} nats a token, over 1e-12: "
-    assert err.splitlines()[-1].startswith(f"{told}docs/metrics.md#when-a-run-goes-wrong"), err
+    assert err.splitlines()[-1].startswith(f"{told}docs/guides/training_problems.md"), err
     place.assert_clean()
