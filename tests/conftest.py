@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+import sample
 from place import ONE_RANK, THRICE, TRAINED, Place
 
 # What is planned for this machine must not depend on what somebody measured of it.
@@ -24,19 +24,24 @@ atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
-# How long an example takes says something of the machine, nothing of the code.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="rewrite expected texts")
+    parser.addoption("--sample", action="store_true", help="run every test function with a few of its cases")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sample.begin(config.getoption("sample"))
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Which tests one worker runs under `--dist loadgroup`: those that share what takes long to start; a run of its own
     goes anywhere."""
+    if config.getoption("sample"):
+        items[:], others = sample.choose(items)
+        config.hook.pytest_deselected(items=others)
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         if "reference" in fixtures or "place" not in fixtures:

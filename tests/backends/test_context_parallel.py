@@ -10,9 +10,10 @@ import pytest
 import ranks
 import torch
 from folders import ROOT
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from mixture import latent
+from sample import examples
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import sgd
@@ -154,7 +155,7 @@ def test_attention_is_that_of_one_rank(four, size, ulysses):
 
 
 @given(cases)
-@settings(max_examples=60)
+@examples(60)
 @example(([([0], [1])], 4, False, 2, None, ("cpu",)))  # one node, four ranks
 @example(([([0], [])], 3, True, 1, None, ("cpu",)))  # nothing is asked for
 def test_attention_over_any_tree_is_that_of_one_rank(four, case):

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph import Algorithm, Cluster, Deploy, Fault, Imported, check, compile, parse, to_rlg
 from msrl_graph.dsl.ast import same_tree
@@ -132,7 +133,7 @@ def arguments(method: Callable[..., Any], data: st.DataObject) -> tuple[list[Any
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.__qualname__)
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_any_argument_is_taken_or_refused_at_its_line(method: Callable[..., Any], data: st.DataObject) -> None:
     by_place, by_name = arguments(method, data)
@@ -150,7 +151,7 @@ def test_any_argument_is_taken_or_refused_at_its_line(method: Callable[..., Any]
     assert same_tree(program.tree(), parse(to_rlg(program), "p.rlg"))
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(program=ANY, text=ANY)
 def test_what_is_no_program_is_refused(program: Any, text: Any) -> None:
     if not isinstance(program, Algorithm | Imported | Deploy):
@@ -166,7 +167,7 @@ def test_a_text_of_commas_names_nothing() -> None:
         Deploy("grpo", on=POD).apart(", ,")
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     name=st.sampled_from(["deploy", "model", "sets", "budget"]),
     value=ANY,

@@ -71,7 +71,7 @@ def page() -> Deploy:
     a.reshard(update, generate)
     d = Deploy(a, on=Cluster("pod", device="ascend-910c", nodes=2, devices_per_node=8, network="300 MB/s"))
     d.model("policy", "qwen2.5-32b")
-    d.data("source", "programs/deepscaler.jsonl", prompt="problem", answer="answer")
+    d.data("source", str(PAGE.parent / "deepscaler.jsonl"), prompt="problem", answer="answer")
     d.layout(update, tp=8, dp=2)
     d.layout(generate, tp=4, dp=4)
     d.run(iterations=1000, seed=0)

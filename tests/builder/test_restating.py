@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph import Algorithm, Cluster, Deploy, Fault, check, compile, to_rlg
 from msrl_graph.emit.text import graph_text
@@ -105,7 +106,7 @@ def text(program: Any) -> str:
     ("kind", "good", "bad"),
     [("algorithm", algorithm_calls, BAD_OF_ALGORITHM), ("deploy", deploy_calls, BAD_OF_DEPLOY)],
 )
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_any_sequence_is_the_good_statements_with_the_last_of_each_name(
     kind: str, good: Callable[[int, str], dict[str, Call]], bad: list[Call], data: st.DataObject
@@ -167,7 +168,7 @@ OVERLAPPING = {
 
 
 @pytest.mark.parametrize("kind", OVERLAPPING)
-@settings(max_examples=150)
+@examples(150)
 @given(data=st.data())
 def test_a_cell_that_runs_twice_makes_the_same_program(kind: str, data: st.DataObject) -> None:
     cells = st.lists(st.sampled_from(OVERLAPPING[kind]), max_size=8)
@@ -182,7 +183,7 @@ def test_a_cell_that_runs_twice_makes_the_same_program(kind: str, data: st.DataO
     assert text(program) == once
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(data=st.data())
 def test_what_is_stated_last_is_there_whatever_was_dropped_before(data: st.DataObject) -> None:
     program = make("algorithm")
@@ -237,7 +238,7 @@ def test_a_drop_is_taken_back_by_the_statement() -> None:
     assert "epochs" not in attributes and attributes["mini_batch"].value == 8
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_attributes_are_those_that_were_stated_and_not_dropped_since(data: st.DataObject) -> None:
     a = Algorithm("mine", extends="grpo")

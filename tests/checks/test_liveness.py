@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from language import TESTS, told
+from sample import examples
 
 PAGE = (TESTS / "programs" / "grpo_page.rlg").read_text(encoding="utf-8").replace("qwen2.5-32b", "tiny")
 PAGE = "\n".join(line for line in PAGE.split("\n") if "layout actor" not in line)
@@ -27,7 +28,7 @@ NEAR = st.integers(-1, 1)
 
 
 @given(st.integers(2, 9), st.integers(2, 5), NEAR, NEAR, NEAR)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_a_batch_starves_where_it_is_larger_than_an_iteration(
     prompts: int, group: int, one: int, two: int, three: int
 ) -> None:
@@ -70,7 +71,7 @@ def test_who_reads_no_tokens_waits_for_none_of_them() -> None:
 
 
 @given(st.integers(1, 3000), st.integers(2, 20), st.integers(0, 3), st.sampled_from(["distributed", "central"]))
-@settings(max_examples=8, deadline=None)
+@examples(8)
 def test_the_capacity_that_the_help_names_is_enough_and_little_less_is_not(
     prompts: int, group: int, stale: int, mode: str
 ) -> None:

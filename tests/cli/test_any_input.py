@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from language import TESTS
 from rich.cells import cell_len
+from sample import examples
 
 import msrl_graph
 from msrl_graph import cli
@@ -40,9 +41,9 @@ ANY = st.sampled_from(sorted(TEXTS))
 RNG = st.integers(0, 2**32).map(random.Random)
 
 
-def few(examples: int) -> settings:
+def few(most: int) -> settings:
     """The same examples each time, so that a change that fails here has brought the failure."""
-    return settings(max_examples=examples * MORE, derandomize=MORE == 1, suppress_health_check=list(HealthCheck))
+    return examples(most * MORE, derandomize=MORE == 1, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from folders import ROOT
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph import compile
 from msrl_graph.cli import run_main
@@ -153,7 +154,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_plan_that_is_changed_anywhere_is_refused_or_means_what_a_program_can_say(data: st.DataObject) -> None:
     text = written(data.draw(st.sampled_from([*NAMES, *PACKAGED])))

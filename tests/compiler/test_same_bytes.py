@@ -12,7 +12,7 @@ import sys
 PROCESS = """
 import hashlib, json, sys
 from broken import FILES, PLANNED, ROOT, compiled
-from msrl_graph.compiler.sources import texts
+from msrl_graph.compiler.sources import collect_texts
 from msrl_graph.diagnostics import render
 from msrl_graph.emit import html, picture
 from msrl_graph.emit.dot import dot_text
@@ -26,7 +26,7 @@ corpus = [p for p in FILES if p.parent.name == "corpus"]
 for path in [*(p for p in FILES if p not in corpus), *corpus[::8]]:
     name = str(path.relative_to(ROOT))
     result, found = compiled(path.read_text(encoding="utf-8"), folder=path.parent, **PLANNED.get(name, {}))
-    shown = {"diagnostics": "".join(render(d, texts(None, found)) for d in found)}
+    shown = {"diagnostics": "".join(render(d, collect_texts(None, found)) for d in found)}
     if result is not None and name in PLANNED:
         plan = result.plan
         shown |= {"graph": graph_json(result.graph), "json": plan.to_json()}

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 from folders import ROOT, TESTS
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from language import PROGRAMS
 from lark import Token
+from sample import examples
 from trees import FILES
 
 from msrl_graph import algorithms
@@ -112,7 +113,7 @@ def test_programs_in_the_readme_have_their_layout() -> None:
         assert format(program, "README.md") == program
 
 
-PROPERTY = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+PROPERTY = examples(60, suppress_health_check=[HealthCheck.too_slow])
 # A program takes more choices than hypothesis likes to draw one by one.
 RNG = st.integers(0, 2**32).map(random.Random)
 

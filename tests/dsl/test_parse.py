@@ -8,9 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from language import PROGRAMS, diagnose
+from sample import examples
 
 from msrl_graph import algorithms, codes
 from msrl_graph.diagnostics import Fault, Span
@@ -170,7 +171,7 @@ def survives(text: str) -> None:
                 assert (span.end_line, span.end_column) >= (span.line, span.column), d
 
 
-FUZZ = settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+FUZZ = examples(150, suppress_health_check=[HealthCheck.too_slow])
 PIECES = sorted(
     {w for t in TEXTS.values() for w in t.split()}
     | {"{", "}", "(", ")", "->", "=>", "=", ",", "..", "1e999", "-1", "128 GiB", '"', "\x00", "#"}

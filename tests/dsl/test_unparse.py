@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from language import PROGRAMS, TESTS
+from sample import examples
 from trees import FILES
 
 from msrl_graph import algorithms
@@ -57,7 +58,7 @@ def test_numbers_and_strings_stay_what_they_are() -> None:
     assert write(parse(program, "p.rlg")) == program
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@examples(300, suppress_health_check=[HealthCheck.too_slow])
 @given(FILES)
 def test_any_tree_is_itself_again(tree: ast.File) -> None:
     assert same_tree(parse(write(tree), "p.rlg"), tree)

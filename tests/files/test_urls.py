@@ -11,9 +11,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from place import EXAMPLE, ONE_RANK, SMALL, metrics
+from sample import examples
 from saved_checkpoints import save
 
 from msrl_graph import compile
@@ -111,7 +112,7 @@ def test_what_is_cut_short_on_the_way_is_no_copy(tmp_path, cache, monkeypatch):
     assert [p.suffix for p in cache.iterdir()] == [".lock"]
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     st.dictionaries(st.text("abcé #%+", min_size=1, max_size=6).filter(str.strip), st.binary(max_size=40), min_size=1)
 )

@@ -84,7 +84,7 @@ class Rank:
         asked = dict(packages={}, others={}, files=[], devices="", address="", interface="", variables=[kind.visible])
         mask, begun = os.environ[kind.visible], host_facts.look(asked)["variables"]
         given = ray.get_runtime_context().get_accelerator_ids()[kind.resource]
-        return f"{kind.name} {given[0]} of {mask} is {visibility_masks.index(given, mask)}, {begun[kind.visible]}"
+        return f"{kind.name} {given[0]} of {mask} is {visibility_masks.torch_index(given, mask)}, {begun[kind.visible]}"
 
 ranks = []
 for kind in (ASCEND, CUDA):

@@ -17,9 +17,10 @@ import pytest
 import stale_programs
 from broken import compiled
 from folders import ROOT, TESTS
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_programs import FILE, FUNCTIONS
+from sample import examples
 
 from msrl_graph import compile, simulate
 from msrl_graph.cost import transfers as costs
@@ -336,7 +337,7 @@ ENDS = {name: (places, 1) for name, places in (PLACES | PIPELINED).items()} | {
 
 @pytest.mark.parametrize("name", ENDS)
 @given(st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_no_iteration_ends_sooner_because_something_takes_longer(name: str, draw: random.Random) -> None:
     """Nor sooner than the busiest pool, nor later than in step."""
     places, every = ENDS[name]

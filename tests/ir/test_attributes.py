@@ -10,9 +10,10 @@ import re
 import msgspec
 import pytest
 from folders import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from language import diagnose, lowered
+from sample import examples
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.dsl.attributes import read_as
@@ -235,7 +236,7 @@ NEED = ("turns", "conversations", "timeout", "on_failure", "memory", "cuts", "ov
 LEAVE = {"generate": NEED, "dock": ("mode",)}
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.fixed_dictionaries({of: stated(said, leave=LEAVE.get(of, ())) for of, said in SAID.items()}))
 def test_what_is_stated_is_what_is_said(given):
     texts = {of: ", ".join(f"{name} = {text}" for name, (text, _) in some.items()) for of, some in given.items()}

@@ -4,8 +4,9 @@ takes."""
 import math
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph.ir.row_assignment import Units, assign_units, partition
 
@@ -26,7 +27,7 @@ def away(shared, at, parts):
 
 
 @given(rounds, groups, loose, st.booleans())
-@settings(max_examples=300)
+@examples(300)
 def test_each_unit_is_dealt_once_and_no_share_is_too_large(some, at, imbalance, by_tokens):
     shared = units(some, by_tokens)
     parts = assign_units(shared, at, imbalance)
@@ -40,7 +41,7 @@ def test_each_unit_is_dealt_once_and_no_share_is_too_large(some, at, imbalance, 
 
 
 @given(rounds, groups, loose, st.booleans())
-@settings(max_examples=300)
+@examples(300)
 def test_nothing_moves_where_each_host_has_its_share_and_less_where_shares_may_be_larger(
     some, at, imbalance, by_tokens
 ):
@@ -96,7 +97,7 @@ def test_largest_differencing_is_that_of_karmarkar_and_karp():
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(2, 3))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_partitions_are_near_the_best(weights, parts):
     """Within 7/6 of the best of two parts, 4/3 - 1/(3 (k - 1)) of more (Fischetti and Martello 1987; Michiels et al.
     2003)."""

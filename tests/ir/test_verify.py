@@ -13,8 +13,9 @@ from typing import Any, get_args
 import page
 import pytest
 from folders import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph import compile
 from msrl_graph.backends import ENGINES
@@ -139,7 +140,7 @@ WORDS = ("RUN", "RESHARD", "RELEASE", "SWAP_IN", "WAIT", "AGAIN", "STOP", "", "f
 KINDS = ("instructions", "controllers", "placements", "reshards", "schedule", "pools", "traffic")
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.data())
 def test_what_is_dropped_doubled_or_renamed_is_refused(data: st.DataObject) -> None:
     plan = json.loads(written(data.draw(st.sampled_from(sorted(VARIED)))))

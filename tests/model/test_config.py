@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from folders import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 from transformers.activations import ACT2FN
@@ -93,7 +94,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(good=st.sampled_from([GOOD, LLAMA]), data=st.data(), other=OTHERS)
 def test_one_field_of_a_config_changed_is_told_or_builds_what_was_planned(
     place: Path, good: Any, data: st.DataObject, other: Any

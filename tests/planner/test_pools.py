@@ -11,8 +11,9 @@ from pathlib import Path
 import page
 import pytest
 from folders import TESTS
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph import compile
 from msrl_graph.backends.spec import BYTES
@@ -129,7 +130,7 @@ def statements(draw: st.DrawFn) -> str:
 
 
 @given(st.lists(statements(), min_size=1, max_size=4))
-@settings(max_examples=60)
+@examples(60)
 def test_whatever_is_stated_every_state_is_in_one_pool_and_no_device_in_two(stated: list[str]) -> None:
     try:
         found = plan(*stated, EVEN)

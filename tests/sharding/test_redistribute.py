@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from layouts import layouts, points, sides, tensors
+from sample import examples
 
 from msrl_graph.backends import ENGINES
 from msrl_graph.model.models import load
@@ -50,7 +51,7 @@ def boxes(tensor: Tensor, side: Side, per_host: int) -> dict[int, Box]:
     return {side.device(r, per_host): box for r in range(side.devices) if elements(box := shard(tensor, side, r))}
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cases())
 def test_every_element_of_the_target_comes_from_one_source(case: Case) -> None:
     some, source, target, per_host = case
@@ -76,7 +77,7 @@ def test_every_element_of_the_target_comes_from_one_source(case: Case) -> None:
         assert all(np.array_equal(arrived[d][slices(box)], whole[slices(box)]) for d, box in want.items())
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(cases())
 def test_bytes_counted_are_bytes_moved(case: Case) -> None:
     some, source, target, per_host = case
@@ -106,7 +107,7 @@ def test_holders_of_a_box_take_turns(case: Case) -> None:
             assert max(counts) - min(counts) <= 1
 
 
-@settings(max_examples=200)
+@examples(200)
 @example(([Tensor("t", (1, 1), experts=True, layers=5)], Side(Layout(tp=2), divided=True), Side(Layout(pp=2)), 1))
 @given(cases(same=True))
 def test_a_block_is_the_smallest_that_holds_what_its_ranks_want(case: Case) -> None:

@@ -14,9 +14,10 @@ from dry_outcomes import (
     KINDNESS,
     holds,
 )
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, given
 from hypothesis import strategies as st
 from random_programs import FILE, FUNCTIONS, programs
+from sample import examples
 
 from msrl_graph.checks.liveness import least_capacity
 from msrl_graph.compiler.unsupported import find_unsupported
@@ -31,13 +32,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(programs(), st.integers(0, 10**6), KINDNESS)
 def test_what_compiles_runs_to_its_end(folder: Path, text: str, seed: int, kindness: float) -> None:
     event(holds(text, folder, seed, kindness).how)
 
 
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@examples(10, suppress_health_check=list(HealthCheck))
 @given(programs(), st.integers(0, 10**6))
 def test_rows_have_a_place_where_the_least_capacity_says_so_and_are_refused_below(
     folder: Path, text: str, seed: int

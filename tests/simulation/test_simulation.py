@@ -19,8 +19,9 @@ from statistics import mean, median
 import numpy as np
 import pytest
 from folders import TESTS
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph import compile, noise, simulate
 from msrl_graph.backends import ENGINES
@@ -164,7 +165,7 @@ def lengths(kind: tuple[str, float], middle: int) -> str:
 
 
 @given(st.sampled_from(sorted(PLANS)), ROWS, st.integers(2, 400), st.integers(0, 200), st.integers(0, 3))
-@settings(max_examples=40)
+@examples(40)
 def test_longer_rows_never_take_less(name: str, kind: tuple[str, float], middle: int, more: int, seed: int) -> None:
     plan = PLANS[name]()
     short, long = (simulate(plan, iterations=2, lengths=lengths(kind, m), seed=seed) for m in (middle, middle + more))
@@ -180,7 +181,7 @@ def test_longer_rows_never_take_less(name: str, kind: tuple[str, float], middle:
     st.floats(0, 5),
     st.integers(0, 3),
 )
-@settings(max_examples=40)
+@examples(40)
 def test_more_and_slower_stragglers_never_take_less(
     name: str, some: float, more: float, slow: float, slower: float, seed: int
 ) -> None:
@@ -316,7 +317,7 @@ DOCKS = {
 
 @pytest.mark.parametrize("name", sorted(DOCKS))
 @given(st.integers(0, 2**32), st.integers(0, 5))
-@settings(max_examples=10, phases=(Phase.generate,))  # a smaller seed says nothing
+@examples(10, phases=(Phase.generate,))  # a smaller seed says nothing
 def test_rows_are_handed_out_as_the_dock_of_a_run_does(name: str, seed: int, iteration: int) -> None:
     """Rows come to a run's controllers one by one, in the order in which the simulation has them, to groups that are
     all on one host."""

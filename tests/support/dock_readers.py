@@ -12,6 +12,6 @@ READS = (
 
 def reader(fan=4, **changes):
     """Of a node that works on `fan` responses to each prompt, in `groups` groups on as many hosts."""
-    fields = {"node": "n", "reads": READS, "sets": (Rowset(0), Rowset(1, 0, fan)), "rows": 1, "unit": 1, "whole": False}
-    fields |= {"at": tuple(range(changes.pop("groups", 2))), "chunk": 0, "seed": 3}
+    fields = {"node": "n", "reads": READS, "sets": (Rowset(0), Rowset(1, 0, fan)), "rows": 1, "unit": 1}
+    fields |= {"whole_batch": False, "group_warehouses": tuple(range(changes.pop("groups", 2))), "chunk": 0, "seed": 3}
     return NodeReads(**(fields | {"tokens": {"response": 1}} | changes))

@@ -6,9 +6,10 @@ from itertools import pairwise
 import engines
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from light_engines import EXAMPLE, model, sampling
+from sample import examples
 
 from msrl_graph.backends.generation.continuous import SequenceBatch
 from msrl_graph.backends.spec import collect_responses
@@ -22,7 +23,7 @@ def generator():
 PROMPTS = st.lists(st.lists(st.integers(3, 15), min_size=1, max_size=9), min_size=1, max_size=9)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(prompts=PROMPTS, samples=st.integers(1, 3), micro_batch=st.integers(1, 4), heat=st.sampled_from([0.7, 1.0, 3.0]))
 def test_any_number_at_once_draws_the_same(generator, prompts, samples, micro_batch, heat):
     prompts, rows = [np.array(p, np.int32) for p in prompts], np.arange(len(prompts) * samples) + 7
@@ -90,7 +91,7 @@ def test_what_is_not_asked_for_any_more_is_not_drawn(generator):
     assert first.tokens.tolist() == min(whole, key=len).tolist()
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     prompts=PROMPTS,
     samples=st.integers(1, 3),

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from folders import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from light_engines import PROMPTS, model, sampling
+from sample import examples
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from msrl_graph.backends import hf_modules
@@ -128,7 +129,7 @@ def test_a_response_goes_on_as_if_it_had_not_been_left(generator):
             assert np.allclose(logps[i][n:], logp, atol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     strings=st.sampled_from(
         [("3", "11", "="), tuple(f"{a}{b}" for a in "1357" for b in range(10)), ("246", "1", "<unk>5")]

@@ -15,10 +15,11 @@ import pytest
 import ranks
 import torch
 from contracts import FOLDER, signature, takes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mixture import dense, latent, llama, mixture
 from recorded_operators import Operators
+from sample import examples
 
 from msrl_graph.algorithms.optimizers import adamw
 from msrl_graph.backends import kernels
@@ -37,7 +38,7 @@ TABLES = {"torch's own": torch_native.KERNELS, "Ascend's": ascend.KERNELS}
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 table = pytest.mark.parametrize("table", TABLES)
 dtypes = st.sampled_from([*CLOSE])
-few = settings(max_examples=25, deadline=None)
+few = examples(25)
 
 
 @pytest.fixture

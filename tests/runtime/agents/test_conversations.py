@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import chat
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from sample import examples
 from templates import OF_TURNS, TEMPLATES, TOOL
 
 from msrl_graph.runtime.agents.api_types import ChatReply, parse_request, prepare_messages
@@ -98,7 +99,7 @@ ACTS = st.lists(
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(acts=ACTS, with_tools=st.booleans(), context=st.booleans())
 @example(acts=[("on", "", False), ("back", "", True)], with_tools=False, context=False)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_whatever_a_program_does_what_is_trained_on_was_drawn_from_what_stands_before_it(
     speeches, name, acts, with_tools, context
 ):
@@ -132,7 +133,7 @@ def test_whatever_a_program_does_what_is_trained_on_was_drawn_from_what_stands_b
 
 @pytest.mark.parametrize("name", ["qwen", "llama", "plain"])
 @given(texts=st.lists(st.tuples(TEXT, st.booleans()), min_size=1, max_size=5))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_by_a_template_that_preserves_prefixes_a_conversation_is_one_response(speeches, name, texts):
     """With all that was drawn in it, however the template would write it."""
     tools = [] if name == "plain" else [TOOL]
@@ -276,7 +277,7 @@ def test_completions_go_on_by_text_and_by_tokens(speeches):
         answer = made.completion(prompt, None)
         answer.tokens = np.concatenate([speech.encode(c) for c in text]).astype(np.int32)
         answer.logps = np.zeros(len(answer.tokens), np.float32)
-        made.completed(answer, prompt, speech.decode(answer.tokens))
+        made.record_completion(answer, prompt, speech.decode(answer.tokens))
         return answer
 
     first = drawn("one plus", " two is")

@@ -1,8 +1,9 @@
 """The order of rows: every pass deals each once, draws follow weights, and any part can be had at once."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph.noise import RandomStream
 from msrl_graph.runtime.data import data_order
@@ -77,7 +78,7 @@ def test_a_draw_is_another_with_another_seed_iteration_or_pass():
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=20)
+@examples(20)
 def test_the_chance_of_a_row_does_not_depend_on_where_it_stands(iteration):
     """The keys are those of rows: to take a row's weight moves no other past another."""
     weights = np.random.default_rng(iteration).random(12) + 0.1

@@ -8,8 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from folders import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph.data import datafile
 from msrl_graph.diagnostics import Fault
@@ -53,7 +54,7 @@ ROWS = [{"question": f"{i}+1=", "gold": str(i + 1), "other": None} for i in rang
 
 
 @given(count=st.integers(1, 25), seed=st.integers(0, 5))
-@settings(max_examples=30)
+@examples(30)
 def test_every_pass_deals_each_row_once(tmp_path_factory, count, seed):
     data = dataset(tmp_path_factory.mktemp("d"), ROWS, seed)
     dealt = []
@@ -173,7 +174,7 @@ def told(data):
 
 
 @given(st.lists(st.text("0123456789+=", max_size=8), min_size=1, max_size=20), st.data(), st.integers(1, 7))
-@settings(max_examples=40)
+@examples(40)
 def test_the_same_rows_are_the_same_data_in_either_file(tmp_path_factory, questions, data, part):
     folder = tmp_path_factory.mktemp("d")
     kind = data.draw(

@@ -9,7 +9,7 @@ from pathlib import Path
 import chat
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from piece_tokenizers import (
     KINDS,
@@ -17,6 +17,7 @@ from piece_tokenizers import (
     gpt2,
     made,
 )
+from sample import examples
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 
 from msrl_graph.diagnostics import Fault
@@ -49,7 +50,7 @@ def test_no_blank_comes_between_a_prompt_and_its_response(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.text("ab1 2=+\n.,écafïon中🙂\u0301", max_size=8), st.text("ab1 2=+\n.,éaons中🙂\u0301", max_size=8))
 def test_a_piece_reads_as_in_the_whole_text_or_is_refused(kind: str, before: str, text: str) -> None:
     pieces = Pieces(made(kind))
@@ -135,7 +136,7 @@ BOUNDED = {"llama", "mistral", "gemma", "gpt2", "roberta", "qwen", "deepseek"}
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=6), st.integers(1, 300), st.integers(0, 12))
 def test_a_text_of_which_a_beginning_is_too_long_is_too_long(
     kind: str, parts: list[str], times: int, tokens: int

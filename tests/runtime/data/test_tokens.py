@@ -8,8 +8,9 @@ import sys
 import chat
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph.compiler.unsupported import find_unsupported
 from msrl_graph.data.chat import messages
@@ -44,7 +45,7 @@ def test_a_text_column_is_read_as_it_is_and_messages_by_the_template(tokens):
 
 
 @given(st.text())
-@settings(max_examples=50)
+@examples(50)
 def test_any_text_is_itself_again(tokens, text):
     column = tokens.read(texts([text])) if not messages(text) else None
     assert column is None or tokens.decode([column[0]], special=True) == [text]

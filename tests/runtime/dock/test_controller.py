@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from dock_readers import READS, reader
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph.runtime.data.columns import ColumnData, ColumnRows, Verdicts, concatenate, ragged, texts
 from msrl_graph.runtime.dock.client import _find_rows as found_here
@@ -82,7 +83,7 @@ shape = {
 
 
 @given(**shape, unit=st.sampled_from([0, 1]), balance=st.booleans())
-@settings(max_examples=200)
+@examples(200)
 def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, cut, random, unit, balance):
     prompts, fan = sizes
     controller, found = play(
@@ -102,7 +103,7 @@ def test_every_unit_is_handed_out_once_in_any_order_of_arrival(sizes, groups, cu
 
 
 @given(**shape)
-@settings(max_examples=100)
+@examples(100)
 def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, cut, random):
     prompts, fan = sizes
     r = reader(fan, groups=groups, **cut)
@@ -118,7 +119,7 @@ def test_a_share_is_not_handed_out_before_its_rows_are_there(sizes, groups, cut,
 
 
 @given(**shape)
-@settings(max_examples=100)
+@examples(100)
 def test_a_share_by_tokens_is_as_small_as_may_be(sizes, groups, cut, random):
     """Of rows that come one by one, so many tokens or units make a round, but for the last."""
     prompts, fan = sizes
@@ -137,7 +138,7 @@ def test_a_share_by_tokens_is_as_small_as_may_be(sizes, groups, cut, random):
 
 
 @given(**shape, mini=st.integers(0, 9), epochs=st.integers(1, 3), iteration=st.integers(0, 5))
-@settings(max_examples=150)
+@examples(150)
 def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, cut, random, mini, epochs, iteration):
     prompts, fan = sizes
 
@@ -165,7 +166,7 @@ def test_mini_batches_depend_on_seed_iteration_and_row_only(sizes, groups, cut, 
 
 
 @given(**shape, update=st.booleans(), balance=st.booleans(), data=st.data())
-@settings(max_examples=200)
+@examples(200)
 def test_a_controller_that_died_is_rebuilt_from_the_warehouses(sizes, groups, cut, random, update, balance, data):
     prompts, fan = sizes
     r = reader(
@@ -258,7 +259,7 @@ def test_the_last_mini_batch_of_an_epoch_has_the_rest(epochs):
 def test_a_whole_batch_is_one_unit_for_one_group():
     import random
 
-    _, found = play(reader(2, whole=True, groups=2), 3, 2, random.Random(1))
+    _, found = play(reader(2, whole_batch=True, groups=2), 3, 2, random.Random(1))
     assert sorted(len(s.units) for _, s in found) == [0, 1]
     share = next(s for _, s in found if len(s.units))
     assert {c: len(w) for c, w in share.where.items()} == {"prompt": 3, "response": 6, "reward": 6}
@@ -267,7 +268,9 @@ def test_a_whole_batch_is_one_unit_for_one_group():
 @pytest.mark.parametrize("dies", [False, True])
 def test_who_reads_nothing_but_a_state_is_handed_its_rows_as_the_iteration_begins(dies):
     for chunk in (0, 2):
-        controller, key = opened(reader(reads=(), rows=0, unit=0, whole=chunk == 0, chunk=chunk, prompts="prompt"), 3)
+        controller, key = opened(
+            reader(reads=(), rows=0, unit=0, whole_batch=chunk == 0, chunk=chunk, prompts="prompt"), 3
+        )
         if dies:
             controller = Controller(controller.reader)
             for round in controller.restore(Task("train", 0, 3), [], []):

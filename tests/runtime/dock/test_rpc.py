@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from called import AWAY, HERE, KEY, Place
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph.runtime.dock.rpc import RpcConnections
 from msrl_graph.runtime.process.task_report import RunError
@@ -33,7 +34,7 @@ arrays = st.sampled_from([np.int32, np.float32, np.uint8, np.bool_, np.int64]).f
 )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.lists(arrays, max_size=4), st.sampled_from([HERE, AWAY]))
 def test_arrays_of_any_size_arrive_as_they_were(some, host):
     place = Place(host)

@@ -163,7 +163,7 @@ def test_what_a_process_is_done_with_is_of_one_task_and_never_costs_what_it_does
 HOLDS = textwrap.dedent("""
     import sys
     from msrl_graph.runtime.dock.segments import Room
-    room = Room.made(sys.argv[1], 1 << 20)
+    room = Room.create(sys.argv[1], 1 << 20)
     print(room.path, flush=True)
     sys.stdin.read()
 """)

@@ -225,7 +225,7 @@ def test_a_message_stays_short_and_the_log_has_all_of_it(tmp_path):
 from pathlib import Path
 from function_calls import call
 from msrl_graph.runtime.process import log
-log.divert({str(log)!r}, "functions of host 0")
+log.redirect_output({str(log)!r}, "functions of host 0")
 try:
     call(Path({str(tmp_path)!r}), {source!r}, ("reward",), "prompt")
 except Exception as error:

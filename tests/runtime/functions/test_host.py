@@ -7,8 +7,9 @@ import textwrap
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 
 from msrl_graph.runtime.driver.function_hosts import FunctionHosts
 
@@ -68,7 +69,7 @@ class World:
 
 
 @given(st.lists(st.sampled_from(["ask", "step", "die", "mend"]), max_size=60))
-@settings(max_examples=300)
+@examples(300)
 def test_whenever_a_process_dies_tasks_are_done_in_their_order(events):
     """Each task needs those before it, as an iteration's rows need the last one's weights: one before its turn would
     wait for ever."""
@@ -117,10 +118,10 @@ def left(folder, *deaths):
         import ctypes, os, pathlib, signal, sys
         from msrl_graph.runtime.functions.crash_journal import CrashJournal, ProcessDied
         note = CrashJournal(pathlib.Path("note"), again=bool(int(sys.argv[1])))
-        with note.at("a"):
+        with note.record_call("a"):
             pass
         try:
-            with note.at("b"):
+            with note.record_call("b"):
                 {}
         except ProcessDied as died:
             print(died, *(f"{{f.name}} {{f.lineno}}" for f in died.frames[-1:]), sep=" | ")

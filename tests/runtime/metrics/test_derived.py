@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 from stage import Stage, one_rank
 
 from msrl_graph.algorithms.losses import value_clip
@@ -24,7 +25,7 @@ def added(parts):
     return sums
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=1, max_size=8), min_size=1, max_size=5))
 def test_the_explained_variance_is_that_of_all_tokens_together(parts):
     shares = []
@@ -47,7 +48,7 @@ def test_returns_that_are_all_equal_have_no_explained_variance():
     }
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.lists(st.floats(2**-6, 64, width=32), min_size=1, max_size=8), min_size=1, max_size=5))
 def test_the_effective_sample_size_is_that_of_all_tokens_together(parts):
     shares = [{"clip/ratio": part, "clip/_ratio_square": np.square(part)} for part in parts]

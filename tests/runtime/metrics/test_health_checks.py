@@ -83,8 +83,7 @@ def test_a_run_that_goes_on_does_not_tell_again():
 
 
 def test_the_page_of_warnings_is_there():
-    page, _, anchor = PAGE.partition("#")
-    assert f"\n## {anchor.replace('-', ' ').capitalize()}\n" in (ROOT / page).read_text(encoding="utf-8")
+    assert (ROOT / PAGE).read_text(encoding="utf-8").startswith("# When training goes wrong\n")
 
 
 def test_what_advantages_are_made_of():

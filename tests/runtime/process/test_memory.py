@@ -15,8 +15,8 @@ import walk
 from held import EXPERTS, assert_close, small
 from held import peaks as peaks_of
 from hypothesis import given as drawn
-from hypothesis import settings
 from hypothesis import strategies as st
+from sample import examples
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import adamw
@@ -169,7 +169,7 @@ NUMBERS = np.zeros(4096, np.float32)  # one memory, which several storages have 
 STEPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7), st.integers(0, 5)), max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @drawn(STEPS)
 def test_the_account_is_the_sum_over_all_storages_at_each_operation(steps):
     kept = [torch.zeros(10 * i + 1) for i in range(4)]

@@ -25,7 +25,7 @@ from msrl_graph.runtime.process.processes import MARK, Temporary
 kept = Temporary()
 sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
 leader = subprocess.Popen(sleep, start_new_session=True)
-kept.ends(leader.pid)
+kept.end_session_too(leader.pid)
 marked = subprocess.Popen(sleep, env={**os.environ, MARK: str(kept.folder)}, start_new_session=True)
 (kept.folder / "file").write_text("x")
 print(kept.folder, kept.keeper, leader.pid, marked.pid, flush=True)

@@ -75,8 +75,8 @@ def test_a_process_uses_the_files_as_they_were_taken(reward, tmp_path):
     code = f"""
         import traceback
         from msrl_graph.runtime.process import shipped_files
-        shipped_files.use({str(run)!r})
-        module = shipped_files.module({str(reward)!r})
+        shipped_files.use_folder({str(run)!r})
+        module = shipped_files.import_file({str(reward)!r})
         print(module.score(""))
         module.lib.deep.scale.BY = None
         __import__("sys").modules["shared.table"].SIX = 0
@@ -159,8 +159,8 @@ def test_what_a_file_defines_can_be_pickled(taken, tmp_path):
         from msrl_graph.runtime.process import shipped_files
         if __name__ == "__main__":
             if {taken}:
-                shipped_files.use({str(run)!r})
-            mine = shipped_files.module({str(path)!r})
+                shipped_files.use_folder({str(run)!r})
+            mine = shipped_files.import_file({str(path)!r})
             print(mine.forked(), mine.spawned(), mine.executed(), mine.pickled())
         """)
     )
@@ -188,8 +188,8 @@ def test_a_file_of_a_package_may_import_beside_it(tmp_path):
         import sys
         from msrl_graph.runtime.process import shipped_files
         if sys.argv[1]:
-            shipped_files.use(sys.argv[1])
-        module = shipped_files.module({str(path)!r})
+            shipped_files.use_folder(sys.argv[1])
+        module = shipped_files.import_file({str(path)!r})
         print(module.score(), module.__name__, module.__file__)
     """
     run = tmp_path / "run"

@@ -4,8 +4,9 @@ import inspect
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 from tiny import PAIRS, ROLLOUT, SCORES, planned, scoring
 
 from msrl_graph import algorithms
@@ -54,7 +55,7 @@ def test_every_term_of_the_package_is_looked_at():
 
 @pytest.mark.parametrize("term", CALLS)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=5)
+@examples(5)
 def test_a_term_is_per_row_or_says_that_it_is_not(judge, term, seed):
     graph, node = update(term, judge)
     if not loss.needs_mini_batch(node):

@@ -9,10 +9,11 @@ from threading import Barrier
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from light_engines import sampling
 from run_states import PROGRAM, saved
+from sample import examples
 
 from msrl_graph import compile
 from msrl_graph.backends.generation.segments import generate_in_segments
@@ -109,7 +110,7 @@ def responses(shortest, longest):
     return st.lists(st.integers(shortest, longest), min_size=FAN, max_size=FAN)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=st.lists(st.one_of(responses(1, 2), responses(1, LONGEST)), min_size=40, max_size=40),
     share=st.sampled_from([0.3, 0.6, 1.0]),

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import ranks
 from folders import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 from saved_checkpoints import save
 
 from msrl_graph import compile
@@ -320,7 +321,7 @@ def read_whole(run, plan):
     )
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(st.sampled_from(FILES), st.sampled_from(HOW), st.integers(0, 2**20), st.integers(0, 255))
 def test_any_edit_of_a_checkpoint_is_told_or_changes_nothing(pristine, plan, name, how, at, byte):
     there, whole = pristine

@@ -10,8 +10,9 @@ import pytest
 import ranks
 import torch
 from deliveries import COLUMNS, ROWS, WAYS, planned
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 from stage import Stage, one_rank
 
 from msrl_graph.backends import fsdp, hf
@@ -49,7 +50,7 @@ def holding(tensors, whole, side, rank):
 # The digest.
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_parts_of_any_layout_sum_to_what_ranks_of_any_other_hold(data):
     tensors = [
@@ -82,7 +83,6 @@ def boxes(tensor, side):
     return [box for rank in range(side.devices) if elements(box := shard(tensor, side, rank))]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_change_of_an_element_and_any_exchange_show(data):
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))

@@ -8,8 +8,9 @@ import layouts
 import pytest
 import ranks
 import torch
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
+from sample import examples
 from torch import distributed as dist
 
 from msrl_graph.backends.spec import Shard
@@ -106,7 +107,7 @@ USUAL = named(
 )
 
 
-@settings(max_examples=25, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@examples(25, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(case=cases(), data=st.data())
 def test_any_layout_to_any_layout(team, case, data):
     tensors, mode, order, cut, dtype = case

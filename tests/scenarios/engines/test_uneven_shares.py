@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, example, given
 from hypothesis import strategies as st
+from sample import examples
 from stage import Stage, one_rank, share
 from torch import distributed as dist
 
@@ -86,7 +87,7 @@ PLACES = st.lists(st.sampled_from([0, 1, None]), min_size=ROWS, max_size=ROWS).f
 @example([1] * ROWS, 0)
 @example([None] * (ROWS - 1) + [1], 5)
 @given(PLACES, st.integers(0, ROWS + 1))
-@settings(max_examples=25, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@examples(25, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 def test_no_share_hangs_or_changes_the_gradient(alone, pair, places, micro):
     shares = [[row for row, place in enumerate(places) if place == rank] for rank in range(2)]
     logp, norm = alone([shares[0] + shares[1]], 0)

@@ -7,9 +7,10 @@ import pytest
 from agent_stages import ANSWERS, PROGRAM, QUESTIONS
 from environment_stages import drawn as drawn_by
 from environment_stages import lists, program, tool
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from piece_tokenizers import folder as folder_of_pieces
+from sample import examples
 from stage import Stage, share
 from templates import OF_TURNS
 
@@ -104,7 +105,7 @@ WORDS = st.text("one plus\n two<é", min_size=1, max_size=12).filter(lambda text
 
 @pytest.mark.parametrize("name", ["qwen", "llama", "thinks", "empty thoughts"])
 @given(drawn=st.lists(WORDS, min_size=1, max_size=2))
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_all_tokens_are_those_of_the_rendered_conversation(plans, name, drawn):
     tokens, dialogue = played(plans(name), drawn)
     (conversation,) = dialogue.conversations.values()
@@ -116,7 +117,7 @@ def test_all_tokens_are_those_of_the_rendered_conversation(plans, name, drawn):
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("name", ["qwen", "llama", "thinks", "empty thoughts", "mistral", "plain"])
 @given(drawn=st.lists(st.text("one plus\n two", min_size=1, max_size=8), min_size=1, max_size=2))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_what_was_drawn_stays_and_the_template_writes_the_rest(plans, name, ended, drawn):
     """Whatever blanks the template strips from an answer or puts before it, and where an answer is cut."""
     parts, dialogue = parts_of(plans(name), drawn, ended)

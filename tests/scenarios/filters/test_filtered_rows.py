@@ -12,8 +12,9 @@ from functools import cache
 import numpy as np
 import pytest
 from folders import ROOT
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from sample import examples
 from truth import Truth
 
 from msrl_graph import Fault, compile
@@ -226,7 +227,7 @@ class Flow:
     arrival=st.integers(0, 10**6),
     more=st.sampled_from([0, 0, 1, 2, 5]),
 )
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_every_node_gets_the_rows_that_filters_leave(name, folder, seed, kindness, arrival, more):
     """With rounds of as many prompts as are to go on, and where a refill is adaptive of `more`."""
     plan = planned(name, folder)

@@ -376,7 +376,10 @@ def test_a_log_is_not_written_through_a_link_or_into_a_folder_of_others(public):
     (public / "own").mkdir()
     (public / "own" / "rank-0.log").symlink_to(mine)
     for folder in ("logs", "own"):
-        says = "import sys; from msrl_graph.runtime.process import log; log.divert(sys.argv[1], 'rank 0'); print('x')"
+        says = (
+            "import sys; from msrl_graph.runtime.process import log; "
+            "log.redirect_output(sys.argv[1], 'rank 0'); print('x')"
+        )
         subprocess.run([sys.executable, "-c", says, public / folder / "rank-0.log"], check=True, capture_output=True)
     assert mine.read_text() == "" and len(list((public / "logs").iterdir())) == 1
 

@@ -24,7 +24,7 @@ for port in json.loads(sys.argv[2]):
 print(json.dumps(reached))
 """
 # With the token of another cluster.
-GREETS = "import sys; from msrl_graph.runtime.process.cluster_join import greet; greet(sys.argv[1])"
+GREETS = "import sys; from msrl_graph.runtime.process.cluster_join import check_cluster; check_cluster(sys.argv[1])"
 SILENT = """
 import resource, socket, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import ranks
 import torch
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, example, given
 from hypothesis import strategies as st
+from sample import examples
 from stage import share
 from tiny import PAIRS, ROLLOUT, SCORES, built, scoring, staged
 from torch import distributed as dist
@@ -135,7 +136,7 @@ def test_micro_batches_change_nothing(alone, program, micro):
 @example(3, [1] * ROWS, 0)
 @example(0, [0] + [None] * (ROWS - 1), 5)  # the row that the mask leaves nothing of
 @given(st.integers(0, 3), PLACES, st.integers(0, ROWS + 1))
-@settings(max_examples=6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@examples(6, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 def test_no_share_changes_loss_or_gradient(alone, pair, program, zero, places, micro):
     shares = [[row for row, place in enumerate(places) if place == rank] for rank in range(2)]
     answers = pair.ask(program, f"dp = 2, zero = {zero}", alone[1][program], shares, micro)

@@ -1,0 +1,49 @@
+"""How much of the tests runs: everything, or a sample of it (`pytest --sample`, `make test`).
+
+Invariant: a sample runs every test function, with fewer of its cases and fewer random examples. It depends on nothing
+but the tests, so that a failure comes back in the next sample.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+CASES = 3  # cases of a parametrized test in a sample
+SHARE = 6  # a sample has one of so many random examples, but at least LEAST
+LEAST = 5
+
+_sampled = False
+
+
+def begin(sampled: bool) -> None:
+    """Set how much runs, before a test file is imported. Times of examples depend on the machine: no deadline."""
+    global _sampled
+    _sampled = sampled
+    settings.register_profile("tests", deadline=None, max_examples=count(100))
+    settings.load_profile("tests")
+
+
+def count(most: int) -> int:
+    """Return how many random examples run of at most `most`."""
+    return min(most, max(LEAST, most // SHARE)) if _sampled else most
+
+
+def examples(most: int, **others: Any) -> settings:
+    """Return the settings of a property that is tried with `most` random examples."""
+    return settings(max_examples=count(most), deadline=None, **others)
+
+
+def choose(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests of a sample and the others: of each function's cases the first, the last and those between."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        name = getattr(item, "originalname", item.name)
+        cases.setdefault((str(item.path), f"{item.cls or ''}.{name}"), []).append(item)  # type: ignore[attr-defined]
+    chosen = set[pytest.Item]()
+    for group in cases.values():
+        many = min(CASES, len(group))
+        chosen |= {group[round(i * (len(group) - 1) / max(1, many - 1))] for i in range(many)}
+    return [item for item in items if item in chosen], [item for item in items if item not in chosen]
