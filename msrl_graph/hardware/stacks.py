@@ -54,7 +54,7 @@ STACKS = {
             platform=HOSTS,
             pins={"torch": "2.13.0", "ray": "2.60.0", "transformers": "5.23.0", "tensordict": "0.15.3"},
             extras=("run", "dev"),
-            source="make test, make test-python312",
+            source="make test, make test-python",
             elsewhere={"torch": BUILT},
         ),
         Stack(
