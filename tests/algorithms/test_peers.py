@@ -18,7 +18,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from folders import TESTS
+from folders import ROOT, TESTS
 
 from msrl_graph import algorithms
 from msrl_graph.ir.graph import Expr, Node
@@ -470,8 +470,8 @@ def test_values_by_hand_are_compared(turn):
     environment = {"PYTHONPATH": str(TESTS / "support"), "BROKEN": " ".join(broken.values())}
     options = ("-q", "-rfE", "--tb=no", "-p", "broken_functions", "-p", "no:cacheprovider", "-p", "no:xdist")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *broken],
-        cwd=TESTS,
+        [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in broken)],
+        cwd=ROOT,
         env=os.environ | environment,
         capture_output=True,
         text=True,
