@@ -25,8 +25,10 @@ SEEDS ?= 0 1 2
 MINDSPEED ?=
 OTHER_PYTHON ?= 3.12
 VENV_OTHER := .venv-python$(OTHER_PYTHON)
-# The interpreter of a version: pyenv's, or the one in PATH.
+# The interpreters that are tested: of each version in pyproject.toml pyenv's, or the one in PATH.
+VERSIONS := $(shell sed -n 's/.*:: Python :: \(3\.[0-9]*\)".*/\1/p' pyproject.toml)
 find_python = $(or $(lastword $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1).*/bin/python)),$(shell command -v python$(1)))
+PYTHONS ?= $(foreach version,$(VERSIONS),$(call find_python,$(version)))
 
 # A target's help is in its rule: `##` for the short list (make), `#:` for the rest (make help-all).
 TARGETS := $(shell sed -n 's/^\([a-z0-9-]*\):.* \(\#\#\|\#:\) .*/\1/p' $(lastword $(MAKEFILE_LIST)))
@@ -139,6 +141,10 @@ $(VENV_TORCH210)/ready: pyproject.toml constraints/torch210.txt
 
 test-python: $(VENV_OTHER)/ready #: run the quick tests with another Python: make test-python OTHER_PYTHON=3.13
 	$(VENV_OTHER)/bin/pytest $(QUICK)
+
+# Some of them: make test-wheel PYTHONS="python3.12 /opt/python/bin/python3"
+test-wheel: $(VENV)/ready #: install a wheel for each Python that is found, and run the README's example: 5 minutes each
+	$(BIN)/python tests/wheel/check.py $(PYTHONS)
 
 test-torch210: $(VENV_TORCH210)/ready #: run the quick tests with torch 2.10 and the lowest allowed versions of other packages
 	$(VENV_TORCH210)/bin/pytest $(QUICK)
