@@ -101,8 +101,7 @@ class EngineSpec:
     - `axes`: the mesh axes that may be larger than 1. `families`: the model architectures.
     - `options`: its `EngineOptions` (ir/options.py) besides `EVERY`.
     - `off_host`: axes and families that cannot run on host cores, only be planned for.
-    - `supported_attributes`: the node attributes that it supports (None: all except opt-in attributes).
-    - `opt_in_attributes`: the opt-in attributes that it supports. A run rejects the others.
+    - `supported_attributes`: the node attributes that it supports (None: all). A run rejects the others.
     - `needs`: the packages. `settings`: environment variables for its processes.
     - `chosen`: devices for which a plan may choose it if a program names no engine.
     - `lints`: combinations that it knows to fail or to be slow.
@@ -151,7 +150,6 @@ class EngineSpec:
     off_host: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("torch", "transformers")
     supported_attributes: tuple[str, ...] | None = None
-    opt_in_attributes: tuple[str, ...] = ()
     chosen: tuple[Where, ...] = ()
     continuous: bool = False
     own_groups: bool = False

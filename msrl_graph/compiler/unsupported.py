@@ -16,7 +16,6 @@ from ..backends.spec import EngineSpec
 from ..diagnostics import Diagnostic, Span
 from ..hardware.device_kinds import Where
 from ..ir.attributes import CallAttributes, GenerateAttributes, SampleEdgeAttributes, SourceAttributes, UpdateAttributes
-from ..ir.options import STATEMENTS
 from ..ir.plan import Placement, Plan, PlanNote
 from ..model.architecture import Model
 from ..sharding.layout import AXES
@@ -69,11 +68,8 @@ class _Refusal(NamedTuple):
     how: str
 
 
-def _supports(spec: EngineSpec, verb: str, key: str) -> bool:
+def _supports(spec: EngineSpec, key: str) -> bool:
     """Return whether an engine supports an attribute of its nodes."""
-    declared = STATEMENTS[verb].declared()
-    if key in declared and declared[key].named:
-        return key in spec.opt_in_attributes
     return spec.supported_attributes is None or key in spec.supported_attributes
 
 
@@ -125,11 +121,11 @@ def _list_refusals(plan: Plan) -> list[_Refusal]:
             spec = ENGINES[placement.engine.name]
             for name, span, help in _list_planned_only(spec, placement, plan.model(node.name), where):
                 tell(f"{name} with the engine `{spec.name}`", span, help)
-            for key in [name for name in node.attributes if not _supports(spec, node.verb, name)]:
+            for key in [name for name in node.attributes if not _supports(spec, name)]:
                 others = [
                     other for other, candidate in ENGINES.items() if can_build(other) and node.verb in candidate.verbs
                 ]
-                able = [other for other in others if _supports(ENGINES[other], node.verb, key)]
+                able = [other for other in others if _supports(ENGINES[other], key)]
                 help = f"`engine {node.name} = {able[0]}` supports it" if able else "leave it out"
                 by = f"with the engine `{spec.name}`"
                 span = node.span_of(key)

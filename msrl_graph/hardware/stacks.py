@@ -50,11 +50,11 @@ STACKS = {
         Stack(
             name=HOST.name,
             kinds=(HOST.name,),
-            pythons=("3.11", "3.12"),
+            pythons=("3.11", "3.12", "3.13"),
             platform=HOSTS,
             pins={"torch": "2.13.0", "ray": "2.60.0", "transformers": "5.23.0", "tensordict": "0.15.3"},
             extras=("run", "dev"),
-            source="make test, make test-python312",
+            source="make test, make test-python",
             elsewhere={"torch": BUILT},
         ),
         Stack(

@@ -29,7 +29,6 @@ class Attribute:
     - `shown`: the words for a default that no program can state ("all rows").
     - `must`: there is no default; this value is suggested if the attribute is missing.
     - `head`: it is written before the braces, not between them.
-    - `named`: only an engine that names it in `opt_in_attributes` (backends/spec.py) supports it.
     """
 
     kind: ValueKind
@@ -38,7 +37,6 @@ class Attribute:
     shown: str | None = None
     must: str = ""
     head: bool = False
-    named: bool = False
 
 
 def attr(
@@ -49,13 +47,12 @@ def attr(
     *,
     must: str = "",
     head: bool = False,
-    named: bool = False,
 ) -> T:
     """Declare a field that is an attribute.
 
     The arguments are the fields of `Attribute`.
     """
-    metadata = {_KEY: Attribute(kind, default, doc, shown, must, head, named)}
+    metadata = {_KEY: Attribute(kind, default, doc, shown, must, head)}
     return dataclasses.field(default=default, metadata=metadata)
 
 

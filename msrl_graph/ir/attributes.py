@@ -5,8 +5,8 @@ that the program states (`node.stated("mini_batch")`) is only for messages about
 node: for a node with another verb it has its defaults.
 
 To add an attribute of `update`, add a field to `UpdateAttributes` and a line where a pass or an engine reads it. An
-attribute that only some engines support is `named` and listed in their `opt_in_attributes`; a run rejects it for all
-others.
+engine that does not support it lists the attributes that it supports (`supported_attributes` in backends/spec.py); a
+run rejects the others.
 """
 
 from __future__ import annotations

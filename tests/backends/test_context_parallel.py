@@ -1,8 +1,10 @@
 """Context parallelism: nodes divided over ranks give what one rank gives, by a ring and by Ulysses, of attention alone
 and of a trainer."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import engines
 import numpy as np
@@ -17,10 +19,11 @@ from sample import examples
 from torch import distributed as dist
 
 from msrl_graph.algorithms.optimizers import sgd
-from msrl_graph.backends import prefix_tree, ring_attention
+from msrl_graph.backends import devices, prefix_tree, ring_attention
 from msrl_graph.backends.context_parallel import ContextGroup
 from msrl_graph.backends.spec import ForwardRequest, Outputs
 from msrl_graph.diagnostics import NOWHERE
+from msrl_graph.hardware.device_kinds import HOST
 from msrl_graph.model import models
 from msrl_graph.runtime.data.columns import ragged
 from msrl_graph.runtime.rank.micro_batches import pack
@@ -35,6 +38,11 @@ def packed_rows(rows):
     return pack([contexts], [responses], np.arange(len(rows)))
 
 
+def without_kernels(tensor):
+    """Return a device that has no fused kernel for attention, as all but host cores."""
+    return replace(devices.device_of(tensor), kind=replace(HOST, is_host=False))
+
+
 def working(rank):
     groups = {}
     for size in (1, 2, 3, 4):
@@ -42,11 +50,11 @@ def working(rank):
         groups[size] = dist.new_group(range(size))
         _ = dist.new_group(range(size, 4)) if size < 4 else None
 
-    def attend(rows, size, ulysses, kv_heads, window, kernels, dtype=torch.float64):
-        """How far attention divided over the first so many ranks is from attending alone."""
+    def attend(rows, size, ulysses, kv_heads, window, fused, dtype=torch.float64):
+        """Return how far attention divided over the first `size` ranks is from attending alone."""
         if rank >= size:
             return None
-        ring_attention.KERNELS = kernels
+        ring_attention.devices = devices if fused else SimpleNamespace(device_of=without_kernels)
         packed = packed_rows(rows)
         tree = prefix_tree.build_tree(packed)
         draw = torch.Generator().manual_seed(0)
@@ -141,7 +149,7 @@ cases = st.tuples(
     st.booleans(),
     st.sampled_from([1, 2, 6, 12]),
     st.sampled_from([None, None, 1, 2, 4]),
-    st.sampled_from([("cpu",), ()]),
+    st.booleans(),
 )
 LONG = [([1] * 40, [2, 0] * 20), ([1] * 40, [0] * 3), ([0] * 9, [1] * 80)]
 
@@ -149,15 +157,15 @@ LONG = [([1] * 40, [2, 0] * 20), ([1] * 40, [0] * 3), ([0] * 9, [1] * 80)]
 @pytest.mark.parametrize("ulysses", [False, True])
 @pytest.mark.parametrize("size", [2, 4])
 def test_attention_is_that_of_one_rank(four, size, ulysses):
-    for kernels in (("cpu",), ()):
-        for found in four.ask("attend", LONG, size, ulysses, 2, None, kernels)[:size]:
-            assert max(found) < 1e-12
+    for fused in (True, False):
+        for found in four.ask("attend", LONG, size, ulysses, 2, None, fused)[:size]:
+            assert max(found) < 1e-12, fused
 
 
 @given(cases)
 @examples(60)
-@example(([([0], [1])], 4, False, 2, None, ("cpu",)))  # one node, four ranks
-@example(([([0], [])], 3, True, 1, None, ("cpu",)))  # nothing is asked for
+@example(([([0], [1])], 4, False, 2, None, True))  # one node, four ranks
+@example(([([0], [])], 3, True, 1, None, True))  # nothing is asked for
 def test_attention_over_any_tree_is_that_of_one_rank(four, case):
     for found in four.ask("attend", *case)[: case[1]]:
         assert max(found) < 1e-12

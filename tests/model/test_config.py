@@ -1,5 +1,5 @@
-"""Models' folders that are wrong: told at the model's line before anything starts, or what is built is what was planned
-for."""
+"""Models' folders that are wrong: told at the model's line before anything starts (checks/folders.py), or what is built
+is what was planned for."""
 
 from __future__ import annotations
 

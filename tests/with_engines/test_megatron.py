@@ -1,4 +1,5 @@
-"""Megatron-Core in the ranks' own processes: on every layout it computes and steps as fsdp on one rank."""
+"""Megatron-Core in the ranks' own processes: on every layout it computes and steps as fsdp on one rank, with the
+vocabulary of tensor parallelism (backends/vocab_parallel.py) too."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""A program whose policy is asked by the openai package, from text to trained weights."""
+"""A program whose policy is asked by the openai package in a process of its own (runtime/agents/agent_process.py), from
+text to trained weights."""
 
 import json
 

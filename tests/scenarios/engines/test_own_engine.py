@@ -10,7 +10,7 @@ import torch
 from stage import PROMPTS, Stage, one_rank
 from torch import distributed as dist
 
-from msrl_graph import backends, compile
+from msrl_graph import compile
 from msrl_graph.backends import fsdp, hf
 from msrl_graph.compiler.unsupported import find_unsupported
 from msrl_graph.hardware.device_kinds import DEVICE_KINDS, HOST
@@ -41,16 +41,6 @@ def test_what_an_engine_does_not_honour_is_refused_where_it_stands():
     assert told.message.startswith("`top_k` of `actor.generate` with the engine `likeliest` cannot be run yet")
     assert any("`top_k` with the engine `likeliest`" in note.text for note in plan.notes)
     assert find_unsupported(one_rank(GENERATES)) == []
-
-
-def test_what_each_engine_must_name_is_refused_of_one_that_does_not(monkeypatch):
-    declared = {**UpdateAttributes.declared(), "reduce": replace(UpdateAttributes.declared()["reduce"], named=True)}
-    monkeypatch.setattr(UpdateAttributes, "declared", lambda: declared)
-    stated = ("mini_batch = 4", "reduce = tokens\n    mini_batch = 4")
-    (told,) = find_unsupported(one_rank(TRAINS, stated))
-    assert told.code == "not-yet" and told.message.startswith("`reduce` of `actor.update` with the engine `pairs`")
-    monkeypatch.setitem(backends.ENGINES, "pairs", replace(own_engine.TRAINER, opt_in_attributes=("reduce",)))
-    assert find_unsupported(one_rank(TRAINS, stated)) == []
 
 
 def test_one_that_no_program_names_is_in_no_plan():

@@ -1,4 +1,5 @@
-"""What hangs is treated as what died: it is found, killed, named and replaced. A folder has one writer."""
+"""What hangs is treated as what died: it is found, killed, named and replaced, also the driver
+(runtime/driver/driver.py). A folder has one writer."""
 
 import os
 import resource
