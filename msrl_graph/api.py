@@ -27,7 +27,7 @@ from .runtime.driver.callbacks import CallbackFailed, OnIteration
 from .runtime.driver.outcome import Interrupted, RunFailed
 from .runtime.driver.supervisor import Outcome, WatchOptions
 from .runtime.process.cluster_join import files_loaded
-from .runtime.process.processes import MARK
+from .runtime.process.start_variables import MARK
 
 HELP = 'put the call that starts the run under `if __name__ == "__main__":`, or the functions into a file of their own'
 

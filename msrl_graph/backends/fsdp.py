@@ -9,35 +9,22 @@ gathered weights after forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..ir.optimizer_spec import OptimizerSpec
 from ..sharding.layout import Layout, shard
-from . import expert_placement, experts, hf_modules, kernels, peaks, prefix_tree
+from . import experts, hf_modules, kernels, prefix_tree
 from .activations import Activations
 from .context_parallel import ContextGroup
 from .devices import get_local_tensor
+from .fsdp_spec import SPEC
 from .kernels.modules import divide_rows, install
 from .optimizer.gradients import Gradients
-from .optimizer.steps import Steps, calls
-from .spec import (
-    Act,
-    EngineSpec,
-    ForwardRequest,
-    Lint,
-    Loss,
-    MicroBatch,
-    OperatorCalls,
-    Outputs,
-    Shard,
-    Situation,
-    Weights,
-    is_compiled,
-    offloads,
-)
+from .optimizer.steps import Steps
+from .spec import ForwardRequest, Loss, MicroBatch, Outputs, Shard, Weights, is_compiled, offloads
 
 if TYPE_CHECKING:
     import torch
@@ -50,59 +37,12 @@ if TYPE_CHECKING:
     from .kernels import Summed
 
 
-def _lints(situation: Situation) -> Iterator[Lint]:
-    if situation.verb == "update" and situation.layout.zero == 2 and situation.layout.dp > 1:
-        message = "zero = 2 also shards the weights at rest and gathers them once a step: less memory than ZeRO 2 needs"
-        yield Lint(message, "zero = 3 needs even less memory, zero = 1 less communication")
-
-
-def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Return operator counts, from torch's profiler on Qwen2 models."""
-    if act == "step":
-        return calls(layout)
-    # With sharded weights FSDP2 has hooks around each layer and around the model. In a forward pass they cost Python
-    # as much as a hundred operators, and as much again for each collective of a backward pass. An operator on a
-    # DTensor costs as much as three on tensors.
-    if act == "update":
-        hooks = SPEC.divides_weights(layout) * (300 if layout.zero >= 3 else 200)
-        counts = OperatorCalls(232 + hooks, 83 + hooks)
-    else:
-        hooks = SPEC.divides_weights(layout) * 100
-        counts = OperatorCalls(73 + hooks, 46 + hooks)
-    if layout.tp > 1:
-        counts = OperatorCalls(3 * counts.layer, 3 * counts.rest)
-    if layout.cp > 1:  # on tensors: a ring by blocks, and sharding the tree and gathering outputs
-        forward, forward_backward = (24 * layout.cp, 54 * layout.cp) if layout.cp_kind == "ring" else (18, 39)
-        counts = OperatorCalls(counts.layer + (forward_backward if act == "update" else forward), counts.rest + 30)
-    return counts
-
-
 ENTROPY = 1 << 18  # logits whose entropies are computed at once
 # Weights that all tp ranks have, each for its own heads: their gradients are partial sums.
 NORMS_OF_HEADS = ("q_norm.weight", "k_norm.weight")
 # Linear layers of attention and feed-forward that tp shards by columns, and by rows.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 ROWS = ("o_proj", "down_proj")
-
-
-SPEC = EngineSpec(
-    name="fsdp",
-    verbs=("infer", "update"),
-    axes=("tp", "cp", "dp", "ep"),
-    build="msrl_graph.backends.fsdp:FsdpEngine",
-    options=("micro_batch", "recompute", "dtype", "offload", "activations", "compile"),
-    zero=(0, 1, 2, 3),
-    divided_from=2,
-    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
-    spread=expert_placement.WHOLE,
-    lints=_lints,
-    calls=_calls,
-    shares_beginnings=("host", "device"),
-    sums=(2, 5),  # q, k, v, gate and up each sum their input's gradient
-    peaks=peaks.trainer,
-    stored=peaks.stored,
-    chosen=("host", "device"),
-)
 
 
 class FsdpEngine:

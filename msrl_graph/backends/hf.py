@@ -11,14 +11,15 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from ..sharding.layout import Layout, shard
-from . import experts, hf_modules, kernels, peaks
+from . import experts, hf_modules, kernels
 from .devices import allocate, release
 from .generation.continuous import SequenceBatch
 from .generation.sampling import draw
 from .generation.segments import generate_in_segments
 from .generation.stops import load_stops
+from .hf_spec import SPEC
 from .kernels.modules import install
-from .spec import Act, EngineSpec, OperatorCalls, Response, Sampling, Shard, Weights
+from .spec import Response, Sampling, Shard, Weights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,32 +28,6 @@ if TYPE_CHECKING:
 
     from ..ir.plan import Placement
     from .devices import Devices
-
-
-def _calls(act: Act, layout: Layout) -> OperatorCalls:
-    """Return the operator counts of a pass.
-
-    Counted by torch's profiler on Qwen2 models of 2 and 6 layers, with the draw of a token.
-    """
-    return OperatorCalls(63 if act == "prefill" else 55, (68 if act == "prefill" else 57) + 17 * (layout.tp > 1))
-
-
-SPEC = EngineSpec(
-    name="hf",
-    verbs=("generate",),
-    axes=("tp", "dp"),
-    build="msrl_graph.backends.hf:HfEngine",
-    options=("micro_batch", "dtype", "memory"),
-    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
-    calls=_calls,
-    continuous=True,
-    shares_beginnings=("host", "device"),
-    # Attention reads the cache, a step's keys and values are appended in a copy, and rows that continue are copied
-    # out.
-    cache_passes=5,
-    peaks=peaks.generator,
-    chosen=("host",),
-)
 
 
 class HfEngine:

@@ -1,6 +1,7 @@
 """msrl-run: flags in, exit code out.
 
-Invariant: nothing of the runtime is loaded before the plan is complete. The exit status is as for msrl-compile, and 3
+Invariant: nothing of the runtime is loaded in this process before the plan is complete, apart from the start of the
+server that imports it meanwhile. The exit status is as for msrl-compile, and 3
 for a failed run, 130 for an interrupted one.
 """
 
@@ -19,6 +20,7 @@ from .common import load_plan, parse_natural, print_diagnostics, run_guarded
 if TYPE_CHECKING:
     from ..compiler.sources import ProgramSource
     from ..ir.plan import Plan
+    from ..runtime.process.preload import PreloadServer
 
 
 def run_main(argv: Sequence[str] | None = None) -> int:
@@ -138,6 +140,19 @@ def _run(argv: Sequence[str]) -> int:
     if any("=" not in setting for setting in options.sets):
         command_line.error("`--set` takes PARAM=VALUE")
     _check_flags(command_line, options)
+    if options.export or options.dry_run:
+        return _run_program(command_line, options, None)
+    try:
+        from ..runtime.driver import preloading
+    except ModuleNotFoundError as error:
+        return _report_missing_package(error)
+    with preloading.starting_early(options.file) as server:  # it imports while the program is compiled
+        return _run_program(command_line, options, server)
+
+
+def _run_program(
+    command_line: argparse.ArgumentParser, options: argparse.Namespace, server: PreloadServer | None
+) -> int:
     program = _Program(options)
     try:
         if options.export:
@@ -149,7 +164,7 @@ def _run(argv: Sequence[str]) -> int:
             if value is not None
         }
         plan = replace(plan, deploy=replace(plan.deploy, run=replace(plan.deploy.run, **stated)))
-        return _execute(plan, options)
+        return _execute(plan, options, server)
     except Fault as fault:
         print_diagnostics(fault.diagnostics, program.source, options)
         return 3 if any(diagnostic.code in MACHINE_FAULTS for diagnostic in fault.diagnostics) else 1
@@ -265,7 +280,7 @@ def _report_missing_package(error: ModuleNotFoundError) -> int:
     return 2
 
 
-def _execute(plan: Plan, options: argparse.Namespace) -> int:
+def _execute(plan: Plan, options: argparse.Namespace, server: PreloadServer | None = None) -> int:
     try:
         from ..runtime.driver import supervisor
         from ..runtime.driver.outcome import Interrupted, RunFailed
@@ -290,7 +305,7 @@ def _execute(plan: Plan, options: argparse.Namespace) -> int:
         print(make_printable("\n".join(attempt.lines())))
         return 0
     try:
-        outcome = supervisor.run(plan, options.out, resume, watch_options)
+        outcome = supervisor.run(plan, options.out, resume, watch_options, server=server)
     except RunFailed as error:
         print_diagnostics([Diagnostic("run-failed", str(error))], None, options)
         return 3

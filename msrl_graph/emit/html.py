@@ -19,8 +19,8 @@ from ..ir.graph import Graph
 from ..ir.plan import PhaseMemory, Plan
 from ..sharding.device_range import iterate_runs
 from .humanize import duration, plural, size
-from .picture import Picture, graph_picture, placed_picture, plan_picture
-from .svg import COLOURS, clean, shorten, svg
+from .picture import COLOURS, Picture, colours, graph_picture, placed_picture, plan_picture
+from .svg import clean, shorten, svg
 from .text import write_graph, write_placed, write_plan
 
 FUNCTIONS = "functions"
@@ -167,11 +167,6 @@ def picture_context(picture: Picture) -> dict[str, Any]:
         "arrows": list(arrows),
         "puts": bool(kinds & {"dock", "allgather_swap", "send"}),
     }
-
-
-def colours(plan: Plan) -> dict[str, int]:
-    """Return the colour of each pool in the picture."""
-    return {name: number % COLOURS for number, (name, _) in enumerate(plan_picture(plan).groups)}
 
 
 def _figures(plan: Plan) -> list[tuple[str, str, str]]:
@@ -369,7 +364,6 @@ def _ticks(seconds: float) -> list[float]:
 __all__ = [
     "BusyInterval",
     "Timeline",
-    "colours",
     "graph_fragment",
     "graph_html",
     "picture_context",

@@ -14,6 +14,8 @@ from ..ir.plan import Plan, Reshard
 from .humanize import duration, plural, size
 from .placed_graph import build_placed_graph
 
+COLOURS = 8
+
 
 @dataclass(frozen=True)
 class Box:
@@ -74,6 +76,11 @@ def graph_picture(graph: Graph) -> Picture:
     ]
     arrows += _state_arrows(graph)
     return Picture(graph.name, _order_groups(groups, boxes), tuple(boxes), tuple(arrows))
+
+
+def colours(plan: Plan) -> dict[str, int]:
+    """Return the colour of each pool in the picture."""
+    return {name: number % COLOURS for number, (name, _) in enumerate(plan_picture(plan).groups)}
 
 
 def plan_picture(plan: Plan) -> Picture:

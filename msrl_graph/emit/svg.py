@@ -13,13 +13,12 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 
 from .layered_layout import Extent, draw
-from .picture import Box, Picture
+from .picture import COLOURS, Box, Picture
 
 LETTER = 7.7  # the most pixels of a letter's width in a name
 SMALL = 6.3  # the same in other text
 LINE = 15.0  # the height of a line in pixels
 LONGEST = 40  # the most letters in a line
-COLOURS = 8
 ARROWS = {"sample": "->", "reshard": "=>", "kept": "sets, for"}
 MARGIN = 8.0
 

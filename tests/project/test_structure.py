@@ -2,10 +2,14 @@
 them."""
 
 import ast
+import subprocess
+import sys
 
 import networkx as nx
 import pytest
 from folders import ROOT
+
+from msrl_graph.backends import ENGINES
 
 PACKAGE = ROOT / "msrl_graph"
 # From the top down; rooms of one floor do not import each other.
@@ -129,6 +133,18 @@ def test_heavy_packages_are_imported_at_module_level_in_the_runtime_only(path):
     if room(path.relative_to(PACKAGE).with_suffix("").parts).split("/")[0] in ("runtime", "noise"):
         return
     assert not [m for m, top in imports(path) if top and m not in MODULES and m[0].split(".")[0] in HEAVY]
+
+
+def test_a_check_loads_the_specs_of_engines_only():
+    """The halves that run take as long to import as all else of the compiler."""
+    code = "import sys; from msrl_graph.cli import compile_main; compile_main(sys.argv[1:]); print(*sys.modules)"
+    program = ROOT / "tests" / "programs" / "grpo_page.rlg"
+    out = subprocess.run([sys.executable, "-c", code, program, "--check"], capture_output=True, text=True, check=True)
+    loaded = set(out.stdout.split())
+    running = {spec.build.partition(":")[0] for spec in ENGINES.values()}
+    assert len(running) == len(ENGINES) and "msrl_graph.backends" in loaded
+    needless = {"msrl_graph.backends.kernels", "msrl_graph.backends.optimizer.steps", "unittest", "asyncio", *HEAVY}
+    assert not loaded & (running | needless)
 
 
 def test_files_stay_short():

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...ir.optimizer_spec import PARTS, OptimizerSpec, Rule
 from ...sharding.layout import Layout, Side, box_at, elements, stages
 from ..sizes import CHUNK
-from ..spec import OperatorCalls, Shard
+from ..spec import Shard
 from .gradients import add_up
 from .muon import Matrices
 from .shards import MomentTensors, OptimizerSlice, make_replica_group
@@ -27,16 +27,6 @@ if TYPE_CHECKING:
 
     from ...sharding.layout import Tensor
     from ..devices import Devices
-
-
-def calls(layout: Layout) -> OperatorCalls:
-    """Return the operator counts of a step, by the ranks that have copies of a weight.
-
-    Counted by torch's profiler on Qwen2 models (12 tensors a layer; a step goes tensor by tensor).
-    """
-    if layout.dp * layout.cp == 1:
-        return OperatorCalls(108, 35)
-    return (OperatorCalls(150, 49), OperatorCalls(230, 73), OperatorCalls(122, 43), OperatorCalls(122, 43))[layout.zero]
 
 
 class ShardRows(NamedTuple):

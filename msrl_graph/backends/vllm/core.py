@@ -13,18 +13,18 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from ...ir.workload import Workload, kv_elements
+from ...ir.workload import Workload
 from ...model.architecture import Model
 from ...model.config import ROUTER, fields
 from ...sharding.layout import Box, elements
 from ..generation.sampling import draw
 from ..hf_modules import DTYPES
 from ..spec import BYTES, Sampling, Shard
+from .spec import DRAWN, block_size, cache_elements, count_sequences_and_blocks, count_step_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,13 +34,7 @@ if TYPE_CHECKING:
 
     from ..devices import Devices
 
-# Tokens of a cache block: prompts share only whole blocks. vLLM's CPU kernels support multiples of 32, vllm-ascend
-# only 128 (attention_v1.py, get_supported_kernel_block_sizes).
-BLOCK = 32
-DEVICE_BLOCK = 128
-DRAWN = 1 << 24  # logits that are drawn from at once, in float64
 LATENT_EPSILON = 1e-6
-STEP = 8192  # most tokens that a step computes, unless more sequences run
 # For vLLM's process: the scheduler runs inside it, and nothing is sent.
 SURROUNDINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -57,38 +51,6 @@ ON_HOST = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # All ranks must count torch's group numbers alike. Only some ranks create vLLM's groups, which count from here.
 _group_counts = itertools.count(1 << 20, 1 << 20)
-
-
-def block_size(work: Workload) -> int:
-    return BLOCK if work.on_host else DEVICE_BLOCK
-
-
-def count_prompt_tokens(work: Workload) -> int:
-    """Return the cached prompt tokens of all sequences.
-
-    Sequences of a prompt share its whole blocks, except the block of its last token."""
-    shared = max(0, work.prompt - 1) // block_size(work) * block_size(work)
-    return work.rows * shared + work.rows * work.samples * (work.prompt - shared)
-
-
-def count_step_tokens(work: Workload) -> int:
-    """Return the most tokens that a step computes."""
-    sequences = work.rows * work.samples
-    return min(max(STEP, sequences), max(count_prompt_tokens(work), sequences))
-
-
-def count_sequences_and_blocks(work: Workload) -> tuple[int, int]:
-    """Return the sequences at once, and their cache blocks; the first block is vLLM's."""
-    sequences = work.rows * work.samples
-    return sequences, 1 + sequences * -(-(work.prompt + work.response) // block_size(work))
-
-
-def cache_elements(work: Workload) -> int:
-    """Return the elements of keys and values of a token on a rank.
-
-    A host caches expanded latents: vLLM's CPU kernel supports only published models' sizes, and no shared prefixes."""
-    model = replace(work.model, latent=None) if work.on_host else work.model
-    return kv_elements(model, work.layout)
 
 
 class SampledBatch:

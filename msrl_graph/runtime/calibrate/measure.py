@@ -44,9 +44,9 @@ from ..dock.segments import room_name
 from ..functions.function_node import FunctionNode
 from ..metrics.recorder import Recorder
 from ..process import compute_setup
-from ..process.cluster_join import job_config, local_ray_environment
-from ..process.environment import openmp_variables
-from ..process.processes import MARK, RAY, Temporary, worker_niceness
+from ..process.cluster_join import job_config
+from ..process.processes import RAY, Temporary, worker_niceness
+from ..process.start_variables import MARK, own_ray, waits
 from ..process.task import Task
 from ..process.task_report import Event, Report
 from . import probes
@@ -78,7 +78,7 @@ def measure(plan: Plan, path: Path, rounds: int = ROUNDS, most: int = 0) -> None
             str(rounds),
             str(most),
         ]
-        environment = {**os.environ, **local_ray_environment(), MARK: str(folder), "TMPDIR": str(folder)}
+        environment = {**os.environ, **own_ray(), MARK: str(folder), "TMPDIR": str(folder)}
         with log.open("wb") as output:
             child = subprocess.Popen(
                 command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True, env=environment
@@ -296,7 +296,7 @@ def main(folder: str, path: str, rounds: int, most: int) -> None:
     began = time.monotonic()
     plan = from_json(Path(folder, "plan.json").read_bytes())
     cores = os.cpu_count() or 1
-    os.environ |= worker_niceness(0) | openmp_variables()
+    os.environ |= worker_niceness(0) | waits()
     ray.init(
         address="local",
         num_cpus=cores,

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from ...diagnostics import Diagnostic
 from ...ir.plan import Plan
 from ..metrics.ports import Ports
+from ..process.preload import PreloadAddress
 from .attempt import WatchOptions
+
+NO_SERVER = PreloadAddress()
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Attempt:
     parent: int = -1  # a pipe whose other end the supervisor has
     lock: int = -1  # of the folder `out`
     changed: tuple[str, ...] = ()  # changes since the checkpoint of the resumed run
+    preload: PreloadAddress = NO_SERVER
     data: dict[str, str] = field(default_factory=dict)  # digests of sampled blocks when the run began
 
 

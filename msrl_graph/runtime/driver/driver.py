@@ -25,7 +25,7 @@ from ..metrics.http_server import StatusServer
 from ..process.heartbeat import DRIVER, Heart, Limits
 from ..process.task_report import ProcessLost, RankFailed, RanksNotJoined, RunError
 from ..weights import checkpoint
-from . import preloading, wait_report
+from . import wait_report
 from .attempt_messages import Attempt, Result
 from .cluster_probe import HostsSilent
 from .device_reservation import NotEnoughHosts
@@ -40,7 +40,6 @@ from .stalls import ProcessStuck
 def main(folder: str) -> int:
     """Run the attempt that the supervisor described in `folder`."""
     attempt = msgspec.json.decode((Path(folder) / "attempt.json").read_bytes(), type=Attempt)
-    server = preloading.start(attempt)
     # Ray's own threads write to stderr: it goes to stdout, the driver's log. Text for a person goes to the old stderr.
     screen = os.fdopen(os.dup(2), "w", buffering=1)
     os.dup2(1, 2)
@@ -50,7 +49,7 @@ def main(folder: str) -> int:
     display.facts.restarts["run"] = attempt.restarts
     watching = StatusServer(attempt.plan, display.facts, attempt.ports)
     signals = Signals(display.say)
-    pool = ProcessPool(attempt, display.say, server)
+    pool = ProcessPool(attempt, display.say)
     if attempt.parent >= 0:
         os.set_inheritable(attempt.lock, False)
         threading.Thread(target=exit_with_supervisor, args=(attempt,), daemon=True).start()

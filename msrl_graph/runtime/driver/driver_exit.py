@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import msgspec
 
-from ..process.processes import MOST, hand_over
+from ..process.processes import MOST, Sessions, hand_over
 from .attempt_messages import Attempt, Result
 from .process_pool import ProcessPool
 from .stalls import DeathReports
@@ -41,7 +41,7 @@ def exit_with_supervisor(attempt: Attempt) -> None:
         os.read(attempt.parent, 1)
     _leaving.acquire()
     # Not killed from here: when Ray's servers are killed, Ray ends this process in the middle of it.
-    hand_over(attempt.folder, os.getsid(0))
+    hand_over(attempt.folder, Sessions(os.getsid(0), attempt.preload.session))
     time.sleep(2 * MOST)
     os._exit(1)
 

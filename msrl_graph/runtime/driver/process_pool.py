@@ -39,7 +39,6 @@ from .dock_monitor import unreachable_hosts, wait_for_results, wait_until_begun
 from .function_hosts import ActorCall, FunctionHosts
 
 if TYPE_CHECKING:
-    from ..process.preload import PreloadServer
     from .attempt_messages import Attempt
 
 SERVERS = ("raylet", "gcs_server")
@@ -56,9 +55,8 @@ class HostFolder(NamedTuple):
 class ProcessPool:
     """Ranks, function hosts and docks of one plan."""
 
-    def __init__(self, attempt: Attempt, say: Callable[[str], None], preload: PreloadServer | None = None) -> None:
+    def __init__(self, attempt: Attempt, say: Callable[[str], None]) -> None:
         self.attempt = attempt
-        self.preload = preload
         self.say = say
         self.plan = attempt.plan
         self.folder = attempt.folder
@@ -96,9 +94,8 @@ class ProcessPool:
                     f"no Ray cluster could be joined by RAY_ADDRESS={address}: {error}", cluster.span
                 ) from None
         else:
-            if self.preload is not None:
-                self.preload.use()
-            with cluster_join.without_monitors(ray_options["log_to_driver"]):
+            self.attempt.preload.use()
+            with cluster_join.without_idle_servers(ray_options["log_to_driver"]):
                 ray.init(
                     address="local",  # never an instance that somebody else has started
                     num_cpus=cluster.devices,

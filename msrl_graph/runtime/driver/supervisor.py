@@ -33,13 +33,15 @@ from ..metrics.display import Screen
 from ..metrics.ports import ListeningSockets
 from ..metrics.recorder import METRICS, parse_line, read_valid_lines
 from ..process import shipped_files
-from ..process.cluster_join import NoResources, local_ray_environment
+from ..process.cluster_join import NoResources
 from ..process.heartbeat import Limits
-from ..process.processes import MARK, Temporary, is_stopped, sweep, worker_niceness
+from ..process.preload import PreloadServer
+from ..process.processes import Temporary, is_stopped, sweep, worker_niceness
+from ..process.start_variables import MARK, own_ray
 from ..weights import checkpoint
-from . import remote_folder, run_inputs, shipping, watchdog
+from . import preloading, remote_folder, run_inputs, shipping, watchdog
 from .attempt import PLAIN, PreparedRun, WatchOptions, prepare
-from .attempt_messages import Attempt, Result
+from .attempt_messages import NO_SERVER, Attempt, Result
 from .callbacks import CallbackFailed, MetricsFollower, OnIteration
 from .changed_files import ChangedFiles
 from .outcome import Interrupted, Outcome, RunFailed, outcome_of
@@ -59,19 +61,21 @@ def run(
     options: WatchOptions = PLAIN,
     stderr: IO[str] | None = None,
     on_iteration: OnIteration | None = None,
+    server: PreloadServer | None = None,
 ) -> Outcome:
     """Run a plan to its end and write its results under `out`.
 
     Results are metrics, curve, trace, logs, checkpoints and weights. `out` is by default a new folder under runs/; with
     `resume`, the folder of a run or of a checkpoint, it is that run's. Messages go to `stderr`; `on_iteration` is
-    called with the metrics of each iteration.
+    called with the metrics of each iteration. `server` is a preload server that the caller has started already.
 
     Raises Fault for input that cannot be run (NoResources for machines that lack what it needs), RunFailed if a process
     died more often than the plan's `restarts`, Interrupted if SIGINT, SIGTERM or SIGHUP ended it, and CallbackFailed if
     `on_iteration` raised.
     """
-    prepared = prepare(plan, out, resume, options)
-    return Supervisor(prepared, options, stderr, on_iteration=on_iteration).run()
+    with preloading.serving(plan, server) as server:
+        prepared = prepare(plan, out, resume, options)
+        return Supervisor(prepared, options, stderr, on_iteration=on_iteration, server=server).run()
 
 
 class Supervisor:
@@ -84,12 +88,14 @@ class Supervisor:
         stderr: IO[str] | None,
         driver: Sequence[str] = PROGRAM,
         on_iteration: OnIteration | None = None,
+        server: PreloadServer | None = None,
     ) -> None:
         self.plan = prepared.plan
         self.prepared = prepared
         self.options = options
         self.stderr = stderr
         self.driver = driver
+        self.preload = server.address if server is not None else NO_SERVER  # of all attempts
         self.console = Screen(file=stderr or sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.child: subprocess.Popen[bytes] | None = None
         self.lock = -1  # on the results' folder
@@ -285,6 +291,7 @@ class Supervisor:
                 lock=self.lock,
                 changed=self.prepared.changed if known and known[0] == self.prepared.begin else (),
                 data=run_inputs.data(self.prepared.inputs),
+                preload=self.preload,
             )
             private.write(folder / "attempt.json", msgspec.json.encode(attempt))  # it has the page's token
             if self.follower is not None:
@@ -311,7 +318,7 @@ class Supervisor:
         environment = {
             **os.environ,
             **worker_niceness(attempt.options.nice),
-            **({} if os.environ.get("RAY_ADDRESS") else local_ray_environment()),
+            **({} if os.environ.get("RAY_ADDRESS") else own_ray()),
             MARK: attempt.folder,
             "RAY_IGNORE_UNHANDLED_ERRORS": "1",
         }
@@ -329,7 +336,7 @@ class Supervisor:
                 pass_fds=(attempt.answer, *attempt.ports.open, attempt.parent, attempt.lock),
                 start_new_session=True,
             )
-        temporary.end_session_too(child.pid)
+        temporary.end_session_too(child.pid, self.preload.session)
         if self.asked:
             child.send_signal(signal.SIGTERM)
         with watchdog.watch_driver(child.pid, temporary, self.limits, self.console.print):

@@ -18,7 +18,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from ...emit.run_page import watch_html
 from ...ir.plan import Plan
 from ..process.connection_gate import PAUSE, Gate
 from .ports import Ports
@@ -36,8 +35,11 @@ class StatusServer:
         self.token = ports.token
         self.streams = 0  # open pages
         self.gates: list[Gate] = []  # gates of the page and of the metrics
-        self.html = watch_html(plan).encode() if ports.page >= 0 else b""
+        self.html = b""
         if ports.page >= 0:
+            from ...emit.run_page import watch_html
+
+            self.html = watch_html(plan).encode()
             self._serve(ports.page, type("Page", (_Page,), {"watching": self}))
         if ports.metrics >= 0:
             from .prometheus import handler

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...emit.html import colours
+from ...emit.picture import colours
 from ...ir.plan import Plan
 from ...ir.rowsets import rowsets
 from ..dock.messages import Status

@@ -6,7 +6,6 @@ Invariant: a cluster that does not answer is reported at once, with its address.
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -29,27 +28,19 @@ START = (
     "RAY_ADDRESS to run on this machine"
 )
 LOOPBACK = "127.0.0.1"
-# Ray reads it at import: with "0" its servers and workers listen at the loopback only, on any system.
-_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-
-
-def local_ray_environment() -> dict[str, str]:
-    """Return the environment of a process that starts Ray for this machine alone.
-
-    Ray then listens at the loopback only, and requires a token that nobody else has. Both must be set before Ray is
-    imported. What the caller has set for other clusters does not apply to this one.
-    """
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), _ALONE: "0"}
 
 
 @contextmanager
-def without_monitors(logs: bool) -> Iterator[None]:
-    """Start Ray's servers of this machine without two processes that no run uses.
+def without_idle_servers(logs: bool) -> Iterator[None]:
+    """Start Ray's servers of this machine without three processes that no run uses.
 
-    These are the autoscaler's monitor and, unless `logs` go to the driver, the log monitor. Each takes a second of CPU
-    time to start.
+    These are the autoscaler's monitor, the API server and, unless `logs` go to the driver, the log monitor. Each takes
+    a second of CPU time to start, and Ray starts nothing else until the API server answers. The agent that Ray needs
+    leaves out what serves a dashboard, as it does where the packages of one are missing.
     """
     parameters: Any = import_module("ray._private.parameter")
+    services: Any = import_module("ray._private.services")
+    utils: Any = import_module("ray._private.utils")
     usual = parameters.RayParams
 
     class ParamsWithoutMonitors(usual):  # type: ignore[misc, valid-type]
@@ -58,11 +49,19 @@ def without_monitors(logs: bool) -> Iterator[None]:
             self.no_monitor = True
             self.include_log_monitor = logs
 
-    parameters.RayParams = ParamsWithoutMonitors
+    changes: list[tuple[Any, str, Any]] = [(parameters, "RayParams", ParamsWithoutMonitors)]
+    if hasattr(services, "start_api_server"):  # these are its results when the server cannot be started
+        changes.append((services, "start_api_server", lambda *_, **__: (None, None)))
+    if hasattr(utils, "get_dashboard_dependency_error"):  # which imports these packages to find out
+        changes.append((utils, "get_dashboard_dependency_error", lambda: ImportError("a run has no dashboard")))
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:
+        for module, name, value in changes:
+            setattr(module, name, value)
         yield
     finally:
-        parameters.RayParams = usual
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 class NoResources(Fault):
@@ -178,7 +177,6 @@ __all__ = [
     "files_loaded",
     "job_config",
     "live_nodes",
-    "local_ray_environment",
     "set_collective_interface",
     "unreachable_cluster",
 ]

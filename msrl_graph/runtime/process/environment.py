@@ -9,23 +9,7 @@ from pathlib import Path
 
 from . import fork_setup, log, shipped_files
 from .heartbeat import Heart, Limits
-
-# How often a thread of OpenMP looks for more work before it releases its core: about the time from one operator to the
-# next. The run's other processes and other programs need the core. OpenMP libraries other than GNU's use the policy.
-WAITS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
-
-
-def openmp_variables() -> dict[str, str]:
-    """Return the variables that a computing process must start with.
-
-    OpenMP reads them when torch is loaded. With them, threads that wait for each other soon release their cores.
-    Settings of the user stay.
-    """
-    return {} if WAITS.keys() & os.environ.keys() else WAITS
-
-
-# What packages read as they are imported.
-OFFLINE = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+from .start_variables import OFFLINE
 
 
 def set_up_process(folder: str, logs: str, process: str, deadline: float = 0.0) -> None:

@@ -1,8 +1,9 @@
-"""A process that imports what ranks need once, and forks Ray's workers.
+"""A process that imports what a run's workers need once, and forks Ray's workers.
 
 Invariant: no run depends on it. A worker that cannot be forked is started as Ray starts it. The server imports nothing
-that starts threads which a fork would lose: not Ray, whose gRPC does. It ends when the process that started it ends:
-its end of a pipe closes. This file is run as a program and imports nothing of the package.
+that starts threads which a fork would lose, and not Ray, which reads a worker's variables as it is imported. It ends
+when the process that started it ends: its end of a socket closes. This file is run as a program and imports nothing of
+the package.
 
 Ray starts a worker with `python setup_worker.py default_worker.py ...`. After `use`, this file takes the place of
 setup_worker.py: it sends its arguments, environment and open files to the server. The server forks a process that
@@ -18,7 +19,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import subprocess
 
 SOCKET = "MSRL_PRELOAD"  # in the environment of Ray's servers: the server's socket
 PATIENCE = 60.0  # seconds that a launcher waits for the server, which may still be importing
@@ -26,37 +30,86 @@ TALK = 5.0  # seconds that the server waits for the request of a connected launc
 _OOM = "/proc/self/oom_score_adj"
 
 
-class PreloadServer:
-    """A server with a socket in `folder`.
+class PreloadAddress(NamedTuple):
+    """The socket of a server ("": there is none), and the session of it and its forks."""
 
-    It imports `modules`; `environment` is added to the environment of this process.
-    """
-
-    def __init__(self, folder: Path, modules: Iterable[str], environment: Mapping[str, str]) -> None:
-        import subprocess
-
-        self.socket = str(folder / "preload")
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(self.socket)
-            listening.listen(1024)  # launchers wait here until the modules are imported
-            self._process = subprocess.Popen(
-                [sys.executable, __file__, str(listening.fileno()), *modules],
-                stdin=subprocess.PIPE,  # never written to: the server ends when it is closed
-                env={**os.environ, **environment},
-                pass_fds=[listening.fileno()],
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    socket: str = ""
+    session: int = 0
 
     def use(self) -> None:
         """Let Ray servers that this process starts later fork their workers."""
         from ray._private import ray_constants
 
-        if hasattr(ray_constants, "SETUP_WORKER_FILENAME"):  # joined to the folder of Ray's own, and absolute
+        # Joined to the folder of Ray's own, and absolute.
+        if self.socket and hasattr(ray_constants, "SETUP_WORKER_FILENAME"):
             ray_constants.SETUP_WORKER_FILENAME = __file__
             os.environ[SOCKET] = self.socket
+
+
+class PreloadServer:
+    """A server with a temporary folder of its own, whose name begins with `prefix`.
+
+    It imports `modules`, and then those that `load` names. `environment` is added to the environment of this process,
+    and so is `mark`, a variable with the folder. The folder has the socket, and what packages write as they are
+    imported.
+    """
+
+    def __init__(self, modules: Iterable[str], environment: Mapping[str, str], prefix: str, mark: str) -> None:
+        import fcntl
+        import tempfile
+
+        self.folder = Path(tempfile.mkdtemp(prefix=prefix))
+        self._held = os.open(self.folder, os.O_RDONLY)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(self._held, fcntl.LOCK_SH | fcntl.LOCK_NB)  # no sweep removes the folder
+        self._control, control = socket.socketpair()
+        variables = {**environment, "TMPDIR": str(self.folder), mark: str(self.folder)}
+        try:
+            with control:
+                self._process = self._begin(control, variables)
+        except OSError:
+            self._leave()
+            raise
+        self.load(modules)
+
+    def _begin(self, control: socket.socket, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        import subprocess
+
+        path = str(self.folder / "preload")
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path)
+            listening.listen(1024)  # launchers wait here until the modules are imported
+            process = subprocess.Popen(
+                [sys.executable, __file__, str(listening.fileno()), str(self.folder)],
+                stdin=control.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **variables},
+                pass_fds=[listening.fileno()],
+                start_new_session=True,
+            )
+        self.address = PreloadAddress(path, process.pid)
+        return process
+
+    def load(self, modules: Iterable[str]) -> None:
+        """Import more modules, before the next fork."""
+        with suppress(OSError):  # it was killed
+            self._control.sendall("".join(f"{module}\n" for module in modules).encode())
+
+    def close(self) -> None:
+        """End the server, though not its forks."""
+        if self._held >= 0:
+            self._process.kill()
+            self._process.wait()
+            self._leave()
+
+    def _leave(self) -> None:
+        import shutil
+
+        self._control.close()
+        os.close(self._held)
+        self._held = -1
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def launch(arguments: list[str]) -> None:
@@ -114,26 +167,26 @@ def _connected(arguments: list[str]) -> socket.socket | None:
     return None
 
 
-def serve(listening: socket.socket, modules: list[str]) -> list[str]:
-    """Fork workers until standard input is closed.
+def serve(listening: socket.socket, folder: str) -> list[str]:
+    """Import modules and fork workers until standard input is closed.
 
     Returns in each worker, with the arguments of the program that it runs.
     """
     import gc
     import select
     import signal
-    from importlib import import_module
 
-    for module in modules:
-        with suppress(Exception):  # a worker that needs it raises the error where a person reads it
-            import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection in a worker would copy the memory that it shares
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no worker stays a zombie
+    control = socket.socket(fileno=os.dup(0))
+    _end_with_parent(control, folder)
+    gc.disable()  # imports make little garbage, and a collection in a worker would copy the memory that it shares
+    names = ""
     while True:
-        ready, _, _ = select.select([0, listening.fileno()], [], [])
-        if 0 in ready:
-            os._exit(0)
+        ready, _, _ = select.select([control, listening], [], [])
+        if control in ready:
+            *modules, names = (names + control.recv(1 << 16).decode()).split("\n")
+            _load(modules, folder)
+            gc.freeze()
+            continue  # launchers that are waiting may need the next modules too
         connection, _ = listening.accept()
         files: list[int] = []
         is_worker = False
@@ -142,13 +195,48 @@ def serve(listening: socket.socket, modules: list[str]) -> list[str]:
                 request = _request(connection, files)
                 is_worker = os.fork() == 0
             if is_worker:  # an error here ends the worker before it answers
-                listening.close()
+                signal.signal(signal.SIGIO, signal.SIG_DFL)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listening.close()
+                control.close()
+                gc.enable()
                 return _begin(connection, request, files)
         finally:
             connection.close()
             for file in files:
                 os.close(file)
+
+
+def _end_with_parent(control: socket.socket, folder: str) -> None:
+    """End this process when the other end of its socket closes, even during an import."""
+    import fcntl
+    import shutil
+    import signal
+
+    def look(*_: object) -> None:
+        with suppress(BlockingIOError):
+            if not control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                shutil.rmtree(folder, ignore_errors=True)
+                os._exit(0)
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no worker stays a zombie
+    signal.signal(signal.SIGIO, look)
+    fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
+    look()
+
+
+def _load(modules: list[str], folder: str) -> None:
+    """Import modules, and remove what they wrote to the temporary folder."""
+    import shutil
+    from importlib import import_module
+
+    for module in modules:
+        with suppress(Exception):  # a worker that needs it raises the error where a person reads it
+            import_module(module)
+    for path in Path(folder).iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _request(connection: socket.socket, files: list[int]) -> dict[str, Any]:
@@ -166,10 +254,14 @@ def _request(connection: socket.socket, files: list[int]) -> dict[str, Any]:
 
 def _begin(connection: socket.socket, request: dict[str, Any], files: list[int]) -> list[str]:
     """Become the process that a launcher describes."""
+    import tempfile
+
+    os.setpgid(0, 0)  # Ray kills the process group of a worker that ends
     for number, file in enumerate(files):
         os.dup2(file, number)
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # it may be the server's
     os.chdir(request["folder"])
     with suppress(OSError):
         os.nice(request["niceness"] - os.nice(0))
@@ -191,7 +283,7 @@ def main() -> None:
     else:
         import runpy
 
-        sys.argv = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+        sys.argv = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

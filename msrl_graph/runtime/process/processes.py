@@ -2,11 +2,12 @@
 
 Nothing of them is left, whichever process is killed.
 
-Invariant: only processes with the run's mark, or of its driver's session, are ended. Only a folder that no keeper holds
-is removed, and only one of this user's, of mode 0700, with a name that a run gives: never through a link, and a name is
-never a pattern. A *keeper* is a process that makes a temporary folder, waits until its starter releases it or is dead
-(the system closes the pipe between them), and then ends what is left of the run and removes the folder. A keeper that
-died, or is stopped, is replaced. This file is run as the keeper's program, so it imports little of the package.
+Invariant: only processes with the run's mark, or of the sessions that it started, are ended. Only a folder that no
+keeper holds is removed, and only one of this user's, of mode 0700, with a name that a run gives: never through a link,
+and a name is never a pattern. A *keeper* is a process that makes a temporary folder, waits until its starter releases
+it or is dead (the system closes the pipe between them), and then ends what is left of the run and removes the folder. A
+keeper that died, or is stopped, is replaced. This file is run as the keeper's program, so it imports little of the
+package.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from ...files import private
 from .heartbeat import read_stat
+from .start_variables import MARK, PREFIX
 
-MARK = "MSRL_RUN"  # in the environment of every process of a run: its temporary folder
 NICENESS = "RAY_worker_niceness"  # Ray's setting
-PREFIX = "msrl-run-"  # short: Ray's sockets are in the folder, and their paths are limited to 107 bytes
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")  # what `tempfile` makes of it
 # Ray's own folder, below the run's, since Ray makes its folder accessible to all users. The name is short too.
 RAY = "r"
@@ -80,6 +81,26 @@ def wait_for_end(pids: Collection[int], seconds: float) -> None:
         time.sleep(0.005)
 
 
+class Sessions(NamedTuple):
+    """The sessions whose processes end with a temporary folder; 0: none.
+
+    The leader of `server` is a preload server. It stays while its parent is `owner`, which may use it again.
+    """
+
+    driver: int = 0
+    server: int = 0
+    owner: int = 0
+
+    def has(self, process: psutil.Process) -> bool:
+        session = os.getsid(process.pid)
+        if session == 0 or session not in (self.driver, self.server):
+            return False
+        return not (process.pid == self.server and process.ppid() == self.owner)
+
+
+NO_SESSIONS = Sessions()
+
+
 class Temporary:
     """A temporary folder and its keeper.
 
@@ -89,7 +110,7 @@ class Temporary:
 
     def __init__(self) -> None:
         self.keeper = 0
-        self._session = 0
+        self._sessions = NO_SESSIONS
         self._stopped_seconds = 0.0
         self._closed = False
         self._lock = threading.Lock()
@@ -122,19 +143,22 @@ class Temporary:
         self._stdin = starter.stdin
         self._stdout = starter.stdout
         self.keeper = int(pid)
-        self._send_session()  # from now on it does its work when the pipe ends
+        self._send_sessions()  # from now on it does its work when the pipe ends
         return folder_name
 
-    def end_session_too(self, session: int) -> None:
-        """Make the keeper end the processes of this session with the folder."""
-        with self._lock:
-            self._session = session
-            self._send_session()
+    def end_session_too(self, session: int, server: int = 0) -> None:
+        """Make the keeper end the processes of this session with the folder.
 
-    def _send_session(self) -> None:
+        The processes that the preload `server` of this process has forked end too.
+        """
+        with self._lock:
+            self._sessions = Sessions(session, server, os.getpid())
+            self._send_sessions()
+
+    def _send_sessions(self) -> None:
         if self.keeper:
             with suppress(OSError):  # it was killed: this process then does its work
-                self._stdin.write(f"{self._session}\n")
+                self._stdin.write(f"{' '.join(map(str, self._sessions))}\n")
                 self._stdin.flush()
 
     def replace_keeper(self, seconds: float, limit: float) -> str:
@@ -180,7 +204,7 @@ class Temporary:
                 self._stdout.close()
             else:  # there is none, it was killed, or it is stopped
                 self._kill_keeper()
-                end_run(str(self.folder), self._session)
+                end_run(str(self.folder), self._sessions)
             os.close(self._held)
         wait_for_end([self.keeper], 2.0)
 
@@ -269,11 +293,11 @@ def sweep() -> None:
                 os.close(handle)
 
 
-def end_run(folder: str, session: int = 0) -> None:
+def end_run(folder: str, sessions: Sessions = NO_SESSIONS) -> None:
     """Kill every process left of a run and remove its folder.
 
-    These are the processes of the driver's session (0: none), and those with the mark in their environment (Ray's
-    processes change their titles, which may overwrite it). Processes that tidy up after others end by themselves, or
+    These are the processes of its sessions, and those with the mark in their environment (Ray's processes change their
+    titles, which may overwrite it). Processes that tidy up after others end by themselves, or
     are killed last. The shared memory under the folder's name is removed too.
     """
     begin = time.monotonic()
@@ -283,7 +307,7 @@ def end_run(folder: str, session: int = 0) -> None:
         tidying = False
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                ours = (session and os.getsid(process.pid) == session) or process.environ().get(MARK) == folder
+                ours = sessions.has(process) or process.environ().get(MARK) == folder
                 if not ours or process.pid == os.getpid() or not is_alive(process.pid):
                     continue
                 if time.monotonic() < begin + TIDY_SECONDS and any(
@@ -303,7 +327,7 @@ def end_run(folder: str, session: int = 0) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def hand_over(folder: str, session: int) -> None:
+def hand_over(folder: str, sessions: Sessions) -> None:
     """Have a separate keeper end a run at once.
 
     A process of the run that will itself be ended calls this.
@@ -313,7 +337,7 @@ def hand_over(folder: str, session: int) -> None:
     keeper = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment, start_new_session=True
     )
-    keeper.communicate(f"{session}\n".encode())
+    keeper.communicate(f"{' '.join(map(str, sessions))}\n".encode())
 
 
 def _remove_shared(run: str) -> None:
@@ -350,14 +374,14 @@ def _keep() -> None:
         with suppress(OSError):  # the reader is dead already
             os.write(sys.stdout.fileno(), f"{keeper} {folder}\n".encode())
         os._exit(0)
-    session = 0
+    sessions = NO_SESSIONS
     has_heard = False
     for line in sys.stdin:
-        session = int(line)
+        sessions = Sessions(*map(int, line.split()))
         has_heard = True
     if takes_over and not has_heard:
         return
-    end_run(folder, session)
+    end_run(folder, sessions)
     with suppress(OSError):
         sys.stdout.write(_ENDED)
         sys.stdout.flush()

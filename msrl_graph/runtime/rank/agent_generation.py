@@ -8,6 +8,7 @@ weights, but not of the other requests that came at the same time.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,12 +17,14 @@ from ...backends.spec import Sampling, collect_responses
 from ...ir.attributes import GenerateAttributes
 from ...ir.graph import Node
 from ...ir.plan import Plan
-from ..agents.agent_process import AgentProcess
 from ..agents.rank_protocol import AgentsFinished, BatchStart, SampleReply, SampleRequest
 from ..process import row_progress
 from ..process.task import Task
 from ..process.task_report import Report
 from .engines import Engines
+
+if TYPE_CHECKING:
+    from ..agents.agent_process import AgentProcess
 
 
 class AgentGeneration(Engines):
@@ -42,6 +45,8 @@ class AgentGeneration(Engines):
                 and GenerateAttributes.of(node).agent is not None
                 and self._is_group_leader(node)
             ):
+                from ..agents.agent_process import AgentProcess  # aiohttp comes with it
+
                 self.agents[name] = AgentProcess(self.plan, node)
         super().build()
 

@@ -11,7 +11,8 @@ import ray
 from ...hardware.environment_variables import Setting, missing_settings
 from ..dock.messages import DockAddress
 from ..process import fault_points
-from ..process.environment import openmp_variables, set_up_process
+from ..process.environment import set_up_process
+from ..process.start_variables import waits
 from ..process.task import Task
 from ..process.task_report import Report
 from ..weights import checkpoint_parts
@@ -35,7 +36,7 @@ class RankHost:
         wanted: tuple[Setting, ...],
         deadline: float = 0.0,
     ) -> None:
-        os.environ |= openmp_variables() | missing_settings(wanted, os.environ)
+        os.environ |= waits() | missing_settings(wanted, os.environ)
         # First, since torch makes a cache folder among the temporary files when parts of it are imported.
         set_up_process(folder, logs, f"rank {rank}", deadline)
         from .rank import Rank

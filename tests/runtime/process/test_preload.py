@@ -17,7 +17,8 @@ from msrl_graph.runtime.process import preload
 # What Ray's two files do, as far as it is seen here.
 WORKER = """
 import json, os, sys
-found = dict(arguments=sys.argv[1:], parent=os.getppid(), name=__name__, folder=os.getcwd(), nice=os.nice(0),
+found = dict(arguments=sys.argv[1:], parent=os.getppid(), leads=os.getpgid(0) == os.getpid(),
+    session=os.getsid(0), name=__name__, folder=os.getcwd(), nice=os.nice(0),
     environment=dict(os.environ), loaded="colorsys" in sys.modules, path=sys.path,
     oom=open("/proc/self/oom_score_adj").read())
 print(json.dumps(found), flush=True)
@@ -31,18 +32,26 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "default_worker.py").write_text(WORKER)
     (tmp_path / "setup_worker.py").write_text(SETUP)
     return tmp_path
 
 
+def started(*modules, **environment):
+    return preload.PreloadServer(modules, environment, "server-", "MSRL_MARK")
+
+
 @pytest.fixture
 def server(folder):
-    server = preload.PreloadServer(folder, ["colorsys", "there.is.no.such.module"], {"MSRL_TEST": "1"})
+    server = started("colorsys", "there.is.no.such.module", MSRL_TEST="1")
     yield server
-    server._process.stdin.close()
-    assert server._process.wait(20) == 0
+    server.close()
+    assert not psutil.pid_exists(server.address.session)
+    assert not list((folder / "temporary").iterdir())
 
 
 def launched(folder, *arguments, nice=0, **variables):
@@ -53,7 +62,7 @@ def launched(folder, *arguments, nice=0, **variables):
         stdout=subprocess.PIPE,
         text=True,
         cwd=folder,
-        env={**os.environ, preload.SOCKET: str(folder / "preload"), **variables},
+        env={**os.environ, preload.SOCKET: next(map(str, folder.glob("temporary/*/preload")), ""), **variables},
         preexec_fn=lambda: os.nice(nice),
     )
     return worker, json.loads(worker.stdout.readline())
@@ -63,7 +72,8 @@ def test_a_forked_worker_is_what_ray_asked_for(folder, server):
     ray = ("--language=PYTHON", "--serialized-runtime-env-context={}")
     for i in range(3):
         worker, found = launched(folder, "--node-id=a b", *ray, f"--token={i}", nice=3, OWN="x", PYTHONHASHSEED="0")
-        assert found["parent"] == server.pid and found["loaded"]
+        assert found["parent"] == server.address.session and found["loaded"]
+        assert found["leads"] and found["session"] == server.address.session
         assert found["arguments"] == ["--node-id=a b", f"--token={i}"]
         assert found["name"] == "__main__" and found["folder"] == str(folder)
         assert found["nice"] == os.nice(0) + 3
@@ -77,12 +87,12 @@ def test_a_forked_worker_is_what_ray_asked_for(folder, server):
 
 def test_the_end_of_a_killed_worker_is_seen(folder, server):
     worker, _ = launched(folder)
-    (forked,) = psutil.Process(server.pid).children()
+    (forked,) = psutil.Process(server.address.session).children()
     forked.kill()
     worker.communicate(timeout=20)
     assert worker.returncode == 0
     forked.wait(20)  # no zombie stays
-    assert psutil.Process(server.pid).children() == []
+    assert psutil.Process(server.address.session).children() == []
 
 
 @pytest.mark.parametrize(
@@ -98,7 +108,7 @@ def test_a_worker_with_an_environment_of_its_own_is_not_forked(folder, server, c
 def test_the_interpreter_of_this_process_is_no_other(folder, server):
     context = {"py_executable": sys.executable, "env_vars": {"MORE": "y"}}
     worker, found = launched(folder, f"--serialized-runtime-env-context={json.dumps(context)}")
-    assert found["parent"] == server.pid and found["environment"]["MORE"] == "y"
+    assert found["parent"] == server.address.session and found["environment"]["MORE"] == "y"
     worker.communicate()
 
 
@@ -111,27 +121,29 @@ def test_without_a_server_workers_start_as_ray_starts_them(folder):
 
 def test_a_server_that_is_killed_while_workers_wait_costs_nothing(folder):
     (folder / "slow.py").write_text("import time\ntime.sleep(60)")
-    server = preload.PreloadServer(folder, ["slow"], {"PYTHONPATH": str(folder)})
+    server = started("slow", PYTHONPATH=str(folder))
     ask = [sys.executable, preload.__file__, str(folder / "default_worker.py")]
-    variables = {**os.environ, preload.SOCKET: server.socket}
+    variables = {**os.environ, preload.SOCKET: server.address.socket}
     worker = subprocess.Popen(ask, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
     time.sleep(0.5)
-    os.kill(server.pid, signal.SIGKILL)
+    os.kill(server.address.session, signal.SIGKILL)
     said, _ = worker.communicate(timeout=30)
     assert json.loads(said)["environment"]["SET_UP"] == "by Ray"
-    server._process.stdin.close()
-    server._process.wait()
+    server.load(["colorsys"])  # is no error
+    server.close()
+    server.close()
+    assert not list((folder / "temporary").iterdir())
 
 
 def test_a_stranger_that_says_nothing_keeps_no_worker_waiting_for_long(folder, server):
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as rubbish:
-        silent.connect(server.socket)
-        rubbish.connect(server.socket)
+        silent.connect(server.address.socket)
+        rubbish.connect(server.address.socket)
         socket.send_fds(rubbish, [b" "], [0])
         rubbish.sendall(b"{")
         rubbish.shutdown(socket.SHUT_WR)
         worker, found = launched(folder)
-        assert found["parent"] == server.pid
+        assert found["parent"] == server.address.session
         worker.communicate()
 
 
@@ -141,11 +153,11 @@ def test_a_launcher_that_cannot_read_its_own_score_is_served_all_the_same(folder
     code = f"import runpy, sys; sys.path.insert(0, ''); sys.argv = {arguments!r}; "
     code += "names = runpy.run_path(sys.argv[0]); names['launch'].__globals__['_OOM'] = '/there/is/none'; "
     code += "names['launch'](sys.argv[1:])"
-    variables = {**os.environ, preload.SOCKET: server.socket}
+    variables = {**os.environ, preload.SOCKET: server.address.socket}
     worker = subprocess.run(
         [sys.executable, "-c", code], input="", capture_output=True, text=True, env=variables, timeout=30
     )
-    assert json.loads(worker.stdout)["parent"] == server.pid, worker.stderr
+    assert json.loads(worker.stdout)["parent"] == server.address.session, worker.stderr
 
 
 def test_a_worker_whose_folder_is_gone_starts_as_ray_starts_it(folder, server):
@@ -153,7 +165,7 @@ def test_a_worker_whose_folder_is_gone_starts_as_ray_starts_it(folder, server):
     gone = folder / "gone"
     gone.mkdir()
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(server.socket)
+        connection.connect(server.address.socket)
         with (folder / "errors").open("w") as errors:
             socket.send_fds(connection, [b" "], [errors.fileno()] * 3)
         request = {"arguments": ["x"], "environment": {}, "folder": str(gone / "none"), "niceness": 0, "oom": ""}
@@ -161,5 +173,63 @@ def test_a_worker_whose_folder_is_gone_starts_as_ray_starts_it(folder, server):
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1) == b""
     worker, found = launched(folder)
-    assert found["parent"] == server.pid
+    assert found["parent"] == server.address.session
     worker.communicate()
+
+
+def test_modules_that_are_named_later_are_loaded_before_the_next_fork(folder):
+    """Though the launcher has come while the server was importing the first ones."""
+    (folder / "slow.py").write_text("import time\ntime.sleep(3)")
+    server = started("slow", PYTHONPATH=str(folder))
+    ask = [sys.executable, preload.__file__, str(folder / "default_worker.py")]
+    variables = {**os.environ, preload.SOCKET: server.address.socket}
+    worker = subprocess.Popen(ask, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables)
+    time.sleep(0.5)
+    server.load(["colorsys"])
+    found = json.loads(worker.stdout.readline())
+    assert found["parent"] == server.address.session and found["loaded"]
+    worker.communicate(timeout=20)
+    server.close()
+
+
+def test_what_a_module_writes_as_it_is_imported_goes_with_the_server(folder):
+    (folder / "writes.py").write_text("import tempfile; tempfile.mkdtemp()")
+    server = started("writes", "colorsys", PYTHONPATH=str(folder))
+    worker, found = launched(folder)
+    assert found["loaded"] and found["environment"]["TMPDIR"] == str(folder / "temporary")
+    worker.communicate()
+    assert [path.name for path in server.folder.iterdir()] == ["preload"]
+    assert list((folder / "temporary").iterdir()) == [server.folder]
+    server.close()
+
+
+OWNER = """
+import sys, time
+from msrl_graph.runtime.process.preload import PreloadServer
+server = PreloadServer(sys.argv[1:], {}, "server-", "MSRL_MARK")
+print(server.address.session, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("module", ["slow", "colorsys"])
+def test_a_server_whose_parent_is_killed_ends_at_once_even_during_an_import(folder, module):
+    (folder / "slow.py").write_text("import time\nwhile True:\n    time.sleep(60)")
+    command = [sys.executable, "-c", OWNER, module]
+    variables = {**os.environ, "PYTHONPATH": str(folder)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as owner:
+        server = psutil.Process(int(owner.stdout.readline()))
+        assert server.environ()["MSRL_MARK"] == server.environ()["TMPDIR"]  # a sweep finds its forks by it
+        time.sleep(0.5)
+        owner.kill()
+    psutil.wait_procs([server], timeout=20)
+    assert not server.is_running() and not list((folder / "temporary").iterdir())
+
+
+def test_no_server_starts_where_its_socket_has_no_room(folder, monkeypatch):
+    deep = folder / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(OSError):
+        started()
+    assert not list(deep.iterdir())

@@ -240,3 +240,24 @@ while True:
     with process:
         process.kill()
     assert until(lambda: not Path(folder).exists() and not any(map(is_alive, (other, leader, marked))))
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_preload_servers_forks_end_with_the_folder_and_it_does_without_its_parent(owned):
+    code = """
+import os, time
+if not os.fork():
+    print(os.getpid(), flush=True)
+time.sleep(300)
+"""
+    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    fork = int(server.stdout.readline())
+    kept = Temporary()
+    kept.end_session_too(0, server.pid)
+    if not owned:  # as if another process had started it, which is dead
+        kept._sessions = kept._sessions._replace(owner=1)
+        kept._send_sessions()
+    kept.close()
+    assert not is_alive(fork) and is_alive(server.pid) == owned
+    server.kill()
+    server.communicate()

@@ -1,0 +1,57 @@
+"""The spec of training and inference by torch FSDP2 (fsdp.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..sharding.layout import Layout
+from . import expert_placement, peaks
+from .optimizer.step_calls import step_calls
+from .spec import Act, EngineSpec, Lint, OperatorCalls, Situation
+
+
+def _lints(situation: Situation) -> Iterator[Lint]:
+    if situation.verb == "update" and situation.layout.zero == 2 and situation.layout.dp > 1:
+        message = "zero = 2 also shards the weights at rest and gathers them once a step: less memory than ZeRO 2 needs"
+        yield Lint(message, "zero = 3 needs even less memory, zero = 1 less communication")
+
+
+def _calls(act: Act, layout: Layout) -> OperatorCalls:
+    """Return operator counts, from torch's profiler on Qwen2 models."""
+    if act == "step":
+        return step_calls(layout)
+    # With sharded weights FSDP2 has hooks around each layer and around the model. In a forward pass they cost Python
+    # as much as a hundred operators, and as much again for each collective of a backward pass. An operator on a
+    # DTensor costs as much as three on tensors.
+    if act == "update":
+        hooks = SPEC.divides_weights(layout) * (300 if layout.zero >= 3 else 200)
+        counts = OperatorCalls(232 + hooks, 83 + hooks)
+    else:
+        hooks = SPEC.divides_weights(layout) * 100
+        counts = OperatorCalls(73 + hooks, 46 + hooks)
+    if layout.tp > 1:
+        counts = OperatorCalls(3 * counts.layer, 3 * counts.rest)
+    if layout.cp > 1:  # on tensors: a ring by blocks, and sharding the tree and gathering outputs
+        forward, forward_backward = (24 * layout.cp, 54 * layout.cp) if layout.cp_kind == "ring" else (18, 39)
+        counts = OperatorCalls(counts.layer + (forward_backward if act == "update" else forward), counts.rest + 30)
+    return counts
+
+
+SPEC = EngineSpec(
+    name="fsdp",
+    verbs=("infer", "update"),
+    axes=("tp", "cp", "dp", "ep"),
+    build="msrl_graph.backends.fsdp:FsdpEngine",
+    options=("micro_batch", "recompute", "dtype", "offload", "activations", "compile"),
+    zero=(0, 1, 2, 3),
+    divided_from=2,
+    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
+    spread=expert_placement.WHOLE,
+    lints=_lints,
+    calls=_calls,
+    shares_beginnings=("host", "device"),
+    sums=(2, 5),  # q, k, v, gate and up each sum their input's gradient
+    peaks=peaks.trainer,
+    stored=peaks.stored,
+    chosen=("host", "device"),
+)

@@ -1,0 +1,33 @@
+"""The spec of generation by transformers (hf.py)."""
+
+from __future__ import annotations
+
+from ..sharding.layout import Layout
+from . import peaks
+from .spec import Act, EngineSpec, OperatorCalls
+
+
+def _calls(act: Act, layout: Layout) -> OperatorCalls:
+    """Return the operator counts of a pass.
+
+    Counted by torch's profiler on Qwen2 models of 2 and 6 layers, with the draw of a token.
+    """
+    return OperatorCalls(63 if act == "prefill" else 55, (68 if act == "prefill" else 57) + 17 * (layout.tp > 1))
+
+
+SPEC = EngineSpec(
+    name="hf",
+    verbs=("generate",),
+    axes=("tp", "dp"),
+    build="msrl_graph.backends.hf:HfEngine",
+    options=("micro_batch", "dtype", "memory"),
+    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
+    calls=_calls,
+    continuous=True,
+    shares_beginnings=("host", "device"),
+    # Attention reads the cache, a step's keys and values are appended in a copy, and rows that continue are copied
+    # out.
+    cache_passes=5,
+    peaks=peaks.generator,
+    chosen=("host",),
+)

@@ -1,0 +1,50 @@
+"""The spec of training and inference by Megatron-Core (engine.py)."""
+
+from __future__ import annotations
+
+from ...sharding.layout import Layout
+from .. import expert_placement
+from ..optimizer.step_calls import step_calls
+from ..spec import Act, EngineSpec, OperatorCalls
+from . import peaks
+
+# Python's cost of a pass besides its operators, in operators that take as long: Megatron's modules and schedule, for
+# an update in both passes. By processor time of models of 2 and 6 layers on two tokens; an operator is that of
+# probes.launch.
+PYTHON = {"infer": OperatorCalls(21, 90), "update": OperatorCalls(37, 176), "step": OperatorCalls(0, 0)}
+
+
+def _calls(act: Act, layout: Layout) -> OperatorCalls:
+    """Return operator counts, from torch's profiler on Qwen2 models of 2 and 6 layers."""
+    if act == "step":
+        return step_calls(layout)
+    counts, python = (
+        (OperatorCalls(198, 151), PYTHON["update"]) if act == "update" else (OperatorCalls(78, 96), PYTHON["infer"])
+    )
+    if layout.tp > 1:  # sequence parallelism, and the sharded vocabulary
+        counts = OperatorCalls(268, 183) if act == "update" else OperatorCalls(102, 114)
+    return OperatorCalls(counts.layer + python.layer, counts.rest + python.rest)
+
+
+SPEC = EngineSpec(
+    name="megatron",
+    verbs=("infer", "update"),
+    axes=("tp", "cp", "pp", "dp", "ep", "etp", "vpp"),
+    build="msrl_graph.backends.megatron.engine:MegatronEngine",
+    options=("micro_batch", "recompute", "dtype", "offload", "activations"),
+    zero=(0, 1),
+    spread=expert_placement.MEGATRON,
+    vocabulary_multiple=peaks.PADDED,
+    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
+    needs=("megatron-core",),
+    groups=lambda layout: (
+        (layout.pp > 1) + 2 * (layout.ep > 1) + (layout.etp > 1)
+    ),  # of the ends, of experts, and of both
+    divides_sequence=True,
+    peaks=peaks.moments,
+    stored=peaks.stored,
+    chosen=("device",),
+    calls=_calls,
+    fused=("device",),
+    shares_beginnings=("host",),  # on devices, where it has not run, plans count rows without sharing
+)

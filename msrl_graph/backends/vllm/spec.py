@@ -1,0 +1,160 @@
+"""The spec of generation by vLLM (engine.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...hardware.environment_variables import Setting
+from ...ir.workload import Workload, kv_elements
+from ...sharding.layout import Layout
+from .. import expert_placement
+from ..spec import BYTES, Act, EngineSpec, Lint, Moments, OperatorCalls, Situation
+
+# Tokens of a cache block: prompts share only whole blocks. vLLM's CPU kernels support multiples of 32, vllm-ascend
+# only 128 (attention_v1.py, get_supported_kernel_block_sizes).
+BLOCK = 32
+DEVICE_BLOCK = 128
+DRAWN = 1 << 24  # logits that are drawn from at once, in float64
+STEP = 8192  # most tokens that a step computes, unless more sequences run
+
+
+def block_size(work: Workload) -> int:
+    return BLOCK if work.on_host else DEVICE_BLOCK
+
+
+def count_prompt_tokens(work: Workload) -> int:
+    """Return the cached prompt tokens of all sequences.
+
+    Sequences of a prompt share its whole blocks, except the block of its last token."""
+    shared = max(0, work.prompt - 1) // block_size(work) * block_size(work)
+    return work.rows * shared + work.rows * work.samples * (work.prompt - shared)
+
+
+def count_step_tokens(work: Workload) -> int:
+    """Return the most tokens that a step computes."""
+    sequences = work.rows * work.samples
+    return min(max(STEP, sequences), max(count_prompt_tokens(work), sequences))
+
+
+def count_sequences_and_blocks(work: Workload) -> tuple[int, int]:
+    """Return the sequences at once, and their cache blocks; the first block is vLLM's."""
+    sequences = work.rows * work.samples
+    return sequences, 1 + sequences * -(-(work.prompt + work.response) // block_size(work))
+
+
+def cache_elements(work: Workload) -> int:
+    """Return the elements of keys and values of a token on a rank.
+
+    A host caches expanded latents: vLLM's CPU kernel supports only published models' sizes, and no shared prefixes."""
+    model = replace(work.model, latent=None) if work.on_host else work.model
+    return kv_elements(model, work.layout)
+
+
+def _lints(situation: Situation) -> Iterator[Lint]:
+    if not situation.device.is_host and "vllm" in situation.neighbour_engines:
+        message = "two vllm generations share devices, but vLLM's sleep mode supports one engine per process"
+        yield Lint(message, "place one of them `apart`, or on its own devices")
+
+
+def _settings(situation: Situation) -> Iterator[Setting]:
+    if not situation.device.plugin:
+        return
+    in_place = "weights are written in place, in the layout of the transfer"
+    yield Setting("VLLM_ASCEND_ENABLE_NZ", "0", in_place, "vllm-ascend, worker/worker.py", fails="[^0].*")
+    capture = "no graph is captured with level 2"
+    yield Setting("TASK_QUEUE_ENABLE", "1", capture, "verl, perf_tuning_on_ascend.rst", fails="2")
+    blocking = "graphs cannot be captured with blocking launches"
+    yield Setting("ASCEND_LAUNCH_BLOCKING", "0", blocking, "vllm-ascend, platform.py", fails="1")
+    # The allocator of a sleeping vLLM is a pool of its own, which does not contain expandable segments.
+    freeing = "sleep mode must release memory"
+    expandable = ".*expandable_segments *: *True.*"
+    yield Setting(
+        "PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False", freeing, "Ascend/pytorch, issue 166", fails=expandable
+    )
+
+
+def _peaks(verb: str, work: Workload) -> Moments:
+    """Return the moments of a generation.
+
+    The cache consists of whole blocks. vLLM also has the logits in float32. Tokens are drawn in float64 from some
+    rows at a time: exponentials, their sums, and what is sorted.
+    """
+    model = work.model
+    layout = work.layout
+    sequences, _ = count_sequences_and_blocks(work)
+    tokens = count_step_tokens(work)
+    heads = -(-model.heads // layout.tp) * model.head_dim
+    # The residual, before and after, and the states in and out. In the feed-forward half both products as one, the
+    # activation of the first, and their product; with experts two workspaces (TritonExperts.workspace_shapes; the CPU
+    # kernel allocates its own).
+    half = 4 * -(-model.intermediate // layout.tp)
+    if experts := model.experts:
+        inner = -(-experts.intermediate // layout.etp)
+        spaces = experts.active * (max(inner, model.hidden) + max(2 * inner, model.hidden)) + experts.number
+        half = max(spaces + 4 * -(-experts.shared // layout.tp), half * bool(experts.first))
+    attention = 4 * heads if model.latent else heads + 2 * model.kv_elements
+    inside = 4 * model.hidden + max(attention, half)
+    logits = sequences * model.vocabulary
+    item = BYTES[work.dtype]
+    drawn = min(logits, max(DRAWN, model.vocabulary))
+    cache = _cache(work)
+    return {
+        "a step": {**cache, "activations": tokens * inside * item},
+        "a token is drawn": {**cache, "logits": logits * (item + 4 * (item < 4)) + drawn * 3 * 8},
+    }
+
+
+def _cache(work: Workload) -> dict[str, int]:
+    _, blocks = count_sequences_and_blocks(work)
+    return {"KV cache": blocks * block_size(work) * cache_elements(work) * BYTES[work.dtype]}
+
+
+def _building(work: Workload) -> dict[str, int]:
+    """Return the whole cache, and buffers for prompts that come as embeddings."""
+    return _cache(work) | {"embedded prompts": count_step_tokens(work) * work.model.hidden * BYTES[work.dtype]}
+
+
+# Cost besides operators, in operators that take as long, by processor time: of vLLM's own kernels in a layer (models
+# of 2 and 6 layers), and of the scheduler for each sequence in a step and for each that begins, including its end
+# (256 sequences and 4, 9 steps and one, on 2 layers). A step itself costs nothing more: its operators are small.
+KERNELS = 16
+SCHEDULED = 3.3
+BEGUN = 13
+
+
+def _calls(act: Act, layout: Layout) -> OperatorCalls:
+    """Return operator counts, including the draw of a token.
+
+    Counted by torch's profiler on Qwen2 models of 2 and 6 layers.
+    """
+    return OperatorCalls(46 + KERNELS, 156 + 17 * (layout.tp > 1), BEGUN if act == "prefill" else SCHEDULED)
+
+
+SPEC = EngineSpec(
+    name="vllm",
+    verbs=("generate",),
+    axes=("tp", "pp", "dp", "ep", "etp"),
+    build="msrl_graph.backends.vllm.engine:VllmEngine",
+    options=("micro_batch", "dtype", "memory"),
+    vocabulary_multiple=64,
+    pads_whole=True,
+    replicates_kv_heads=True,
+    spread=expert_placement.VLLM,
+    packs_experts=True,
+    families=("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"),
+    off_host=("ep",),  # the CPU kernel does not know the owners of experts, and kills the process
+    needs=("vllm",),
+    own_groups=True,
+    groups=lambda layout: (layout.tp > 1) + (layout.pp > 1) + (layout.ep > 1),
+    lints=_lints,
+    settings=_settings,
+    continuous=True,
+    shares_beginnings=("host", "device"),
+    calls=_calls,
+    fused=("device",),
+    block=BLOCK,
+    peaks=_peaks,
+    building=_building,
+    chosen=("device",),
+)
