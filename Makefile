@@ -74,16 +74,20 @@ lint: $(VENV)/ready ## check style and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# Two tests that start runs go at a time: each of them waits for its processes now and then.
-SLOW = $(BIN)/pytest -n 2 --dist loadgroup
-# The other tests stay in the worker of their file, since many of them share ranks, until a worker is idle.
+# Tests that share ranks stay in the worker of their file, until a worker is idle.
 QUICK = -n auto --dist worksteal -m "not slow"
-test: lint ## check style and types, and run the tests
-	$(BIN)/pytest $(QUICK)
-	$(SLOW) -m "slow and not long" $$(grep -rl mark.slow tests --include='test_*.py' --exclude-dir=with_engines --exclude-dir=on_gpu)
+# Two tests that start runs go at a time: each of them waits for its processes now and then.
+RUNS = -n 2 --dist loadgroup $$(grep -rl mark.slow tests --include='test_*.py' --exclude-dir=with_engines --exclude-dir=on_gpu)
+test: lint ## check style and types, and run a sample of the tests: about 10 minutes on 2 cores
+	$(BIN)/pytest --sample $(QUICK)
+	$(BIN)/pytest --sample -m core $(RUNS)
 
-test-long: $(VENV)/ready ## run the slow tests that are close to other tests: about 5 minutes
-	$(SLOW) -m long $$(grep -rl mark.long tests --include='test_*.py' --exclude-dir=with_engines --exclude-dir=on_gpu)
+test-all: lint ## check style and types, and run all tests without engines of their own: about 50 minutes on 2 cores
+	$(BIN)/pytest $(QUICK)
+	$(BIN)/pytest -m "slow and not long" $(RUNS)
+
+test-long: $(VENV)/ready #: run the slow tests that are close to other tests: about 5 minutes
+	$(BIN)/pytest -m long $(RUNS)
 
 $(VENV_ENGINES)/ready: pyproject.toml constraints/engines.txt
 	$(PYTHON) -m venv $(VENV_ENGINES)

@@ -122,6 +122,7 @@ def pairs(world):
         yield from product(sources, targets, ("beside",), beside, (0, 50_000))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(
     "world", [2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
 )

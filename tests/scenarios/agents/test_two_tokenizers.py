@@ -195,6 +195,7 @@ def test_what_goes_to_another_model(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.core
 @pytest.mark.slow
 def test_two_policies_are_trained_with_text_between_them(place) -> None:  # type: ignore[no-untyped-def]
     program(place.folder, ranks=2)

@@ -133,6 +133,7 @@ MIXED = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["untied", pytest.param("tied", marks=pytest.mark.long), "mixture", "latent"])
 def test_fsdp_computes_the_same_on_every_layout(kind, tmp_path):

@@ -1,5 +1,8 @@
-"""Whatever is killed, whenever: a run goes on as if nothing had happened, or ends with words; nothing is left, and the
-next one starts."""
+"""Killed processes of a run.
+
+Whatever is killed, whenever: the run continues with the same results, or ends with a message. Nothing is left behind,
+and the next run starts. What replaces the processes is in runtime/driver/process_pool.py.
+"""
 
 import json
 import os
@@ -27,6 +30,7 @@ def copy_of_the_first_half(whole, half):
     return checkpoint.find_newest(half)[1].lines
 
 
+@pytest.mark.core
 @pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_would_have_been(place):
     program(place)
@@ -71,6 +75,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(place):
     assert code == 1 and "resume the run in it: --resume whole" in err
 
 
+@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.long

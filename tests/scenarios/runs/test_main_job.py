@@ -23,6 +23,7 @@ def held_in(folder):
     return json.loads((folder / "memory.json").read_text())
 
 
+@pytest.mark.core
 @pytest.mark.slow
 def test_two_layouts_train_alike_and_leave_what_they_promise(place, reference):
     place.write(*TRAINED)
@@ -142,6 +143,7 @@ def test_how_it_runs_never_changes_the_result(place, reference, monkeypatch):
     place.assert_clean()
 
 
+@pytest.mark.core
 @pytest.mark.slow
 def test_the_script_of_a_plan_runs(place, monkeypatch):
     place.write(*ONE_RANK, ("every = 40", "every = 1"))
@@ -299,6 +301,7 @@ def test_three_hosts_train_as_one(place, reference):
     place.assert_clean()
 
 
+@pytest.mark.core
 @pytest.mark.slow
 def test_a_function_that_fails_is_named_with_its_line(place):
     place.function("return float(response == answer) / (len(answer) - 2)")

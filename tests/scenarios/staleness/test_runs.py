@@ -14,6 +14,7 @@ def apart(model, rows):
     return max(float(off(model, row).max()) for row in rows)
 
 
+@pytest.mark.core
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("versions", [1, 2])
