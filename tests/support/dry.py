@@ -130,7 +130,7 @@ class Lines:
 
     world: World
 
-    def to(self, name: str) -> Any:
+    def connection_to(self, name: str) -> Any:
         def send(method: str, *arguments: Any, wait: bool = False) -> Any:
             return SimpleNamespace(get=Method(self.world, name, method).remote(*arguments).result)
 
@@ -149,7 +149,7 @@ class Computed:
         self.sieve = dry.rows.sieves.get(node.name)
         self.filled = InjectedArguments(SimpleNamespace(fills=("rng",)), node, dry.plan)  # type: ignore[arg-type]
 
-    def spoilt(self, batch: Batch) -> Array:
+    def find_spoilt_rows(self, batch: Batch) -> Array:
         return np.zeros(len(batch.rows), bool)
 
     def parts(self, batch: Batch, task: Task, part_seconds: float) -> Iterator[Results]:
@@ -414,7 +414,7 @@ class Data:
     def indices(self, position: int, count: int) -> Array:
         return np.arange(position, position + count) % self.rows
 
-    def drawn(self, weights: Array, iteration: int, first: int, count: int) -> Array:
+    def draw(self, weights: Array, iteration: int, first: int, count: int) -> Array:
         return self.indices(first, count)
 
     def take(self, chosen: Array) -> dict[str, ColumnData]:
@@ -507,7 +507,7 @@ class Dry:
             patch.object(client, "Room", Plain),
             patch.object(noise.RandomStream, "keys", self.keyed),
             patch.object(
-                dock, "Room", SimpleNamespace(made=lambda name, _: Plain.create(Path(self.folder.name, name)))
+                dock, "Room", SimpleNamespace(create=lambda name, _: Plain.create(Path(self.folder.name, name)))
             ),
         ):
             try:
@@ -539,7 +539,7 @@ class Dry:
         attempt = SimpleNamespace(
             plan=plan, resume="", url="", lines=0, options=WatchOptions(), ports=Ports(), out="", folder="", edited=()
         )
-        pool = SimpleNamespace(ranks=ranks, functions=hosted, docks=docks, parted=Mute(), nodes=[])
+        pool = SimpleNamespace(ranks=ranks, functions=hosted, docks=docks, checkpoints=Mute(), nodes=[])
         driver = Driver(attempt, pool, Mute(), SimpleNamespace(asked=0, training=False))  # type: ignore[arg-type]
         driver.ray = world
         driver.recorder = Mute()  # type: ignore[assignment]
@@ -548,7 +548,7 @@ class Dry:
     def _functions(self, host: int, called: str, rows: int) -> Any:
         """A real function host, over data of so many rows, but for what it loads."""
         instead = {
-            "settle": lambda *_: None,
+            "set_up_process": lambda *_: None,
             "CrashJournal": lambda *_: CrashJournal(),
             "Client": lambda *arguments: Handed(self, *arguments),
             "Dataset": lambda *_: Data(self.plan, rows),

@@ -286,7 +286,7 @@ def test_completions_go_on_by_text_and_by_tokens(speeches):
     assert np.array_equal(second.prefix[: len(first.all_tokens)], first.all_tokens)
     third = drawn(np.append(second.all_tokens, speech.encode(" four")).astype(np.int32), "one")
     assert third.previous is second
-    mask = made.spoken(third).mask
+    mask = made.make_response(third).mask
     assert mask.sum() == len(" two is") + len(" and") + len("one")
     assert drawn("one minus", "x").previous is None
 

@@ -300,8 +300,8 @@ def test_what_is_shipped_is_loaded_from_there_and_tracebacks_name_the_users_own_
         from msrl_graph.runtime.process import shipped_files
         from msrl_graph.runtime.process.shipped_files import ShippedFile
         folder = shipped_files.ship_files({files!r})
-        shipped_files.use(str(folder))
-        module = shipped_files.module({str(path)!r})
+        shipped_files.use_folder(str(folder))
+        module = shipped_files.import_file({str(path)!r})
         print(module.score("ab", ""), module.__file__, sys.modules["pack.inner"].__file__, folder)
         try:
             module.score("", "")

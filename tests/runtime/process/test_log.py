@@ -31,7 +31,7 @@ def test_all_that_a_process_prints_goes_to_its_file(tmp_path):
         "import os, sys, warnings\n"
         "from msrl_graph.runtime.process import log\n"
         f"log.redirect_output({str(tmp_path / 'logs' / 'x.log')!r}, 'functions of host 0')\n"
-        "print('before'); log.at('host.reward in train/1'); print('mine'); warnings.warn('careful'); os.write(2, "
+        "print('before'); log.set_node('host.reward in train/1'); print('mine'); warnings.warn('careful'); os.write(2, "
         "b'from C\\n')\n"
         "raise SystemExit('end')\n"
     )
