@@ -45,11 +45,11 @@ def reader(case: str) -> NodeReads:
         "sets": SETS,
         "rows": 1,
         "unit": 1,
-        "whole": False,
+        "whole_batch": False,
         "seed": 1,
         "tokens": {"prompt": 1, "response": 1},
     }
-    return NodeReads(**(fields | {"at": tuple(range(HOSTS))} | CASES[case]))
+    return NodeReads(**(fields | {"group_warehouses": tuple(range(HOSTS))} | CASES[case]))
 
 
 def rate(case: str, rows: int, at_once: int, last: int) -> float:

@@ -17,7 +17,7 @@ def broken(self, allocate):
     count += 1
     if count == 3 and module.torch.distributed.get_rank() == 0:
         for load in (load for loads in self.loads for load in loads):
-            load.taken[:] = [taken for taken in load.taken if taken.name != "{TENSOR}"]
+            load.receives[:] = [receive for receive in load.receives if receive.name != "{TENSOR}"]
     return run(self, allocate)
 
 module.Resharder.run = broken
