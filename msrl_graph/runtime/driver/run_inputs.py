@@ -81,7 +81,7 @@ class Differences:
 
 
 def collect_inputs(plan: Plan, replay: str = "") -> RunInputs:
-    """Collect the inputs of a plan whose files are on this host (plan_paths.copy_to_host)."""
+    """Collect the inputs of a plan whose files `plan_paths.copy_to_host` copied."""
     paths = dict(_paths(plan, replay))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         entries = dict(zip(paths, pool.map(_read_file, paths.values()), strict=True))
