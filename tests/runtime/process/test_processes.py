@@ -222,7 +222,7 @@ def test_a_keeper_that_is_gone_is_replaced_and_the_next_one_ends_the_run(number)
     script += """
 while True:
     time.sleep(0.1)
-    if told := kept.tend(0.1, 0.5):
+    if told := kept.replace_keeper(0.1, 0.5):
         print(told, kept.keeper, flush=True)
 """
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
