@@ -1,8 +1,8 @@
 """The answer that a text gives, and whether two answers are equal.
 
 Invariant: a verdict of this file is exact, or None: None leaves a pair to computer algebra (judge.py). Every
-pattern takes time linear in the text, because responses are long and the model that writes them is trained on the
-verdicts of this file.
+pattern takes time linear in the text: responses are long, and a model that is trained by these verdicts could learn to
+write text that makes a pattern slow.
 """
 
 from __future__ import annotations

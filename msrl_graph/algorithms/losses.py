@@ -213,10 +213,10 @@ def masked(
 ) -> tuple[Tokens, Figures]:
     """A masked importance weight, without gradient.
 
-    r if low <= r <= high, else 0; per token it is IcePop (arXiv:2510.18855). A factor for another term, like
-    `truncated`, with the same `ratio`: tokens that were drawn too differently are left out instead of being cut.
-    Tokens that are left out still count in the mean. Reports the `ratio` of each token, and whether it is
-    `left_out`.
+    It multiplies another term, as `truncated` does, and `ratio` has the same meaning. The weight of a token is r if
+    low <= r <= high, else 0: a token whose two probabilities differ too much is left out, where `truncated` clips its
+    weight. With `ratio = token` it is IcePop (arXiv:2510.18855). Tokens that are left out still count in the mean.
+    Reports the `ratio` of each token, and whether it is `left_out`.
     """
     r, outside = _mask_outside(old_logp, gen_logp, lengths, low, high, ratio)
     return r.masked_fill(outside, 0.0), {"ratio": r, "left_out": outside.float()}

@@ -74,8 +74,9 @@ def loss_term(*, scope: Literal["row", "mini_batch"]) -> Callable[[F], F]: ...
 def loss_term(target: Any = None, *, scope: Literal["row", "mini_batch"] = "row") -> Any:
     """Mark a term of a loss: a function of tensors that returns a tensor.
 
-    The arguments are columns and values of the update (losses.py). `scope` is what a call needs at once: any row,
-    so that it may get the rows of any micro-batch, or all rows of the mini-batch.
+    The arguments are columns and values of the update (losses.py). `scope` is "row" for a term that
+    can be called with any rows, such as those of a micro-batch, and "mini_batch" for one that needs all rows of the
+    mini-batch in one call.
     """
 
     def mark(target: F) -> F:

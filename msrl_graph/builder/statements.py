@@ -153,7 +153,7 @@ def _add(entries: list[StatementSlot], statement: Statement) -> None:
 
 
 def _add_change(entries: list[StatementSlot], change: ast.NodeDecl) -> None:
-    """Merge a change of a node's attributes with its changes since it was stated."""
+    """Merge a change of a node's attributes into the changes after its statement."""
     keys = keys_of(change)
     node_key = frozenset({("node", node_name(change))})
     begin = max((i + 1 for i, entry in enumerate(entries) if entry.present & node_key), default=0)

@@ -2,8 +2,8 @@
 
 A layout must fit its pool, the model and the engine. The pools must fit the cluster.
 
-Invariant: each layout statement gets one diagnostic, the first, which makes the others moot. The help names the nearest
-layout that works.
+Invariant: a layout statement gets at most one diagnostic, the first one. The others may only follow from it. The help
+names the nearest layout that works.
 """
 
 from __future__ import annotations

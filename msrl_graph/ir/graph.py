@@ -164,7 +164,7 @@ class Node(WithAttributes):
 
     @property
     def fails(self) -> bool:
-        """Whether rows that fail leave the iteration."""
+        """Whether a failed row is dropped from the iteration, instead of ending the run."""
         stated = self.stated("on_failure")
         return stated is not None and stated.value != "stop"
 

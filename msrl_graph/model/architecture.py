@@ -153,7 +153,7 @@ class Model(Shape):
 
     @cached_property
     def active_parameters(self) -> int:
-        """Return the parameters that a token passes, with only the routed experts."""
+        """Return the number of parameters that are active for one token."""
         routed = sum(tensor.elements for tensor in self.tensors if tensor.experts)
         return self.parameters - (routed - routed * self.experts.active // self.experts.number if self.experts else 0)
 

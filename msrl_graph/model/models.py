@@ -65,8 +65,8 @@ def read_token_texts(path: str, special: bool = True) -> dict[int, str] | None:
 def load(target: str, folder: Path, dtype: str | None = None, span: Span = NOWHERE) -> Model:
     """Load the model that `target` names.
 
-    `target` is a preset; or, with a slash in it, a folder relative to `folder`; or a preset's name on the Hugging
-    Face Hub, if there is no such folder.
+    `target` without a slash is a preset. With a slash it is a folder relative to `folder` or, if there is no such
+    folder, the name of a preset on the Hugging Face Hub.
     `dtype` (f32 or bf16) overrides the config's. Raises Fault: unknown-model, not-yet (an unsupported architecture),
     bad-value.
     """

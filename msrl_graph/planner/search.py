@@ -210,7 +210,7 @@ class _Run:
     def _end_reason(self) -> str:
         """Return what ends the search early, "" if nothing does.
 
-        A search with a budget ends by it, whether that is shorter or longer than the limit.
+        If the caller states a budget of time, it replaces the limit, even if it is longer.
         """
         if self.search.budget is not None:
             return f"the budget of {self.search.budget:g} s" if self._over_budget() else ""

@@ -50,8 +50,10 @@ class Iteration:
 class NodeWork:
     """A node or resharding over all iterations, in seconds per iteration.
 
-    `span` is from the first start to the last end, `mean` the mean of its devices, `most` that of the busiest group;
-    `share` is the share of its pool's time.
+    - `span`: from the first start to the last end.
+    - `mean`: the work, averaged over its devices.
+    - `most`: the work of the busiest group.
+    - `share`: the fraction of its pool's time.
     """
 
     pool: str

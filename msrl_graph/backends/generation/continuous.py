@@ -208,7 +208,7 @@ class SequenceBatch:
         return ended
 
     def _join_text(self, row: int) -> NDArray[np.int32]:
-        """Return the tokens of a row in which stop strings are looked for."""
+        """Return the last tokens of a row, those that may hold a stop string."""
         return join_response(
             self.prompts[row // self.samples_per_prompt], self.joined[row], self.tokens[row, : self.lengths[row]]
         )
@@ -217,7 +217,7 @@ class SequenceBatch:
     def _has_sliding_layers(self) -> bool:
         """Return whether a layer's cache holds only the last tokens.
 
-        Caches of two widths cannot be concatenated then.
+        If so, caches of different lengths cannot be concatenated.
         """
         return any(layer.is_sliding for layer in self.cache.layers)
 

@@ -144,7 +144,8 @@ class _Stage(Sizes):
     def feed(self, routes: bool) -> int:
         """Return what the feed-forward half keeps.
 
-        - Dense: gate and up as one product, silu of gate, up plus an offset of 0, and their product.
+        - Dense: gate and up as one matrix product, silu(gate), up + 0 (Megatron adds an offset), and silu(gate) * (up +
+          0).
         - Experts: the same for each token that they get, the product scaled by the router's weight, and the tokens
           sorted by expert. Also the place of each token, and the router's weights and map, both also transposed.
         """

@@ -278,7 +278,7 @@ def _bookkeeping_seconds(plan: Plan, folder: Path) -> float:
 
 
 def measure_function(plan: Plan) -> float:
-    """Return the seconds a row of a Python function that gets groups of rows."""
+    """Measure a Python function that gets groups of rows; return seconds per row."""
     node = next(candidate for candidate in plan.graph.nodes if candidate.per == "prompt")
     reader = next(candidate_reader for candidate_reader in list_node_reads(plan) if candidate_reader.node == node.name)
     called = FunctionNode(node, plan, reader)

@@ -84,7 +84,7 @@ class Tokens:
         return self.pieces.encode(texts)
 
     def shorten(self, text: str, tokens: int) -> str:
-        """Return the text, or a prefix of it that has more than `tokens` tokens.
+        """Cut a long text; the result still has more than `tokens` tokens.
 
         If the prefix has more than that, the whole text has too.
         """

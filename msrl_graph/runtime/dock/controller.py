@@ -205,7 +205,7 @@ class Controller:
             )
 
     def decided_shares(self, key: str, group: int) -> list[Share]:
-        """Return the group's shares so far."""
+        """Return the shares of a task's rows that the group got so far."""
         return self.states[key].shares[group]
 
     def needs_refill(self, key: str, rounds: int) -> bool | None:

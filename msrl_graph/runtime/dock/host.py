@@ -204,9 +204,9 @@ class DockHost:
     async def place(self, key: str, node: str, name: str, size: int, single: bool) -> int:
         """Reserve space for a segment of `size` bytes; return the warehouse that has it.
 
-        That is this warehouse, or else the emptiest other one. It waits until one has the space. Returns SPLIT if only
-        all warehouses together have enough, unless the segment is a `single` row. Raises DockFull if no task ends
-        before this one.
+        That is this warehouse, or else the emptiest other one. It waits until one has the space. Returns SPLIT if no
+        warehouse can ever hold the segment but all together can; a `single` row is never split. Raises DockFull if no
+        other task will release space before this one ends.
         """
         posts = {member.warehouse: post for member, post in self.others if member.warehouse >= 0}
         begin = time.monotonic()

@@ -119,7 +119,7 @@ class Machine:
         return initial_environment()
 
     def facts(self) -> dict[str, object]:
-        """Return the readings that need no question."""
+        """Return the facts that can be read without running a command."""
         return {
             "name": platform.node(),
             "system": f"{platform.system()} {platform.release()}",

@@ -45,7 +45,7 @@ class RefillSize:
         return min(1.0, self.passed / self.drawn) if self.drawn else 1.0
 
     def draw_size(self, number: int) -> int:
-        """Return the number of prompts that iteration `number` draws at once."""
+        """Return the number of prompts in each round that iteration `number` draws."""
         return self._sizes.setdefault(number, prompts_for(self.target, self.share, self.max_prompts))
 
     def count(self, number: int, report: Report) -> None:

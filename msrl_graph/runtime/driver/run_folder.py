@@ -1,7 +1,7 @@
 """The folder of a run.
 
-Invariant: a run never writes among another run's results, unless it is asked to replace them. Then it removes only what
-runs make, and nothing that it reads. Two runs never write into one folder at the same time.
+Invariant: a run never writes among another run's results, unless it is asked to replace them. To replace them, it
+removes only files that runs make, and none that it reads itself. Two runs never write into one folder at the same time.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class _Process:
 
 
 class IsolatedInstances:
-    """The same as `Instances`, with one process for each of the `parts` of the rows."""
+    """Instances whose rows are split into `parts` parts, with a process for each part."""
 
     def __init__(self, nest: Nest[EnvironmentSpec], parts: Sequence[Iterable[int]], memory: int) -> None:
         self.timeout = nest.spec.timeout

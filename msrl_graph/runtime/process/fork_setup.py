@@ -1,4 +1,4 @@
-"""What a process that a user's code forks inherits from the process of a run.
+"""Set-up of processes that user code forks from a process of a run.
 
 Invariant: SIGTERM ends a forked child at once, as in a plain Python program. Ray handles the signal in Python, and
 CPython loses a signal that reaches a child before its first line has run: a `multiprocessing` pool that ends soon after

@@ -222,7 +222,7 @@ class _Account:
         return [storage for entry in [*self._entries.values()] if (storage := entry.storage()) is not None]
 
     def mark(self) -> None:
-        """Remember what is counted now, for `marked`."""
+        """Store the present counts; `marked` is relative to them."""
         self._since.clear()
 
     def marked(self) -> list[Item]:

@@ -178,9 +178,9 @@ class Rank(Training, Generation):
     runner: type[InstructionRunner] = InstructionRunner
 
     def __init__(self, plan: str, rank: int, threads: int, devices: Mapping[str, Sequence[str]]) -> None:
-        """Set up the process; `devices` are those that Ray assigned to it.
+        """Set up the process.
 
-        They are given by resource, with their numbers on the host.
+        `devices` maps each Ray resource to the indices of the devices on this host that Ray assigned to the process.
         """
         compute_setup.prepare_process(threads)
         super().__init__(from_json(plan), rank)

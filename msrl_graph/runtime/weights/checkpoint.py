@@ -233,7 +233,7 @@ def list_up_to(path: Path) -> list[Path]:
 def list_at_url(url: str, whole: bool = True) -> list[str]:
     """List the names of the checkpoints in a folder at a URL, oldest first.
 
-    Only those with a manifest; without `whole`, incomplete ones too. Raises the errors of `urls`.
+    With `whole` only complete checkpoints, which have a manifest; otherwise all. Raises the errors of `urls`.
     """
     files_by_name = {name: urls.names(urls.join(url, name)) for name in urls.names(url) if is_folder_name(name)}
     return sorted(
