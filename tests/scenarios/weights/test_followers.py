@@ -255,9 +255,9 @@ def test_a_reset_copies_every_so_many_iterations_and_then_both_score_alike(alone
             expected = now
         stage.followers["reference"].follow(number)
         assert all(torch.equal(value, expected[name]) for name, value in own(stage).items()), number
-        stage.fetch(stage.plan.graph.node("reference.infer"))
+        stage.fetch_weights(stage.plan.graph.node("reference.infer"))
         theirs = stage.act("reference.infer", columns)["ref_logp"].values
-        stage.leave(stage.plan.graph.node("reference.infer"))
+        stage.release_weights(stage.plan.graph.node("reference.infer"))
         mine = stage.act("actor.infer", columns)["old_logp"].values
         assert (np.abs(theirs - mine).max() < 1e-6) == (number in (2, 5)), number
 
