@@ -165,6 +165,12 @@ class Checked(memory.Peak):
         self.looks += 1
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_tensors_of_other_tests():
+    """Tensors in cycles of an earlier test would be released while a test here counts."""
+    gc.collect()
+
+
 NUMBERS = np.zeros(4096, np.float32)  # one memory, which several storages have parts of
 STEPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7), st.integers(0, 5)), max_size=40)
 

@@ -269,21 +269,23 @@ def test_another_user_finds_nothing_of_a_run_that_is_on(public):
         )
     try:
         place.wait_for_lines("out", 1)
-        (folder,) = place.temporary.iterdir()
+        folders = [*place.temporary.iterdir()]  # the run's, and its preload server's
+        (folder,) = (folder for folder in folders if (folder / "attempt.json").exists())
         rooms = [p for p in SHARED.iterdir() if p.name.startswith(f"{folder.name}-")]
         token = re.search(r"[?]token=(\S+)", log.read_text())[1]
         pids = place.processes()
-        reached = stranger.act(WALKS, folder, *rooms, *(p for p in opened(pids) if not p.startswith(str(public))))
+        reached = stranger.act(WALKS, *folders, *rooms, *(p for p in opened(pids) if not p.startswith(str(public))))
         told = [p for p in (public / "out").rglob("*") if p.is_file() and token.encode() in p.read_bytes()]
         theirs = stranger.act(WALKS, public / "out")
         secrets = {token.encode(), *(v for pid in pids for v in secret(pid))}
         shown = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids if Path(f"/proc/{pid}").exists())
-        modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (folder, *rooms, folder / "attempt.json")}
+        modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (*folders, *rooms, folder / "attempt.json")}
     finally:
         run.send_signal(signal.SIGINT)
         run.wait(180)
     assert reached.strip() == "[]"
-    assert len(rooms) == 1 and modes == {folder.name: 0o700, rooms[0].name: 0o700, "attempt.json": 0o600}
+    assert len(folders) == 2 and len(rooms) == 1
+    assert modes == {**{p.name: 0o700 for p in (*folders, *rooms)}, "attempt.json": 0o600}
     assert re.fullmatch(rf"{folder.name}-rows-0-[0-9a-f]{{32}}", rooms[0].name)
     assert not told and "written" not in theirs
     assert len(secrets) == 2 and not any(value in shown for value in secrets)
