@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument(
         "--most", type=int, default=0, help="maximum number of points for each kind of process, spread evenly (0: all)"
     )
-    options = smoke.parse(parser, iterations=6, only=["functions"], most=1)
+    options = smoke.parse(parser, iterations=6, only=["functions"], most=1, patience=180.0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     import ray
     from ray.cluster_utils import Cluster
