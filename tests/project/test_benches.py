@@ -98,6 +98,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in FIGURES])
+@pytest.mark.timeout(660)  # a bench of several runs takes minutes beside other tests
 def test_a_bench_runs(name: str) -> None:
     if name == "trl" and not (BENCH.parent / ".venv-trl").exists():
         pytest.skip("trl has an environment of its own: make .venv-trl/ready")
@@ -105,7 +106,7 @@ def test_a_bench_runs(name: str) -> None:
         pytest.skip("network namespaces need root")
     # One at a time, as all slow tests of a file: some count processes, and each wants both cores.
     command = [sys.executable, str(BENCH / f"{name}.py"), "--smoke"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, f"{ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
     found = smoke.figures(ran.stdout)
     assert found.keys() >= FIGURES[name], found
