@@ -2,7 +2,7 @@
 
 import gc
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import engines
@@ -165,10 +165,14 @@ class Checked(memory.Peak):
         self.looks += 1
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _no_tensors_of_other_tests():
-    """Tensors in cycles of an earlier test would be released while a test here counts."""
-    gc.collect()
+@contextmanager
+def no_collection():
+    """Tensors in cycles of earlier tests would be released between a peak and what is noted of it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 NUMBERS = np.zeros(4096, np.float32)  # one memory, which several storages have parts of
@@ -179,7 +183,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 7), st.integers(0,
 @drawn(STEPS)
 def test_the_account_is_the_sum_over_all_storages_at_each_operation(steps):
     kept = [torch.zeros(10 * i + 1) for i in range(4)]
-    with Checked() as peak:
+    with no_collection(), Checked() as peak:
         for act, which, size in steps:
             tensor = kept[which % len(kept)]
             storage = tensor.untyped_storage()
