@@ -1,8 +1,7 @@
 """msrl-run: flags in, exit code out.
 
-Invariant: nothing of the runtime is loaded in this process before the plan is complete, apart from the start of the
-server that imports it meanwhile. The exit status is as for msrl-compile, and 3
-for a failed run, 130 for an interrupted one.
+Invariant: this process loads nothing of the runtime before the plan is complete, apart from what starts the preload
+server. The exit status is as for msrl-compile, and 3 for a failed run, 130 for an interrupted one.
 """
 
 from __future__ import annotations
