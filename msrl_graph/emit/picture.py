@@ -66,7 +66,7 @@ def graph_picture(graph: Graph) -> Picture:
     for worker in graph.workers:
         words = [
             worker.kind,
-            *([worker.describe_following or "frozen"] if worker.frozen else []),
+            *([worker.following_description or "frozen"] if worker.frozen else []),
             *([f"model {worker.model}"] if worker.model and worker.model != worker.kind else []),
         ]
         groups.append((worker.name, ", ".join(words)))

@@ -68,7 +68,7 @@ def graph_text(graph: Graph, width: int = WIDTH, colour: bool = False) -> str:
 def _worker_labels(worker: Worker) -> Iterator[str]:
     yield worker.kind
     if worker.frozen:
-        yield worker.describe_following or "frozen"
+        yield worker.following_description or "frozen"
 
 
 def write_graph(page: Sheet, graph: Graph) -> None:

@@ -82,7 +82,7 @@ class Worker:
         return bool(self.follows) and (number + 1) % self.every == 0
 
     @property
-    def describe_following(self) -> str:
+    def following_description(self) -> str:
         """Which worker it follows, and how, in words; "" for none."""
         if not self.follows:
             return ""

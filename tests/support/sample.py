@@ -12,14 +12,17 @@ import pytest
 from hypothesis import settings
 
 CASES = 3  # cases of a parametrized test in a sample
-SHARE = 6  # a sample has one of so many random examples, but at least LEAST
+SHARE = 6  # a sample runs 1/SHARE of the random examples, but at least LEAST
 LEAST = 5
 
 _sampled = False
 
 
 def begin(sampled: bool) -> None:
-    """Set how much runs, before a test file is imported. Times of examples depend on the machine: no deadline."""
+    """Set how much runs, before a test file is imported.
+
+    No example has a deadline: its time depends on the machine.
+    """
     global _sampled
     _sampled = sampled
     settings.register_profile("tests", deadline=None, max_examples=count(100))
@@ -27,7 +30,7 @@ def begin(sampled: bool) -> None:
 
 
 def count(most: int) -> int:
-    """Return how many random examples run of at most `most`."""
+    """Return the number of random examples that run, at most `most`."""
     return min(most, max(LEAST, most // SHARE)) if _sampled else most
 
 
@@ -37,7 +40,7 @@ def examples(most: int, **others: Any) -> settings:
 
 
 def choose(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests of a sample and the others: of each function's cases the first, the last and those between."""
+    """Return the tests of a sample (the first, a middle and the last case of each function), and the others."""
     cases: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
         name = getattr(item, "originalname", item.name)

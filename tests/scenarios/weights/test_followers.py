@@ -167,7 +167,7 @@ def test_the_same_in_python():
     text = f"import grpo\nalgorithm a extends grpo {{ worker reference : policy frozen {{ {stated} }} }}"
     workers = [check(built).worker("reference"), check("a.rlg", text=text).worker("reference")]
     assert len({(w.follows, w.every, w.decay, w.frozen) for w in workers}) == 1
-    assert workers[0].describe_following == "follows actor every 3 iterations, decay 0.5"
+    assert workers[0].following_description == "follows actor every 3 iterations, decay 0.5"
 
 
 def test_seconds_and_memory_are_planned():
