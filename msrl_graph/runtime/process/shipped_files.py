@@ -117,24 +117,25 @@ def import_file(path: str) -> ModuleType:
     It is the module that Python would import under its name, in its package if its folder is one, so that what it
     defines can be pickled. If another module has that name, it gets a different one.
     """
+    path = str(Path(path).absolute())  # the packages it is in are among the folders above
     place = find_copy(path)
     content = place.read_bytes()
     if path in _modules and _modules[path][0] == content:
         return _modules[path][1]
     names = [place.stem]
     top = place.parent
-    while (top / "__init__.py").is_file():
+    while top.name and (top / "__init__.py").is_file():
         names.insert(0, top.name)
         top = top.parent
     # Copies first. A file that was not copied, such as one whose name is computed, is imported from its own place.
     folders = dict.fromkeys(
         str(folder)
-        for parent in (place.parent, Path(path).absolute().parent)
+        for parent in (place.parent, Path(path).parent)
         for folder in (parent, parent.parents[len(names) - 2] if len(names) > 1 else parent)
     )
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     known = sys.modules.get(".".join(names))
-    if path not in _modules and getattr(known, "__file__", None) in (str(Path(path).absolute()), str(place)):
+    if path not in _modules and getattr(known, "__file__", None) in (path, str(place)):
         assert known is not None  # another file of the user's has imported it
         _modules[path] = content, known
         return known

@@ -212,6 +212,18 @@ def test_two_files_of_one_name_are_two_modules_and_one_file_is_one(tmp_path):
     assert shipped_files.import_file(str(tmp_path / "a" / "judge_of_two.py")) is a
 
 
+def test_a_path_relative_to_a_package_is_found_there(tmp_path, monkeypatch):
+    package = tmp_path / "judges_of_three"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "scores.py").write_text("THREE = 3\n")
+    monkeypatch.chdir(package)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    module = shipped_files.import_file("scores.py")
+    assert (module.THREE, module.__name__) == (3, "judges_of_three.scores")
+    assert shipped_files.import_file(str(package / "scores.py")) is module
+
+
 @pytest.mark.parametrize(
     ("source", "kind"),
     [
