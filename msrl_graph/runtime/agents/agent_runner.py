@@ -10,6 +10,7 @@ becomes invalid.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import os
@@ -227,7 +228,8 @@ class Agents:
             except BaseException as error:
                 returned = None
                 failed = error if isinstance(error, Exception | ProcessExit) else _exit_as_error(error)
-            loop.call_soon_threadsafe(tell, returned, failed)
+            with contextlib.suppress(RuntimeError):  # a call that took too long may outlast the loop
+                loop.call_soon_threadsafe(tell, returned, failed)
 
         # A thread of its own instead of a pool: a call that hangs does not block another row.
         threading.Thread(target=work, daemon=True).start()
