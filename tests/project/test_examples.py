@@ -9,10 +9,12 @@ import statistics
 
 import pytest
 from folders import ROOT
+from language import context, diagnose
 
 from msrl_graph.algorithms import FOLDER
 from msrl_graph.compiler.pipeline import translate
 from msrl_graph.compiler.sources import read_source
+from msrl_graph.diagnostics import render
 from msrl_graph.runtime.driver import supervisor
 
 EXAMPLES = ROOT / "examples"
@@ -31,6 +33,14 @@ def test_a_program_of_the_examples_could_be_run(program, tmp_path):
     assert not result.warnings
     made = supervisor.prepare(result.plan, tmp_path / "out")
     assert made.rows and all(made.rows.values()) and not made.warnings
+
+
+def test_the_mistake_in_the_readme_is_reported_as_it_says():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```rlg\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    wrong = program.replace("-> old_logp\n", "-> old_logb\n")
+    (found,) = diagnose(wrong, context(EXAMPLES / "arithmetic"))
+    assert render(found, {"program.rlg": wrong}) in text
 
 
 def test_the_one_for_a_gpu_is_planned_for_as_the_plan_chooses():
