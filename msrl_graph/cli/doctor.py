@@ -1,8 +1,8 @@
-"""msrl-doctor: problems and speed of this machine or of a Ray cluster.
+"""The command msrl-doctor: problems and speed of this machine or of a Ray cluster.
 
-Invariant: examining changes nothing and loads no heavy package here. Only `--calibrate` starts processes that persist,
-and all of them have ended when it ends. The exit status is 0 if nothing is wrong or the measurement succeeded, 1 if a
-run would fail, 2 for bad usage, 3 if measuring failed.
+Invariant: an examination changes nothing, and this process imports no heavy package for it. Only `--calibrate` starts
+long-lived processes, and all of them have ended when the command ends. The exit status is 0 if nothing is wrong or the
+measurement succeeded, 1 if a run would fail, 2 for bad usage, and 3 if the measurement failed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..backends.packages import make_extra_command
 from ..diagnostics import Diagnostic, Fault
 from ..hardware import calibration
 from ..hardware.calibration import Calibration
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`msrl-doctor`."""
+    """Run `msrl-doctor` and return the exit status."""
     return run_guarded("msrl-doctor", _doctor, list(sys.argv[1:] if argv is None else argv))
 
 
@@ -84,9 +85,9 @@ def _doctor(argv: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, parser: argparse.ArgumentParser, source: list[ProgramSource]) -> Plan:
-    """Compile or load the plan of the program; `source` receives the program's text.
+    """Compile the program that `--program` names, or load it if it is a plan.
 
-    Raises a Fault.
+    The program's text is appended to `source`, for messages. Raises a Fault.
     """
     if options.program.endswith(".json"):
         if options.sets or options.deploy or options.model:
@@ -139,7 +140,8 @@ def _calibrate(path: Path) -> int:
     try:
         from ..runtime.calibrate.measure import CalibrationError, measure
     except ModuleNotFoundError as error:
-        print(f"msrl-doctor: {error.name} is not installed; to measure: pip install 'msrl-graph[run]'", file=sys.stderr)
+        command = make_extra_command("run")
+        print(f"msrl-doctor: {error.name} is not installed; to measure: {command}", file=sys.stderr)
         return 2
     from ..compiler.pipeline import compile
 
@@ -158,7 +160,7 @@ def _calibrate(path: Path) -> int:
 
 
 def _show(calibrated: Calibration, path: Path) -> None:
-    """Print a table of what was measured."""
+    """Print a table of a calibration's measurements."""
     from rich.console import Console
     from rich.table import Table
 
@@ -198,7 +200,7 @@ def _figure_rows(calibrated: Calibration, path: Path) -> list[tuple[str, str]]:
 
 
 def _rank_rows(calibrated: Calibration) -> list[tuple[str, str]]:
-    """Return what each rank reaches while all ranks are busy, by the number of ranks."""
+    """Return a table row for each number of ranks: the rates while all ranks are busy."""
     rows = []
     for ranks, busy in sorted(calibrated.busy.items()):
         device = calibration.device(calibrated, "here", ranks)

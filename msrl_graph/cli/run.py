@@ -1,7 +1,7 @@
-"""msrl-run: flags in, exit code out.
+"""The command msrl-run.
 
-Invariant: this process loads nothing of the runtime before the plan is complete, apart from what starts the preload
-server. The exit status is as for msrl-compile, and 3 for a failed run, 130 for an interrupted one.
+Invariant: until the plan is complete, this process imports nothing of the runtime except the code that starts the
+preload server. The exit status is that of msrl-compile, or 3 for a failed run, or 130 for an interrupted run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..backends.packages import make_extra_command
 from ..diagnostics import MACHINE_FAULTS, Diagnostic, Fault
 from ..diagnostics.terminal_text import make_printable
 from .common import load_plan, parse_natural, print_diagnostics, run_guarded
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def run_main(argv: Sequence[str] | None = None) -> int:
-    """`msrl-run`."""
+    """Run `msrl-run` and return the exit status."""
     return run_guarded("msrl-run", _run, list(sys.argv[1:] if argv is None else argv))
 
 
 def parser() -> argparse.ArgumentParser:
-    """Create the parser of msrl-run; `run` of the Python API has the same options."""
+    """Create the parser of msrl-run; the Python API's `run` has the same options."""
     command_line = argparse.ArgumentParser(
         prog="msrl-run",
         description="Compile an .rlg program, or take a plan, and run it on Ray.",
@@ -145,7 +146,7 @@ def _run(argv: Sequence[str]) -> int:
         from ..runtime.driver import preloading
     except ModuleNotFoundError as error:
         return _report_missing_package(error)
-    with preloading.starting_early(options.file) as server:  # it imports while the program is compiled
+    with preloading.starting_early(options.file) as server:  # the server imports packages during the compilation
         return _run_program(command_line, options, server)
 
 
@@ -176,7 +177,10 @@ _TRAINING_FLAGS = {"iterations", "replay", "measure_memory"}
 
 
 def _check_flags(command_line: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit with bad usage if flags of a run and of an export are mixed."""
+    """Exit with bad usage if flags are given that cannot be combined.
+
+    For example, flags of a run cannot be combined with `--export`.
+    """
     stated = {
         action.dest: action.option_strings[0]
         for action in command_line._actions
@@ -200,14 +204,17 @@ def _check_flags(command_line: argparse.ArgumentParser, options: argparse.Namesp
 
 
 class _Program:
-    """The program of FILE; `source` is its text, for messages."""
+    """The program or plan in FILE.
+
+    `source` is the program's text, for messages. It is None for a plan, and before the program is read.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.source: ProgramSource | None = None
 
     def plan(self, command_line: argparse.ArgumentParser) -> Plan:
-        """Compile or load the plan. Raises a Fault."""
+        """Compile the program, or load it if it is a plan. Raises a Fault."""
         options = self.options
         if options.file.endswith(".json"):
             if options.sets or options.deploy:
@@ -219,7 +226,7 @@ class _Program:
         self.source = read_source(options.file)
         sets = {key.strip(): value for key, _, value in (setting.partition("=") for setting in options.sets)}
         result = translate(self.source, deploy=options.deploy, sets=sets)
-        # The run's own checks report missing data in more detail, and as an error.
+        # These warnings are not printed: the run's own checks report missing data in more detail, and as an error.
         own = ("missing-file", "no-data", "few-rows", "not-installed")
         print_diagnostics([warning for warning in result.warnings if warning.code not in own], self.source, options)
         if result.plan is None:
@@ -228,7 +235,7 @@ class _Program:
 
 
 def _export(program: _Program, options: argparse.Namespace) -> int:
-    """Run `--export`."""
+    """Run `--export` and return the exit status."""
     plan = program.plan(parser()) if options.file else None
     try:
         from ..runtime.driver.export import export
@@ -242,9 +249,9 @@ def _export(program: _Program, options: argparse.Namespace) -> int:
 
 
 def run_plan(text: str, out: str | None) -> int:
-    """Run the JSON text of a plan as `msrl-run` would; return the exit status.
+    """Run the JSON text of a plan as `msrl-run` does; return the exit status.
 
-    The script of `--emit ray` calls this.
+    The script that `--emit ray` writes calls this function.
     """
     from ..compiler.loading import load
 
@@ -275,7 +282,8 @@ def run_plan(text: str, out: str | None) -> int:
 
 
 def _report_missing_package(error: ModuleNotFoundError) -> int:
-    print(f"msrl-run: {error.name} is not installed; to run plans: pip install 'msrl-graph[run]'", file=sys.stderr)
+    command = make_extra_command("run")
+    print(f"msrl-run: {error.name} is not installed; to run plans: {command}", file=sys.stderr)
     return 2
 
 

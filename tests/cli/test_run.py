@@ -9,6 +9,7 @@ import pytest
 from folders import ROOT
 
 from msrl_graph import compile
+from msrl_graph.backends.packages import make_extra_command
 from msrl_graph.cli import compile_main, run_main
 from msrl_graph.runtime.data.dataset import PREVIEW_ROWS
 from msrl_graph.runtime.driver import supervisor
@@ -244,7 +245,7 @@ def test_an_engine_that_is_not_installed(tmp_path, capsys):
     assert err.startswith(
         "error[not-installed]: the engine `vllm` of `actor.generate` needs vllm, not installed here\n"
     )
-    assert f"grpo.rlg:{line}:" in err and err.endswith("  = help: pip install 'msrl-graph[vllm]'\n")
+    assert f"grpo.rlg:{line}:" in err and err.endswith(f"  = help: {make_extra_command('vllm')}\n")
 
 
 def test_an_engine_that_a_layout_asks_for_is_reported_at_the_layout(tmp_path, capsys):
@@ -260,6 +261,6 @@ def test_an_engine_that_a_layout_asks_for_is_reported_at_the_layout(tmp_path, ca
     assert err.startswith(f"error[not-installed]: {what}; the plan chose it, since `fsdp` has no pp\n")
     assert f"grpo.rlg:{line}:" in err
     fix = "or leave `pp` out of the layout: `fsdp` runs it then"
-    assert err.endswith(f"  = help: pip install 'msrl-graph[megatron]'; {fix}\n")
+    assert err.endswith(f"  = help: {make_extra_command('megatron')}; {fix}\n")
     program.write_text(text.replace("{ pp = 2 }", "{}"))
     assert run_main([str(program), "--dry-run"]) == 0

@@ -81,6 +81,17 @@ def prepare_example(folder: Path) -> list[str]:
     return [*(f"{command} {OPTIONS.get(command.split()[0], '')}" for command in commands), *COMMANDS]
 
 
+def follow_hint(binaries: Path, example: Path) -> None:
+    """Install what a run needs with the command that msrl-run prints if it is missing."""
+    done = subprocess.run(
+        [binaries / "msrl-run", "program.rlg"], cwd=example, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    program, *arguments = shlex.split(done.stderr.rpartition("to run plans: ")[2])
+    if done.returncode != 2 or program != "pip":
+        sys.exit(f"msrl-run without its packages ends with status {done.returncode}:\n{done.stderr}")
+    call(binaries / "pip", *arguments, *PINNED)
+
+
 def check(python: str, wheel: Path, folder: Path) -> None:
     """Install the wheel for an interpreter, and run the commands."""
     environment = folder / "environment"
@@ -88,8 +99,9 @@ def check(python: str, wheel: Path, folder: Path) -> None:
     call(python, "-m", "venv", environment)
     binaries = environment / "bin"
     call(binaries / "pip", "install", *PINNED, "torch")
-    call(binaries / "pip", "install", *PINNED, f"{wheel}[run]")
+    call(binaries / "pip", "install", *PINNED, wheel)
     commands = prepare_example(folder / "example")
+    follow_hint(binaries, folder / "example")
     for command in commands:
         name, *arguments = shlex.split(command)
         call(binaries / name, *arguments, folder=folder / "example")

@@ -1,7 +1,8 @@
-"""The hosts to examine: this machine, or all of the Ray cluster in RAY_ADDRESS.
+"""The hosts to examine: this machine, or all hosts of the cluster in RAY_ADDRESS.
 
-Invariant: within WITHIN seconds each host has answered or is named. Ray is loaded in a separate process, which is
-killed if it takes longer. A host needs no package except those that Ray brings, not even this one.
+Invariant: within WITHIN seconds, each host has answered or is named in a finding. Ray is loaded in a separate process,
+which is killed after WITHIN seconds. A host needs only the packages that come with Ray. msrl_graph itself need not be
+installed on a host.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ STATUS = "see `ray status`, and the logs of its raylet in /tmp/ray/session_lates
 
 
 def here(query: HostQuery) -> list[ExaminedHost]:
-    """Examine this machine."""
+    """Examine this machine; the result has one entry."""
     return [ExaminedHost(look(Machine(), query))]
 
 
 def joined(address: str, query: HostQuery) -> tuple[list[ExaminedHost], list[Finding]]:
-    """Examine the hosts of a cluster.
+    """Examine the hosts of the Ray cluster at `address`.
 
-    Also returns findings on hosts that did not answer.
+    Returns the hosts that answered, and findings about a cluster or hosts that did not answer.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -70,7 +71,11 @@ def joined(address: str, query: HostQuery) -> tuple[list[ExaminedHost], list[Fin
 
 
 def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
-    """Query a cluster from this process, which loads Ray."""
+    """Query the hosts of a cluster. This process loads Ray.
+
+    The result has the key `hosts` with the answers, and the key `silent` with the addresses of hosts that did not
+    answer. If the cluster cannot be joined, the result has the keys `refused` and `help` with texts for the user.
+    """
     deadline = time.monotonic() + ANSWER
     try:
         check_cluster(address)
@@ -113,14 +118,17 @@ def _query_cluster(address: str, query: HostQuery) -> dict[str, Any]:
 
 
 def _clock_difference(prober: Any) -> float:
-    """Return how many seconds a host's clock is ahead of this one's.
+    """Return the seconds by which a host's clock is ahead of this machine's clock.
 
-    Only the certain part of the difference counts.
+    The duration of the request makes the difference uncertain. Only the certain part of the difference counts.
     """
     import ray
 
     before = time.time()
-    remote: float = ray.get(prober.clock.remote(), timeout=CLOCK)
+    try:
+        remote: float = ray.get(prober.clock.remote(), timeout=CLOCK)
+    except ray.exceptions.GetTimeoutError:
+        return 0.0  # a host that is only busy has answered everything else
     after = time.time()
     return remote - after if remote > after else remote - before if remote < before else 0.0
 

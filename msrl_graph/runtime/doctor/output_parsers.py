@@ -1,15 +1,18 @@
 """Parsers for the output of drivers, toolkits and their commands.
 
-Invariant: pure. Text in an unknown format gives an empty result and raises nothing.
+Invariant: parsers are pure functions. Text in an unknown format gives an empty result and raises no error.
 
-Sources of the formats; none was seen on a device of this project:
-- `npu-smi info` of Atlas A2 (npu-smi 23.0 to 25.5) and A3 (24.1 to 26.0): reports in vllm-project/vllm-ascend, 834,
-1130, 2534, 12980. A3 has an additional column, the number of the die on the host, and 26.0 one more for processes.
-- `hccn_tool -i 0 -link -g`: MindCluster, ascend-faultdiag, its user guide, and ascend-common, devmanager/hccn.
-- ascend_toolkit_install.info: vllm-project/vllm-ascend, 834. ascend_ops_install.info: CANN 9.1.0, if its operators
-are installed by their own .run. version.cfg, nnal/atb/latest/version.info, driver/version.info: READMEs of models
-for Ascend, for CANN 8.0 and 8.2.
-- `nvidia-smi --query-gpu`, `--query-compute-apps`, `topo -m`: nvidia-smi(1). Xid in dmesg: NVIDIA, Xid Errors.
+The formats come from the following sources. No output was seen on a device of this project.
+
+- `npu-smi info` of Atlas A2 (npu-smi 23.0 to 25.5) and A3 (24.1 to 26.0): reports 834, 1130, 2534 and 12980 in
+  vllm-project/vllm-ascend. A3 has an additional column: the number of the die on the host. Version 26.0 has one more
+  column in the table of processes.
+- `hccn_tool -i 0 -link -g`: ascend-faultdiag with its user guide, and ascend-common (devmanager/hccn), of MindCluster.
+- ascend_toolkit_install.info: report 834 in vllm-project/vllm-ascend.
+- ascend_ops_install.info: CANN 9.1.0, if the operators of CANN are installed by their own .run file.
+- version.cfg, nnal/atb/latest/version.info, driver/version.info: READMEs of models for Ascend, for CANN 8.0 and 8.2.
+- `nvidia-smi --query-gpu`, `--query-compute-apps`, `topo -m`: nvidia-smi(1).
+- Xid in dmesg: NVIDIA, Xid Errors.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that uses memory of a device, in bytes."""
+    """A process that uses memory of a device.
+
+    `bytes` is the size of this memory.
+    """
 
     pid: str
     name: str
@@ -32,9 +38,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """A device as processes count it.
+    """A device that a process can use: a die of an NPU, or a GPU.
 
-    `label` is its name in its own command, `card` the number that the command takes.
+    `label` is the name of the device in the output of `npu-smi` or `nvidia-smi`. `card` is the number by which this
+    command addresses the device. `used` and `total` are bytes of memory.
     """
 
     label: str
@@ -74,9 +81,9 @@ def npu_dies(text: str) -> list[DeviceEntry]:
         if (
             len(row) in (4, 5)
             and len(position) == 2
-            and position[0].isdigit()
-            and row[1].isdigit()
-            and row[3].isdigit()
+            and position[0].isdecimal()
+            and row[1].isdecimal()
+            and row[3].isdecimal()
         ):
             holders_by_die.setdefault((position[0], position[1]), []).append(Holder(row[1], row[2], int(row[3]) * MIB))
     dies: list[DeviceEntry] = []
@@ -85,9 +92,10 @@ def npu_dies(text: str) -> list[DeviceEntry]:
         named = first[0].split()
         memory = re.findall(r"(\d+)\s*/\s*(\d+)", second[-1])
         bus = len(second) == 3 and re.fullmatch(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f:.]+", second[1])
-        if not (bus and len(named) == 2 and memory):
+        numbers = second[0].split()
+        if not (bus and len(named) == 2 and memory and numbers):
             continue
-        numbers, (used, total) = second[0].split(), memory[-1]
+        used, total = memory[-1]
         chip = f" chip {numbers[0]}" if len(numbers) > 1 else ""
         holders = tuple(holders_by_die.get((named[0], numbers[0]), ()))
         size = int(used) * MIB, int(total) * MIB
@@ -120,13 +128,17 @@ def cann(text: str) -> str:
 
 
 def gpus(text: str, apps: str) -> list[DeviceEntry]:
-    """Parse the devices that `nvidia-smi` lists for QUERY.
+    """Parse the list of devices in the output of `nvidia-smi --query-gpu`.
 
-    `apps` lists the processes that use their memory.
+    `apps` is the output of `nvidia-smi --query-compute-apps`, which lists the processes that use the devices' memory.
     """
     holders_by_gpu: dict[str, list[Holder]] = {}
-    for row in _table(apps, 4):
-        used = int(row[-1]) * MIB if row[-1].isdigit() else 0  # hidden inside a container
+    for line in apps.splitlines():
+        row = [cell.strip() for cell in line.split(",")]
+        if len(row) < 4:
+            continue
+        row[2:-1] = [",".join(row[2:-1])]  # the name of a process may contain commas
+        used = int(row[-1]) * MIB if row[-1].isdecimal() else 0  # hidden inside a container
         holders_by_gpu.setdefault(row[0], []).append(Holder(row[1], row[2].rpartition("/")[2], used))
     return [
         DeviceEntry(
@@ -138,7 +150,7 @@ def gpus(text: str, apps: str) -> list[DeviceEntry]:
             holders=tuple(holders_by_gpu.get(row[1], ())),
         )
         for row in _table(text, len(GPU))
-        if row[4].isdigit() and row[5].isdigit()
+        if row[4].isdecimal() and row[5].isdecimal()
     ]
 
 
@@ -153,7 +165,7 @@ def gpu_fields(text: str) -> list[dict[str, str]]:
 def links(text: str) -> dict[tuple[str, str], str]:
     """Parse the connection of each pair of devices in `nvidia-smi topo -m`.
 
-    NV18, or a form of PCIe.
+    A connection is `NV` with the number of NVLinks, such as `NV18`, or the name of a kind of PCIe connection.
     """
     rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip()]
     names = [word for word in rows[0] if re.fullmatch(r"GPU\d+", word)] if rows else []
@@ -167,33 +179,40 @@ def links(text: str) -> dict[tuple[str, str], str]:
 
 
 def xids(text: str) -> list[str]:
-    """Return the distinct fault numbers in the kernel's log."""
+    """Return the distinct Xid numbers (faults of a GPU) in the kernel's log."""
     return list(dict.fromkeys(re.findall(r"NVRM: Xid \([^)]*\): (\d+)", text)))
 
 
 def torch_cuda(text: str) -> str:
-    """Parse the CUDA version of torch from torch/version.py; "" for other builds."""
+    """Parse torch's CUDA version from torch/version.py; "" for a build without CUDA."""
     match = re.search(r"^cuda(?::[^=]*)? = '([\d.]+)'", text, re.MULTILINE)
     return match[1] if match else ""
 
 
 def memory(meminfo: str, most: str, used: str) -> tuple[int, int]:
-    """Return the free and the total bytes of memory of the machine or its container."""
-    sizes = {name: int(value.split()[0]) << 10 for name, value in fields(meminfo).items() if value[:1].isdigit()}
+    """Return the free and the total bytes of memory of the machine or its container.
+
+    `meminfo` is the text of /proc/meminfo. `most` and `used` are the limit and the use of memory of the container's
+    cgroup.
+    """
+    sizes = {
+        name: int(match[0]) << 10 for name, value in fields(meminfo).items() if (match := re.match("[0-9]+", value))
+    }
     free = sizes.get("MemAvailable", 0)
     total = sizes.get("MemTotal", 0)
-    if most.strip().isdigit() and used.strip().isdigit():
+    if most.strip().isdecimal() and used.strip().isdecimal():
         return min(free, int(most) - int(used)), min(total, int(most))
     return free, total
 
 
 def cards(text: str) -> set[str]:
-    """Parse /proc/bus/pci/devices: maker and model of each card's first function.
+    """Parse the vendor and device id of each PCI card from /proc/bus/pci/devices.
 
-    They are in the form of lspci -n.
+    Only the first function of a card counts. An id is the four hexadecimal digits of the vendor, followed by the four
+    digits of the device.
     """
-    rows = [line.split() for line in text.splitlines()]
-    return {row[1].lower() for row in rows if len(row) > 1 and len(row[1]) == 8 and int(row[0], 16) % 8 == 0}
+    rows = re.findall(r"^([0-9A-Fa-f]+)\s+([0-9A-Fa-f]{8})\s", text, re.MULTILINE)
+    return {card.lower() for function, card in rows if int(function, 16) % 8 == 0}
 
 
 def _table(text: str, columns: int) -> list[list[str]]:

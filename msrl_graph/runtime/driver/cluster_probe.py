@@ -1,8 +1,8 @@
-"""Probe of a cluster's hosts, before anything of a run starts on them.
+"""Probe of a cluster's hosts, before any process of a run starts on the hosts.
 
-Invariant: all hosts that the plan uses are asked at once. Within PROBE seconds each host has answered or is named in an
-error. What would end the run later is an error; what would only slow it down or degrade it is a warning. Differences
-between hosts are reported in one table.
+Invariant: all hosts that the plan uses are queried at the same time. Within PROBE seconds, each host has answered or is
+named in an error. A problem that would end the run later is an error. A problem that would only slow down or degrade
+the run is a warning. Differences between hosts are reported in one table.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ INSTALL = "install the same versions on every host, from the same constraints"
 class HostColumn:
     """A fact about every host, in host order.
 
-    `wrong` are the indices of the hosts where it is wrong. `message` says what that means, and `span` is the place in
-    the program that requires it.
+    `wrong` are the indices of the hosts where the fact is wrong. `message` says what a wrong fact means. `span` is the
+    place in the program that requires the fact.
     """
 
     title: str
@@ -59,10 +59,10 @@ class HostColumn:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a plan, in the plan's order: an actor on each, and its facts.
+    """The hosts of a plan, in the plan's order, with an actor and facts of each host.
 
-    `clocks` are the seconds by which each host's clock is ahead of this machine's. `blind` lists, for each marked
-    folder, the hosts that do not see it.
+    `clocks` are the seconds by which each host's clock is ahead of this machine's clock. `blind` lists, for each marked
+    folder, the hosts that do not see the folder.
     """
 
     plan: Plan
@@ -99,9 +99,9 @@ class Hosts:
             )
 
     def _interpreters(self) -> Iterator[HostColumn]:
-        """Yield a column for each interpreter that is not the run's own.
+        """Yield a column for each Python interpreter that is not the run's own.
 
-        Only hosts with processes that use it count.
+        Only hosts with processes that use the interpreter are checked.
         """
         plan = self.plan
         for python in self.seen[0]["others"]:
@@ -224,7 +224,7 @@ class Hosts:
         )
 
     def _variables(self) -> Iterator[HostColumn]:
-        """Yield a column for each variable that a host sets against its ranks' wishes."""
+        """Yield a column for each environment variable that differs from the plan."""
         for setting in environment_check.wanted_settings(self.plan):
             cells = [facts["variables"].get(setting.name, "-") for facts in self.seen]
             applies = [setting in environment_check.wanted_settings(self.plan, host) for host in range(len(self.seen))]
@@ -240,9 +240,9 @@ class Hosts:
                 yield HostColumn(setting.name, cells, wrong, code, severity, message, help)
 
     def judge(self, verbose: bool) -> list[str]:
-        """Return messages about hosts that a run may start on.
+        """Return warnings about the hosts; with `verbose`, also the table of the hosts.
 
-        Raises NoResources with all errors.
+        Raises NoResources with all errors, if there are any.
         """
         columns = self.columns()
         wrong = {
@@ -269,7 +269,7 @@ class Hosts:
         return Diagnostic(code, message, first.span, help, severity, related)
 
     def table(self, columns: Sequence[HostColumn]) -> str:
-        """Format the columns as a table, with a line for each host.
+        """Format the columns as a table, with one line per host.
 
         Hosts with equal cells share a line. Wrong cells are marked.
         """
@@ -293,19 +293,19 @@ class Hosts:
 
 
 class HostsSilent(NoResources):
-    """Hosts that Ray reports as alive, but that do not answer.
+    """Hosts do not answer, although Ray reports them as alive.
 
-    When a run begins, somebody has to look after them. When it restarts, they may be lost, or on their way back.
+    At the first start of a run, the user must repair such hosts. After a restart, the hosts may be lost or may return.
     """
 
 
 def probe(
     plan: Plan, reserved: DeviceReservation, marks: Sequence[Path], also: Mapping[str, str], actors: list[Any]
 ) -> Hosts:
-    """Ask the hosts of a plan for their facts.
+    """Query the facts of a plan's hosts.
 
-    It starts `actors` on them. It also checks whether they see the folders `marks`; the first is the run's folder.
-    `also` are files that every host reads, by title.
+    The actors that the function starts on the hosts are added to `actors`. The function also checks which hosts see the
+    folders `marks`, the first of which is the run's folder. `also` are files that every host reads, by title.
     """
     import ray
 
@@ -349,7 +349,7 @@ def probe(
         if silent := [address for address, answer in zip(addresses, answers, strict=True) if answer not in ready]:
             raise HostsSilent(_silent_hosts(plan, silent))
         seen = _collect_facts(plan, reserved, answers)
-        clocks = [_clock_offset(actor, until) for actor in actors]
+        clocks = [_clock_offset(plan, *host, until) for host in zip(addresses, actors, strict=True)]
     spans = {**{f"model {name}": model.span for name, model in plan.deploy.models.items()}}
     spans |= {f"data {name}": dataset.span for name, dataset in plan.deploy.data.items()}
     blind = [[i for i, facts in enumerate(seen) if facts["sizes"][marker] < 0] for marker in markers]
@@ -382,22 +382,25 @@ def _silent_hosts(plan: Plan, addresses: Sequence[str]) -> Diagnostic:
     )
 
 
-def _clock_offset(actor: Any, until: float) -> float:
-    """Return the seconds by which a host's clock is certainly ahead of this one's."""
+def _clock_offset(plan: Plan, address: str, actor: Any, until: float) -> float:
+    """Return the seconds by which a host's clock is certainly ahead of this clock."""
     import ray
 
     before = time.time()
-    remote_time: float = ray.get(actor.clock.remote(), timeout=max(1.0, until - time.monotonic()))
+    try:
+        remote_time: float = ray.get(actor.clock.remote(), timeout=max(1.0, until - time.monotonic()))
+    except ray.exceptions.GetTimeoutError as error:
+        raise HostsSilent(_silent_hosts(plan, [address])) from error
     after = time.time()
     return remote_time - after if remote_time > after else remote_time - before if remote_time < before else 0.0
 
 
 @contextmanager
 def _marker_file(folder: Path) -> Iterator[str]:
-    """Create a marker in a folder, by which a host can tell that it sees this folder.
+    """Create a marker file in a folder, by which hosts prove that they see the folder.
 
-    A folder of the same name on another disk has no marker. In a read-only folder no host sees a marker: each host is
-    asked for the files that should be in it.
+    A folder of the same name on another disk has no marker. In a read-only folder, no host sees a marker; for such a
+    folder, each host is asked for the files that should be in the folder.
     """
     marker = folder.absolute() / f".{uuid.uuid4().hex}"
     with suppress(OSError):
@@ -410,10 +413,7 @@ def _marker_file(folder: Path) -> Iterator[str]:
 
 
 def _release(version: str) -> tuple[str, ...]:
-    """Return the part of a version that decides compatibility.
-
-    It has no patch number and no build tag.
-    """
+    """Return the first two numbers of a version, which decide compatibility."""
     return tuple(version.partition("+")[0].split(".")[:2])
 
 

@@ -1,7 +1,8 @@
-"""HTTP servers of a run: its page, and the metrics for Prometheus.
+"""HTTP servers of a run: the run's web page, and the metrics for Prometheus.
 
-Invariant: a client that does not know the page's token gets nothing of the page, and keeps no connection for long
-(process/connection_gate.py). Clients trigger looks at the docks; without clients there is no cost.
+Invariant: a client that does not know the page's token gets no content of the page, and its connection is closed after
+some seconds (process/connection_gate.py). The driver queries the docks for a client's request; without clients, these
+queries have no cost.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ FAREWELL = 1.0  # seconds for open pages to hear how the run ended
 
 
 class StatusServer:
-    """Server of a run's page and metrics, in daemon threads."""
+    """Server of a run's web page and Prometheus metrics, in daemon threads."""
 
     def __init__(self, plan: Plan, facts: RunFacts, ports: Ports) -> None:
         self.facts = facts
         self.token = ports.token
-        self.streams = 0  # open pages
+        self.streams: set[BaseHTTPRequestHandler] = set()  # of open pages
         self.gates: list[Gate] = []  # gates of the page and of the metrics
         self.html = b""
         if ports.page >= 0:
@@ -54,7 +55,10 @@ class StatusServer:
         threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def end(self, kind: str, reason: str) -> None:
-        """Tell open pages how the attempt ended."""
+        """Send open pages how the attempt ended, and wait until the pages are closed.
+
+        The wait takes at most FAREWELL seconds.
+        """
         self.facts.end(kind, reason)
         until = threading.Event()
         for _ in range(int(FAREWELL / 0.02)):
@@ -64,10 +68,11 @@ class StatusServer:
 
 
 class _Server(ThreadingHTTPServer):
-    """A server at a socket that listens already.
+    """An HTTP server on a socket that is already listening.
 
-    A connection has some seconds to send a request, and some more for the answer, unless it knows the token. The two
-    groups do not push each other out.
+    A connection has some seconds to send its request. A connection without the token has some more seconds to receive
+    the answer. The connections before the request and the connections before the answer are limited separately, so no
+    connection of one group is closed to make room for the other group.
     """
 
     daemon_threads = True
@@ -112,9 +117,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class _Page(_Handler):
-    """Handler of the page.
+    """Request handler of the run's web page.
 
-    `/` is the page, `/facts` a stream of events with all that is known, `/curve?key=K` a metric so far.
+    - `/` returns the page.
+    - `/facts` returns a stream of events, each with everything that is known about the run.
+    - `/curve?key=K` returns the values of metric K from the beginning of the run to now.
     """
 
     watching: StatusServer
@@ -155,7 +162,7 @@ class _Page(_Handler):
     def _stream(self) -> None:
         facts = self.watching.facts
         watching = self.watching
-        watching.streams += 1
+        watching.streams.add(self)
         try:
             self._send_head(200, "text/event-stream")
             self.wfile.write(b"retry: 1000\n\n")
@@ -168,7 +175,7 @@ class _Page(_Handler):
         except OSError:
             pass  # the client is gone
         finally:
-            watching.streams -= 1
+            watching.streams.discard(self)
 
     def log_message(self, format: str, *arguments: Any) -> None:
         pass  # its lines would contain the token

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from folders import ROOT
 from hosts import Hosts, possible
-from machines import CANN, DRIVER, INFO, a2, cpu, h100, installed, npu_smi
+from hypothesis import given
+from hypothesis import strategies as st
+from machines import CANN, DRIVER, INFO, a2, a3_dies, cpu, gpu, h100, installed, meminfo, npu_smi, topology
 from place import EXAMPLE
+from sample import examples
 
 from msrl_graph import compile
 from msrl_graph.cli import doctor
@@ -100,6 +103,44 @@ def test_forms_that_are_not_known_give_nothing():
             and output_parsers.memory(text, text, text) == (0, 0)
             and not output_parsers.cards(text)
         )
+
+
+KNOWN = [
+    npu_smi(a3_dies()[:4], held=[(0, 0, 4711, "python", 512)]),
+    topology(2),
+    meminfo(),
+    "GPU-0, 4711, a, b, 812\n" + gpu(0),
+    "0008\t8086a7a0\t0\n0010\t10de2330\t10\n",
+]
+
+
+@given(
+    st.sampled_from(KNOWN), st.randoms(use_true_random=False), st.text("0123456789abxz,|:/.- \t\n=\u00b2", max_size=6)
+)
+@examples(200)
+def test_damaged_output_raises_nothing(text, random, piece):
+    begin, end = sorted(random.randrange(len(text)) for _ in range(2))
+    for damaged in (text[:begin] + piece + text[end:], text.replace(random.choice(text), piece)):
+        for parse in (
+            "npu_dies",
+            "npu_driver",
+            "npu_link",
+            "cann",
+            "gpu_fields",
+            "links",
+            "xids",
+            "torch_cuda",
+            "cards",
+        ):
+            getattr(output_parsers, parse)(damaged)
+        output_parsers.gpus(damaged, damaged)
+        output_parsers.memory(damaged, piece, piece)
+
+
+def test_the_name_of_a_process_may_have_commas():
+    row = gpu(0).split(", ")
+    (device,) = output_parsers.gpus(gpu(0), f"{row[1]}, 4711, /bin/a,b, 812 MiB\n{row[1]}, 4712, c, 7\n")
+    assert [(h.pid, h.name, h.bytes) for h in device.holders] == [("4711", "a,b", 0), ("4712", "c", 7 << 20)]
 
 
 def test_versions_that_go_together():
